@@ -1,0 +1,77 @@
+# `make demo` and `make test` work on a plain Linux or macOS with Python 3.11 or newer; the second run installs nothing.
+# Another interpreter: make PYTHON=/path/to/python3 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+NEEDS := Slipstream needs Python 3.11 or newer
+HINT := name yours with: make PYTHON=/path/to/python3
+
+define DEMO_PROMPT
+def moving_average(values, window):
+    """Return the mean of every run of `window` consecutive values."""
+endef
+export DEMO_PROMPT
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test format clean
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMPS)/demo ## Watch one prompt being drafted and verified, then measure a quick benchmark
+	@printf '\n== slipstream generate --explain: what the draft guessed, what the target kept\n'
+	@$(BIN)/slipstream generate "$$DEMO_PROMPT" --max-new-tokens 64 --explain
+	@printf '\n== slipstream bench --quick: with and without a draft, counted by the same code\n'
+	@$(BIN)/slipstream bench --quick
+
+test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in CI)
+	@echo '== ruff check'
+	@$(BIN)/ruff check .
+	@echo '== ruff format --check'
+	@$(BIN)/ruff format --check .
+	@echo '== mypy'
+	@$(BIN)/mypy
+	@echo '== pytest'
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n 2
+
+format: $(STAMPS)/test ## Let ruff format the code and fix what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## Remove caches, builds and stamps (.venv stays; the next command checks it again)
+	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(STAMPS)
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# A virtual environment that already stands is kept as it is.
+$(STAMPS)/venv:
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		command -v $(PYTHON) >/dev/null || { echo "$(NEEDS); '$(PYTHON)' was not found: $(HINT)."; exit 1; }; \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+			|| { echo "$(NEEDS); '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | head -n 1): $(HINT)."; exit 1; }; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+			|| { echo "$(PYTHON) lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv)."; exit 1; }; \
+		echo "Making $(VENV) with $$($(PYTHON) -V)"; \
+		$(PYTHON) -m venv $(VENV); \
+	fi
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch goes first and by itself, so that the long wait has its own line.
+$(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
+	@echo "Installing torch into $(VENV): a big download the first time (0.1 to 3 GB by platform), please wait"
+	@$(PIP) torch
+	@touch $@
+
+$(STAMPS)/demo: pyproject.toml constraints.txt $(STAMPS)/torch
+	@echo "Installing slipstream, transformers and the command line into $(VENV)"
+	@$(PIP) --editable .
+	@touch $@
+
+# The test extra contains all that the demo needs, so its stamp serves both.
+$(STAMPS)/test: pyproject.toml constraints.txt $(STAMPS)/torch
+	@echo "Installing slipstream, transformers, the command line and the test tools into $(VENV)"
+	@$(PIP) --editable '.[test]'
+	@touch $(STAMPS)/demo $@

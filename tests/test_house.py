@@ -1,0 +1,473 @@
+"""The house rules as tests: who may import whom, how long things may be, what is public.
+
+Every rule is a function from source text to a list of faults, so that the same function runs on the package,
+where it must find nothing, and on a few wrong lines, where it must find something.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "slipstream"
+
+# A file imports strictly lower levels. `room.*` holds for a folder and all its files; where files of one
+# folder need each other, they get lines of their own, ordered by tenths ("server.app": 5.1).
+LEVELS: dict[str, float] = {
+    "stats": 0,
+    "records": 0.5,
+    "theory": 0,
+    "sampling": 1,
+    "acceptance": 1,
+    "controllers": 1,
+    "cache": 1,
+    "processes": 1,
+    "explain": 1,
+    "text": 1,
+    "rules": 2,
+    "models": 2,
+    "decoding": 2,
+    "drafters.*": 3,
+    "beam": 3,
+    "distill": 3,
+    "engine": 4,
+    "check": 5,
+    "plan": 5,
+    "bench": 5,
+    "hook": 5,  # the custom_generate hook of transformers
+    "server.*": 5,
+    "paper.*": 6,
+    "cluster": 6,
+    "cli": 7,
+    "__init__": 7,
+}
+
+PURE = {"theory"}  # rooms without any third party
+ANYWHERE = ("*",)
+THIRD_PARTIES: dict[str, tuple[str, ...]] = {
+    "torch": ANYWHERE,
+    "numpy": ANYWHERE,
+    "safetensors": ANYWHERE,
+    "transformers": (
+        "models",
+        "sampling",
+        "hook",
+        "bench",
+        "distill",
+        "drafters.early_exit",
+        "drafters.heads",
+        "paper",
+        "paper.*",
+    ),
+    "typer": ("cli",),
+    "rich": ("cli", "explain"),
+}
+
+MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7
+# The heart stays readable at one glance.
+HEART = {"decoding": {"play_round": 25, "rounds": 20}}
+# Public faces whose many keyword settings are the user's own.
+MANY_PARAMETERS = ("engine.load", "engine.Engine.*", "cli.*")
+
+# Our machines' folders and anybody's home; written so that this line does not match itself.
+MACHINE_PATHS = re.compile(rb"(?<![\w.~-])/(?:work|root|(?:home|Users)/\w+|opt/(?:wheels|pypi)[\w-]*)/")
+
+IMPORTERS = ("__import__", "import_module", "importlib.import_module")
+Import = tuple[int, str, tuple[str, ...]]  # line, dotted path from the top, names taken from it
+
+
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Every module of the package by its name without `slipstream.`; the root is `__init__`."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name or "__init__"] = path
+    return found
+
+
+MODULES = modules()
+every_module = pytest.mark.parametrize("room", MODULES)
+
+
+def read(room: str) -> str:
+    """The source of one module."""
+    return MODULES[room].read_text(encoding="utf-8")
+
+
+# --- levels and third parties ---------------------------------------------------------------------
+
+
+def level(room: str) -> float | None:
+    """The level of a module: its own line in the table, else its folder's, else None."""
+    return LEVELS.get(room, LEVELS.get(room.split(".")[0] + ".*"))
+
+
+def imports(room: str, source: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import of a module, also inside functions, under TYPE_CHECKING and by `import_module("...")`."""
+    here = ["slipstream", *([] if room == "__init__" else room.split("."))]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = node.level - (is_package or room == "__init__")
+            base = here[: len(here) - up] if node.level else []
+            path = ".".join([*base, *([node.module] if node.module else [])])
+            yield node.lineno, path, tuple(alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORTERS:
+            yield from ((node.lineno, str(a.value), ()) for a in node.args[:1] if isinstance(a, ast.Constant))
+
+
+def rooms_reached(path: str, names: tuple[str, ...], known: set[str]) -> set[str]:
+    """What `from slipstream.path import names` reaches: submodules among the names, else the path."""
+    room = path.removeprefix("slipstream.")
+    return {f"{room}.{name}" if f"{room}.{name}" in known else room for name in names} or {room}
+
+
+def level_faults(room: str, source: str, known: set[str], is_package: bool = False) -> list[str]:
+    """Imports of the package root, of a room that does not exist, or of a level not strictly lower."""
+    own = level(room)
+    if own is None:
+        return [f"{room} has no level: give it a line in LEVELS"]
+    faults = []
+    for line, path, names in imports(room, source, is_package):
+        if path == "slipstream":
+            faults.append(f"{room}:{line} imports the package root: name the module")
+        elif path.startswith("slipstream."):
+            for other in sorted(rooms_reached(path, names, known)):
+                theirs = level(other) if other in known else None
+                if theirs is None:
+                    faults.append(f"{room}:{line} imports {other}, which does not exist or has no level")
+                elif theirs >= own:
+                    faults.append(f"{room} (level {own}):{line} imports {other} (level {theirs})")
+    return faults
+
+
+def third_party_faults(room: str, source: str) -> list[str]:
+    """Third parties this room may not know, and those the package does not declare."""
+    faults = []
+    for line, path, _ in imports(room, source):
+        party = path.split(".")[0]
+        if party == "slipstream" or party in sys.stdlib_module_names:
+            continue
+        if party not in THIRD_PARTIES:
+            faults.append(f"{room}:{line} imports {party}, which THIRD_PARTIES does not list")
+        elif room in PURE or not any(fnmatch(room, pattern) for pattern in THIRD_PARTIES[party]):
+            faults.append(f"{room}:{line} imports {party}, which belongs to {THIRD_PARTIES[party]}")
+    return faults
+
+
+def test_every_folder_is_a_package() -> None:
+    """A folder without `__init__.py` would be missing from the wheel."""
+    folders = {path.parent for path in MODULES.values()} - {PACKAGE}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+@every_module
+def test_imports_go_down(room: str) -> None:
+    is_package = MODULES[room].name == "__init__.py"
+    assert level_faults(room, read(room), set(MODULES), is_package) == []
+
+
+@every_module
+def test_third_parties_keep_to_their_rooms(room: str) -> None:
+    assert third_party_faults(room, read(room)) == []
+
+
+KNOWN = {"records", "sampling", "cache", "models", "decoding", "engine", "cli", "drafters", "drafters.ngram"}
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("surprise", "import math"),  # not in the table
+        ("sampling", "from slipstream.engine import Engine"),  # upwards
+        ("sampling", "import slipstream.cache as cache"),  # sideways
+        ("sampling", "def f():\n    from slipstream.models import load"),  # inside a function
+        ("records", "if TYPE_CHECKING:\n    from slipstream.records import Law"),  # no exemption for types
+        ("sampling", "from .decoding import rounds"),  # relative
+        ("drafters.ngram", "from ..cli import main"),
+        ("drafters.other", "from slipstream.drafters import ngram"),  # siblings of one level
+        ("models", "from slipstream.drafters import ngram"),
+        ("engine", "import slipstream"),  # the root
+        ("engine", "from slipstream import models"),
+        ("engine", "from . import models"),
+        ("engine", "import_module('slipstream.cli')"),
+        ("engine", "importlib.import_module('slipstream.cli')"),
+        ("engine", "from slipstream.gone import thing"),  # no such room
+    ],
+)
+def test_import_checker_catches(room: str, source: str) -> None:
+    assert len(level_faults(room, source, KNOWN)) == 1
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("engine", "from slipstream.drafters import ngram\nfrom .models import load\nimport math"),
+        ("drafters", "from ..records import Law"),
+        ("drafters.ngram", "from ..records import Law"),
+        ("__init__", "from .engine import Engine"),
+    ],
+)
+def test_import_checker_lets_pass(room: str, source: str) -> None:
+    assert level_faults(room, source, KNOWN, is_package=room == "drafters") == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("theory", "import torch"),
+        ("theory", "def f():\n    import numpy.random"),
+        ("decoding", "from transformers import AutoModel"),
+        ("drafters.ngram", "import transformers.cache_utils"),
+        ("engine", "import typer"),
+        ("bench", "from rich.table import Table"),
+        ("models", "import tokenizers"),  # comes along with transformers, but is not declared
+    ],
+)
+def test_third_party_checker_catches(room: str, source: str) -> None:
+    assert len(third_party_faults(room, source)) == 1
+
+
+def test_third_party_checker_lets_pass() -> None:
+    good = "import math, torch.nn\nfrom transformers import AutoModel"
+    assert third_party_faults("drafters.heads", good) == []
+    assert third_party_faults("paper.tables", good) == []
+
+
+def declared() -> set[str]:
+    """The third parties that pyproject.toml names, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.split(r"[<>=!~\[; ]", line)[0] for line in chain(*requirements)}
+
+
+def test_third_parties_are_declared_and_pinned() -> None:
+    pinned = set(re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), re.M))
+    assert set(THIRD_PARTIES) <= declared()
+    assert declared() <= pinned
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+SILENT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines that hold code: neither blank, nor only a comment, nor docstring."""
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in SILENT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node) is not None:
+            first = node.body[0]
+            code.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return code
+
+
+def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function below a node with its dotted name, nested ones too."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{prefix}.{child.name}"
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, child
+        yield from functions(child, name)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a caller sees: keyword-only and starred ones count, `self` and `cls` do not."""
+    every = function.args
+    named = [*every.posonlyargs, *every.args, *every.kwonlyargs]
+    bound = bool(named) and named[0].arg in ("self", "cls")
+    return len(named) - bound + (every.vararg is not None) + (every.kwarg is not None)
+
+
+def size_faults(room: str, source: str) -> list[str]:
+    """Modules and functions that are too long, and functions that ask for too much."""
+    faults = []
+    if (length := len(source.splitlines())) >= MODULE_LINES:
+        faults.append(f"{room} has {length} lines, under {MODULE_LINES} are allowed")
+    code, heart = code_lines(source), dict(HEART.get(room, {}))
+    for name, node in functions(ast.parse(source), room):
+        limit = min(FUNCTION_LINES, heart.pop(node.name, FUNCTION_LINES))
+        span = len(code & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+        if span > limit:
+            faults.append(f"{name} has {span} code lines, {limit} are allowed")
+        public_face = any(fnmatch(name, pattern) for pattern in MANY_PARAMETERS)
+        if (count := parameters(node)) > PARAMETERS and not public_face:
+            faults.append(f"{name} has {count} parameters, {PARAMETERS} are allowed, then a record")
+    return faults + [f"{room}.{name} is missing: its size is a rule of the house" for name in heart]
+
+
+@every_module
+def test_sizes(room: str) -> None:
+    assert size_faults(room, read(room)) == []
+
+
+def lines(count: int, name: str = "f") -> str:
+    """A function of exactly `count` code lines, padded with what must not count."""
+    body = ["    x = 1"] * (count - 1)
+    return "\n".join([f"def {name}():", '    """Doc', '    string."""', "", "    # why", *body, ""])
+
+
+ROUND, ROUNDS = lines(25, "play_round"), lines(20, "rounds")
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "faults"),
+    [
+        ("engine", "\n" * 399, 0),
+        ("engine", "\n" * 400, 1),
+        ("engine", lines(50), 0),
+        ("engine", lines(51), 1),
+        ("engine", "class A:\n    async def f(self, a, b, c, d, *, e, f, g): ...", 0),
+        ("engine", "class A:\n    async def f(self, a, b, c, d, *, e, f, g, h): ...", 1),
+        ("engine", "def f(a, b, c, d, e, f, g, **rest): ...", 1),
+        ("engine", "class Engine:\n    def generate(self, a, b, c, d, e, f, g, h): ...", 0),
+        ("bench", "if True:\n    def f(a):\n        def g(a, b, c, d, e, f, g, h): ...", 1),
+        ("decoding", ROUND + ROUNDS, 0),
+        ("decoding", lines(26, "play_round") + ROUNDS, 1),
+        ("decoding", ROUND + lines(21, "rounds"), 1),
+        ("decoding", ROUND, 1),
+    ],
+)
+def test_size_checker_catches(room: str, source: str, faults: int) -> None:
+    assert len(size_faults(room, source)) == faults
+
+
+# --- the public face ------------------------------------------------------------------------------
+
+
+def face_faults(module: ModuleType) -> list[str]:
+    """`__all__` must be sorted and equal to what can be imported, the modules of the house aside."""
+    names: list[str] = module.__all__
+    visible = {
+        name
+        for name in dir(module)
+        if not name.startswith("_") and not isinstance(getattr(module, name), ModuleType)
+    }
+    faults = [] if names == sorted(names) else [f"__all__ is not sorted: {names}"]
+    return faults + [f"{name} is public in one place only" for name in sorted(visible ^ set(names))]
+
+
+def import_without(source: str, *absent: str) -> subprocess.CompletedProcess[str]:
+    """Run source in a fresh interpreter where some packages cannot be imported."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", block + source]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+has_face = pytest.mark.skipif("__init__" not in MODULES, reason="slipstream has no __init__ yet")
+
+
+@has_face
+def test_public_names() -> None:
+    import slipstream
+
+    assert face_faults(slipstream) == []
+
+
+def test_public_names_checker_catches() -> None:
+    module = ModuleType("face")
+    module.__dict__.update(__all__=["b", "a", "gone"], a=1, b=2, extra=3, os=os)
+    assert len(face_faults(module)) == 3
+    module.__dict__.update(__all__=["a", "b", "extra"])
+    assert face_faults(module) == []
+
+
+@has_face
+def test_core_needs_no_command_line() -> None:
+    run = import_without("import slipstream", "typer", "rich")
+    assert run.returncode == 0, run.stderr
+
+
+def test_import_without_catches() -> None:
+    assert "ModuleNotFoundError" in import_without("import rich", "typer", "rich").stderr
+
+
+# --- the repository -------------------------------------------------------------------------------
+
+
+@cache
+def repository_files() -> tuple[Path, ...]:
+    """What git tracks or would add; without git, every file outside hidden and built folders."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        paths = [ROOT / name for name in names if name]
+    except (OSError, subprocess.CalledProcessError):
+        skipped = re.compile(r"\.(?!ci$|gitignore$).*|build|dist|__pycache__|.*\.egg-info")
+        paths = [p for p in ROOT.rglob("*") if not any(map(skipped.fullmatch, p.relative_to(ROOT).parts))]
+    return tuple(sorted(path for path in paths if path.is_file()))
+
+
+def machine_paths(content: bytes) -> list[str]:
+    """Absolute paths of somebody's machine in a file."""
+    return [match.group().decode() for match in MACHINE_PATHS.finditer(content)]
+
+
+def test_no_file_mentions_a_machine() -> None:
+    found = {path.relative_to(ROOT): machine_paths(path.read_bytes()) for path in repository_files()}
+    assert {path: paths for path, paths in found.items() if paths} == {}
+    assert Path(__file__).resolve() in [path.resolve() for path in repository_files()]
+
+
+@pytest.mark.parametrize(
+    "start", ["/work", "cd /root", "'/home/ada", "(/Users/ada", "/opt/wheels", "/opt/pypi-x"]
+)
+def test_machine_path_checker_catches(start: str) -> None:
+    path = f"{start}/x".encode()  # joined here, so that this file stays clean
+    assert len(machine_paths(path)) == 1
+    assert machine_paths(b"https://example.org" + path[path.index(b"/") :]) == []
+
+
+def make_commands(text: str) -> set[str]:
+    """Targets of the `make` commands in a text's code, fenced or inline, not in its prose."""
+    fenced = "\n".join(re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S))
+    return {*re.findall(r"^(?:\$ )?make ([a-z]+)", fenced, re.M), *re.findall(r"`make ([a-z]+)`", text)}
+
+
+def make_targets(makefile: str) -> set[str]:
+    """The commands a Makefile offers."""
+    return set(re.findall(r"^([a-z]+):", makefile, re.M))
+
+
+def test_documented_commands_exist() -> None:
+    targets = make_targets((ROOT / "Makefile").read_text())
+    assert {"demo", "test"} <= targets
+    for page in (path for path in repository_files() if path.suffix == ".md"):
+        assert make_commands(page.read_text(encoding="utf-8")) <= targets, page
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="there is no README yet")
+def test_readme_shows_the_two_commands() -> None:
+    assert {"demo", "test"} <= make_commands((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_command_checker_catches() -> None:
+    text = "We make sure.\n```sh\n$ make magic\nmake demo\n```\nand `make test`."
+    assert make_commands(text) == {"magic", "demo", "test"}
+    assert make_commands(text) - make_targets("demo: x ## y\n\trun\ntest:\n") == {"magic"}
