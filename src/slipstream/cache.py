@@ -1,0 +1,120 @@
+"""RowCache: preallocated keys and values with one length per row.
+
+New keys go to each row's own slots; rolling back moves a length and copies nothing. Slots beyond a row's length may
+hold leftovers of rejected tokens or padding: no query may look at them, which the mask (slot <= position) ensures,
+and the next tokens overwrite them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FIRST_SLOTS = 128
+
+
+class RowCache:
+    """Keys and values of every layer, (rows, heads, slots, head_dim), grown by doubling.
+
+    One forward pass is `place(count, first)`, then `update(layer, keys, values)` by every layer, then `advance`.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self._capacity = 0
+        self._slots = FIRST_SLOTS
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._first = 0
+        self._count = 0
+
+    # ---- rows ----
+
+    def add(self, rows: int) -> None:
+        """Append empty rows."""
+        self.lengths += [0] * rows
+        self._resize(rows=len(self.lengths))
+
+    @torch.inference_mode()
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others move up and keep their order."""
+        gone = set(rows)
+        kept = [row for row in range(len(self.lengths)) if row not in gone]
+        start = next((i for i, row in enumerate(kept) if i != row), len(kept))
+        for keys, values in self._layers.values():
+            for i in range(start, len(kept)):  # ascending, so nothing is overwritten before it has moved
+                row, used = kept[i], self.lengths[kept[i]]
+                keys[i, :, :used] = keys[row, :, :used]
+                values[i, :, :used] = values[row, :, :used]
+        self.lengths = [self.lengths[row] for row in kept]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget what comes after `lengths[r]` tokens."""
+        assert len(lengths) == len(self.lengths), "one length per row"
+        assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
+        self.lengths = list(lengths)
+
+    # ---- one forward pass ----
+
+    def place(self, count: int, first: int = 0) -> Tensor:
+        """Make room for `count` tokens after each row from `first` on -> their slots (rows, count), on the CPU."""
+        self._first, self._count = first, count
+        self._resize(slots=self.end)
+        starts = torch.tensor(self.lengths[first:])
+        return starts[:, None] + torch.arange(count)
+
+    @property
+    def past(self) -> int:
+        """The longest row of this pass, before it."""
+        return max(self.lengths[self._first :], default=0)
+
+    @property
+    def end(self) -> int:
+        """One past the last slot in use during this pass."""
+        return self.past + self._count
+
+    @torch.inference_mode()
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (rows, heads, count, head_dim) -> all of the rows so far, (rows, heads, end, ...)."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(keys), self._allocate(values))
+        rows = slice(self._first, len(self.lengths))
+        stores = tuple(store[rows] for store in self._layers[layer])
+        for store, new in zip(stores, (keys, values), strict=True):
+            self._write(store, new)
+        return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
+
+    def _write(self, store: Tensor, new: Tensor) -> None:
+        starts = self.lengths[self._first :]
+        if len(set(starts)) == 1:
+            store[:, :, starts[0] : starts[0] + self._count] = new
+            return
+        for row, start in enumerate(starts):
+            store[row, :, start : start + self._count] = new[row]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """The pass is over: row first + r has `counts[r]` more tokens."""
+        for row, count in enumerate(counts, self._first):
+            self.lengths[row] += count
+
+    # ---- storage ----
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        _, heads, _, dim = like.shape
+        return torch.zeros(self._capacity, heads, self._slots, dim, dtype=like.dtype, device=like.device)
+
+    @torch.inference_mode()
+    def _resize(self, rows: int = 0, slots: int = 0) -> None:
+        capacity, width = self._capacity, self._slots
+        if rows > capacity:
+            self._capacity = max(rows, 2 * capacity)
+        while self._slots < slots:
+            self._slots *= 2
+        if (capacity, width) == (self._capacity, self._slots):
+            return
+        for layer, stores in self._layers.items():
+            keys, values = (self._allocate(store) for store in stores)
+            for new, old in zip((keys, values), stores, strict=True):
+                new[:capacity, :, :width] = old
+            self._layers[layer] = (keys, values)

@@ -1,0 +1,1 @@
+"""Drafters: who makes the drafts. One file per kind."""

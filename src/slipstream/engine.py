@@ -1,0 +1,288 @@
+"""What `slipstream.load` returns: a target, a drafter and a tokenizer, bound once; text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.controllers import Fixed
+from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
+from slipstream.drafters.model import ModelDrafter
+from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
+from slipstream.records import Request, Round, Scorer
+from slipstream.rules import TOKEN, Rule, rule
+from slipstream.sampling import Sampling, request_key
+from slipstream.stats import Stats
+from slipstream.text import Transcript
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or the messages of a chat."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished output. `tokens` include the EOS token or the end of a stop string; `text` does not."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str  # "stop", "length" or "interrupted"
+    stats: Stats
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One emitted token of a stream: the text it completed, and where it came from.
+
+    `source` is "draft", "correction", "bonus", or "target" for a plain step. The last piece carries `completion`.
+    """
+
+    text: str
+    token: int
+    source: str
+    completion: Completion | None = None
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `generate`: `completions` hold what was produced, unfinished ones as "interrupted"."""
+
+    def __init__(self, completions: list[Completion]) -> None:
+        super().__init__("interrupted")
+        self.completions = completions
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call may ask for besides the fields of `Sampling`."""
+
+    max_new_tokens: int = 128
+    stop: str | Sequence[str] = ()
+    seed: int = 0
+    gamma: int | None = None
+    verify: str | Rule | None = None
+    lossless: bool = False
+    plain: bool = False
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call, ready to run: requests and the transcripts that follow them."""
+
+    decoder: Decoder
+    requests: list[Request]
+    transcripts: list[Transcript]
+
+
+class Engine:
+    """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads."""
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Any = None, eos: frozenset[int] = frozenset(), rule: Rule = TOKEN
+    ) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.eos = eos
+        self.rule = rule
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, on_round: Callable[[Round], None] | None = None, **options: Any
+    ) -> list[Completion]:
+        """Continue every prompt, several at a time -> completions in the order of the prompts.
+
+        Options are `max_new_tokens` (128), `stop` (strings), `seed` (0), `gamma`, `verify` (a `Rule` or its name),
+        `lossless` (refuse every lossy rule), `plain` (do not speculate), `ignore_eos`, and the settings of
+        `Sampling`: `temperature` (0 = greedy), `top_k`, `top_p`, ...
+
+        Raises ValueError for a prompt that is empty or too long and for impossible settings, TypeError for
+        unknown options, and `Interrupted` on Ctrl-C.
+
+        >>> engine.generate("def fibonacci(n):", max_new_tokens=32)[0].text  # doctest: +SKIP
+        """
+        job = self._prepare(self._many(prompts), **options)
+        finished = {}
+        try:
+            for round in rounds(job.decoder, job.requests):
+                finished.update({row.index: row for row in round.rows})
+                if on_round:
+                    on_round(round)
+        except KeyboardInterrupt:
+            done = [self._complete(job, i, finished.get(i)) for i in range(len(job.requests))]
+            raise Interrupted(done) from None
+        return [self._complete(job, i, finished[i]) for i in range(len(job.requests))]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+        """Continue one prompt, token by token, as rounds complete; options as for `generate`."""
+        job = self._prepare([prompt], **options)
+        transcript = Transcript(self.decode, job.transcripts[0].stops)
+        for round in rounds(job.decoder, job.requests):
+            row, tokens = round.rows[0], round.tokens[0]
+            for i, token in enumerate(tokens):
+                last = bool(row.finish_reason) and i + 1 == len(tokens)
+                if token not in job.requests[0].eos:
+                    transcript.push(token)
+                if last:
+                    transcript.finish()
+                completion = self._complete(job, 0, row) if last else None
+                yield Piece(transcript.take(final=last), token, round.source(0, i), completion)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's token ids. Raises ValueError if it cannot be one: empty, too long, or no tokenizer."""
+        ids = tuple(self._encode(prompt))
+        check_requests(self.decoder.target, [Request(ids, Sampling(), 1)])
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, without special ones; empty if there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _prepare(self, prompts: Sequence[Prompt], **options: Any) -> Job:
+        names = {field.name for field in fields(Options)}
+        known = sorted(names | {field.name for field in fields(Sampling)} - {"eos"})
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
+        asked = Options(**{name: value for name, value in options.items() if name in names})
+        eos = frozenset() if asked.ignore_eos else self.eos
+        sampler = self._sampling(eos, {name: value for name, value in options.items() if name not in names})
+        stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop)
+        requests, transcripts, copies = [], [], dict[tuple[int, ...], int]()
+        for prompt in prompts:
+            ids = tuple(self._encode(prompt))
+            copies[ids] = copies.get(ids, -1) + 1
+            transcripts.append(Transcript(self.decode, stops))
+            stop = _stop(transcripts[-1]) if stops else None
+            key = request_key(ids, copies[ids])
+            requests.append(Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, stop))
+        return Job(self._decoder(asked), requests, transcripts)
+
+    def _decoder(self, asked: Options) -> Decoder:
+        chosen = rule(asked.verify) if isinstance(asked.verify, str) else asked.verify or self.rule
+        if asked.lossless and not chosen.lossless:
+            raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
+        decoder = replace(self.decoder, verifier=chosen.verify, seam=chosen.seam)
+        if asked.plain:
+            return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
+        return decoder if asked.gamma is None else replace(decoder, controller=Fixed(asked.gamma))
+
+    def _sampling(self, eos: frozenset[int], settings: dict[str, Any]) -> Sampling:
+        if words := settings.get("bad_words"):
+            spelled = [form for word in words for form in self._spellings(word)]
+            settings = {**settings, "bad_words": spelled}
+        return Sampling(eos=eos, **settings)
+
+    def _spellings(self, word: str | Sequence[int]) -> list[list[int]]:
+        """A banned word at the beginning of a line and after a space."""
+        if not isinstance(word, str):
+            return [list(word)]
+        return [self._tokenizer().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
+
+    def _many(self, prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+            return [prompts]
+        return prompts
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        tokenizer = self._tokenizer()
+        if isinstance(prompt, str):
+            return tokenizer(prompt)["input_ids"]
+        if not tokenizer.chat_template:
+            raise ValueError(f"{self.decoder.target.name} has no chat template; pass the prompt as text.")
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer; pass tokenizer=... to load(), or prompts as token ids.")
+        return self.tokenizer
+
+    def _complete(self, job: Job, index: int, row: Any) -> Completion:
+        request, transcript = job.requests[index], job.transcripts[index]
+        tokens = tuple(row.output) if row else ()
+        if not request.stop:  # with stop strings the transcript was written while decoding
+            text = self.decode([token for token in tokens if token not in request.eos])
+        else:
+            transcript.finish()
+            text = transcript.text
+        stats = row.stats if row else Stats()
+        return Completion(text, tokens, (row and row.finish_reason) or "interrupted", stats, len(request.prompt))
+
+
+def _stop(transcript: Transcript) -> Callable[[list[int]], str | None]:
+    return lambda tokens: transcript.push(tokens[-1])
+
+
+def load(
+    target: Any = None,
+    draft: Any = None,
+    *,
+    dtype: Any = "auto",
+    device: str | None = None,
+    gamma: int = 5,
+    batch_size: int = 8,
+    tokenizer: Any = None,
+    **from_pretrained: Any,
+) -> Engine:
+    """A target and a draft, as hub names, folders or loaded models -> an Engine. No target: the embedded pair.
+
+    Without a draft the engine decodes plainly. `dtype` ("auto", "float32", "bfloat16", "float16") and `device`
+    hold for both models; load them yourself to place them apart. `from_pretrained` goes to transformers'
+    `from_pretrained` of the target. Raises ValueError if a model cannot be loaded, has a state that cannot be
+    rolled back, or if the vocabularies differ by more than padding.
+    """
+    if target is None:
+        target, draft = EMBEDDED / "target", draft or EMBEDDED / "draft"
+        dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
+    controller = Fixed(gamma)
+    model = load_model(target, dtype, device, **from_pretrained)
+    tokenizer = tokenizer or _find_tokenizer(target)
+    scorer = CausalScorer(model, _name(target))
+    if draft is None:
+        return Engine(Decoder(scorer, batch_size=batch_size, controller=Fixed(0)), tokenizer, _eos(model, tokenizer))
+    small = CausalScorer(load_model(draft, dtype, device), _name(draft))
+    check_vocabularies(scorer, small, tokenizer, _find_tokenizer(draft))
+    decoder = Decoder(scorer, ModelDrafter(small, scorer.vocab), controller=controller, batch_size=batch_size)
+    return Engine(decoder, tokenizer, _eos(model, tokenizer))
+
+
+def check_vocabularies(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Raises ValueError unless the same ids mean the same tokens, up to padding.
+
+    Any draft leaves the output exact; one whose ids mean other words would only never be accepted. So a few
+    different (added) tokens pass, and without tokenizers the sizes decide.
+    """
+    advice = "choose a draft of the target's own family."
+    sizes = f"{target.name} has {target.vocab} tokens and {draft.name} {draft.vocab}"
+    if target_tokenizer is None or draft_tokenizer is None:
+        if abs(target.vocab - draft.vocab) > max(1024, target.vocab // 100):
+            raise ValueError(f"{sizes}: more than padding; {advice}")
+        return
+    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    common = sum(theirs.get(token) == number for token, number in ours.items())
+    if common < 0.99 * max(len(ours), len(theirs)):
+        raise ValueError(f"{sizes}, of which only {common} agree; {advice}")
+
+
+def _find_tokenizer(source: Any) -> Any:
+    """The tokenizer that lies with a model; None for a loaded model or a draft folder that has none."""
+    try:
+        return load_tokenizer(source)
+    except ValueError:
+        return None
+
+
+def _name(source: Any) -> str | None:
+    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None
+
+
+def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

@@ -1,0 +1,263 @@
+"""Hugging Face causal language models as Scorers, unmodified.
+
+A Scorer feeds the model explicit positions and an explicit 4-D mask, and a `Cache` that writes each row at its own
+slots; the model's own code is not touched. What cannot be rolled back, or does not obey positions and mask, is
+refused at construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from slipstream.cache import RowCache
+
+EMBEDDED = Path(__file__).parent / "demo"
+"""The pair that ships with the package: folders `target` and `draft`."""
+
+PREFILL_TOKENS = 512
+"""Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
+
+# Model types covered by the contract tests; any other type has to pass `probe` when it is wrapped.
+PROVEN = frozenset(
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3"),
+        *("gpt2", "gpt_neox", "opt", "falcon", "mixtral", "qwen2_moe"),
+    }
+)
+
+
+class _HFCache(Cache):
+    """transformers' Cache interface over a RowCache."""
+
+    def __init__(self, rows: RowCache) -> None:
+        super().__init__(layers=[])
+        self.rows = rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.rows.update(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.rows.past
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.rows.end, 0
+
+
+class CausalScorer:
+    """A causal language model and its cache (see `records.Scorer` for the contract and the shapes).
+
+    Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str | None = None) -> None:
+        self.name = name or model.config.name_or_path or type(model).__name__
+        self.model = model.eval()
+        self._config = model.config.get_text_config()
+        _refuse_unsupported(model, self.name)
+        self._kinds = _mask_kinds(self._config)
+        self._fresh()
+        if self._config.model_type not in PROVEN:
+            probe(self)
+
+    def _fresh(self) -> None:
+        self._rows = RowCache()
+        self._cache = _HFCache(self._rows)
+
+    @property
+    def vocab(self) -> int:
+        """Size of the logits."""
+        head = self.model.get_output_embeddings()
+        return int(getattr(head, "out_features", None) or self._config.vocab_size)
+
+    @property
+    def context(self) -> int | None:
+        """The longest text, from `max_position_embeddings`."""
+        return getattr(self._config, "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in and logits come out."""
+        return self.model.device
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return self._rows.lengths
+
+    def add(self, rows: int) -> None:
+        """Append empty rows."""
+        self._rows.add(rows)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self._rows.free(rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of each row."""
+        self._rows.rollback(lengths)
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0) -> Tensor:
+        """Feed tokens (rows, n), of which `counts[r]` are real -> logits (rows, n, vocab) in the model's dtype."""
+        return self._forward(tokens, counts, first, keep=0)
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed whole texts, one for each row from `first` on, in passes of bounded width."""
+        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
+            parts = [text[start : start + PREFILL_TOKENS] for text in texts]
+            self._forward(padded(parts, self.device), [len(part) for part in parts], first, keep=1)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Tensor, counts: Sequence[int], first: int, keep: int) -> Tensor:
+        positions = self._rows.place(tokens.shape[1], first).to(self.device)
+        masks = {kind: self._mask(positions, *rule) for kind, rule in self._kinds.items()}
+        if self.context:  # padding may stand beyond the last learned position
+            positions = positions.clamp(max=self.context - 1)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            **({"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}),
+        )
+        self._rows.advance(counts)
+        return out.logits.to(self.device)
+
+    def _mask(self, positions: Tensor, window: int | None, chunk: int | None) -> Tensor:
+        """Additive mask (rows, 1, n, slots): a token sees the slots up to its own, within the layer's window."""
+        slots, own = torch.arange(self._rows.end, device=positions.device), positions[:, None, :, None]
+        seen = slots <= own
+        if window:
+            seen &= slots > own - window
+        if chunk:
+            seen &= slots // chunk == own // chunk
+        dtype = self.model.dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Texts of different lengths -> (rows, longest), padded on the right with zeros."""
+    width = max(map(len, texts), default=0)
+    return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
+
+
+def _mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """(window, chunk) by layer type; one entry if all layers see the same."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if not types:
+        return {"all": (window, None)}
+    rules: dict[str, tuple[int | None, int | None]] = {
+        "full_attention": (None, None),
+        "sliding_attention": (window, None),
+        "chunked_attention": (None, chunk),
+    }
+    return {kind: rules[kind] for kind in types}
+
+
+def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; only causal language models are supported.")
+    types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    alien = sorted(map(str, types - ATTENTION_LAYERS - {"attention"}))
+    if alien:
+        raise ValueError(f"{name} has layers of type {', '.join(alien)}, which {STATEFUL}; use another model.")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} ({config.model_type}) {STATEFUL}; use another model.")
+    if config.model_type in {"bloom", "mpt"} or getattr(config, "alibi", False):
+        raise ValueError(f"{name} uses ALiBi, whose bias cannot follow rows of different lengths; use another model.")
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel not in {"sdpa", "eager", None}:
+        raise ValueError(f"{name} uses attn_implementation={kernel!r}, which takes no mask; load it with 'sdpa'.")
+
+
+@torch.inference_mode()
+def probe(scorer: CausalScorer) -> None:
+    """Compare extend, rollback and ragged rows with fresh forwards on a few tokens.
+
+    Raises ValueError if they differ by more than rounding: the model does not obey positions, mask or cache.
+    """
+    half = min(12, (scorer.context or 12)) // 2
+    texts = [[(7 * i + 3 * r + 1) % scorer.vocab for i in range(half + half * r)] for r in range(2)]
+    wrong = torch.zeros(2, 3, dtype=torch.long, device=scorer.device)
+    try:
+        scorer.add(2)
+        scorer.prefill([text[:-2] for text in texts])
+        scorer.extend(wrong, [1, 2])
+        scorer.rollback([len(text) - 2 for text in texts])
+        ours = scorer.extend(torch.tensor([text[-2:] for text in texts], device=scorer.device), [2, 2])
+        fresh = [scorer.model(torch.tensor([text], device=scorer.device), use_cache=False).logits for text in texts]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{scorer.name} ({scorer._config.model_type}) does not run with our cache: {reason}"
+        ) from error
+    finally:
+        scorer._fresh()
+    theirs = torch.cat([logits[:, -2:].to(ours.device) for logits in fresh]).float()
+    gap = float((ours.float() - theirs).abs().max() / theirs.std())
+    allowed = 0.01 if ours.dtype in {torch.float32, torch.float64} else 0.3
+    if not gap <= allowed:
+        raise ValueError(
+            f"{scorer.name} ({scorer._config.model_type}) gives other logits with a rolled-back cache "
+            f"(difference {gap:.2g} standard deviations, rounding explains {allowed}); it cannot be used."
+        )
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    source: str | Path | PreTrainedModel, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
+) -> PreTrainedModel:
+    """A hub name, a folder or a loaded model -> the model. `kwargs` go to `from_pretrained` (quantization, ...).
+
+    `device` defaults to the GPU if there is one. A loaded model stays where it is unless `device` is given.
+    Raises ValueError in one sentence if there is no such model.
+    """
+    if isinstance(source, PreTrainedModel):
+        return source.to(device) if device else source
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype), **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the model {str(source)!r}: {_first_sentence(error)}") from error
+    if getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None):
+        return model
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises ValueError in one sentence if there is none."""
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    if not name:
+        raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {_first_sentence(error)}") from error
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join(known)}.")
+    return known[dtype]
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,54 @@
+"""Scorers from plain functions and tables: the test toys whose laws can be enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Table = Callable[[tuple[int, ...]], Sequence[float]]
+"""prefix -> probabilities of the next token."""
+
+
+class TableScorer:
+    """An autoregressive process given by a function of the prefix, in float64. The cache is the text itself."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, table: Table, vocab: int, name: str = "table", context: int | None = None) -> None:
+        self.table, self.vocab, self.name, self.context = table, vocab, name, context
+        self._texts: list[list[int]] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return [len(text) for text in self._texts]
+
+    def add(self, rows: int) -> None:
+        """Append empty rows."""
+        self._texts += [[] for _ in range(rows)]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self._texts = [text for place, text in enumerate(self._texts) if place not in set(rows)]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of each row."""
+        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
+        self._texts = [text[:length] for text, length in zip(self._texts, lengths, strict=True)]
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0) -> Tensor:
+        """Feed tokens (rows, n) -> log probabilities (rows, n, vocab)."""
+        logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
+        for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            text = self._texts[first + r]
+            for j, new in enumerate(row[:count]):
+                text.append(new)
+                logits[r, j] = torch.tensor(self.table(tuple(text)), dtype=torch.float64).log()
+        return logits
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed whole texts; no logits are wanted."""
+        for text, new in zip(self._texts[first:], texts, strict=True):
+            text.extend(new)

@@ -1,0 +1,253 @@
+"""Logits -> the law really sampled from, and the one place that draws.
+
+Standardized sampling (section 2.2 of arXiv 2211.17192): argmax, temperature, top-k, nucleus and the rest are maps
+from logits to a distribution. They are applied at every position of a round, on the prefix that position really
+has, to target and draft alike; after that everything is plain sampling from a law. The processors are those of
+transformers, in its order: bias, penalties, bans, the user's own, then the warpers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as hf
+
+from slipstream.records import Key, Law, Row
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
+
+# Processors that never look at the prefix: applied to all positions of all rows in one call.
+PREFIX_FREE = frozenset(
+    {
+        *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper),
+        *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization),
+        *(hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor),
+    }
+)
+
+
+class AppearancePenalty(LogitsProcessor):
+    """Presence and frequency penalties as OpenAI and vLLM define them: on the output only, not on the prompt."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.zeros_like(scores)
+        output = input_ids[:, self.prompt_length :]
+        counts.scatter_add_(1, output, torch.ones_like(output, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+def _check(name: str, value: float, allowed: str, valid: bool) -> None:
+    if not valid:
+        raise ValueError(f"{name}={value} is not possible: it must be {allowed}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """The settings of sampling, under the names of transformers and vLLM. The default is greedy decoding.
+
+    `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
+    `typical_p` 1 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos` is needed by
+    `min_new_tokens` alone. `processors` are the user's own, e.g. a `LogitsProcessorList`: each is called with
+    `(input_ids (1, length), scores (1, vocab))` for one row and position at a time.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[Sequence[int]] = ()
+    min_new_tokens: int = 0
+    eos: frozenset[int] = frozenset()
+    processors: Sequence[Processor] = ()
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, "0 (greedy) or more", self.temperature >= 0)
+        _check("top_k", self.top_k, "0 (off) or more", self.top_k >= 0)
+        _check("top_p", self.top_p, "above 0 and at most 1 (off)", 0 < self.top_p <= 1)
+        _check("min_p", self.min_p, "between 0 (off) and 1", 0 <= self.min_p <= 1)
+        _check("typical_p", self.typical_p, "above 0 and at most 1 (off)", 0 < self.typical_p <= 1)
+        _check("repetition_penalty", self.repetition_penalty, "above 0 (1 is off)", self.repetition_penalty > 0)
+        _check("min_new_tokens", self.min_new_tokens, "0 or more", self.min_new_tokens >= 0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every law is a point mass."""
+        return self.temperature == 0
+
+    @lru_cache(maxsize=1024)  # noqa: B019  (one small list per prompt length; settings live as long as a call)
+    def chain(self, prompt_length: int) -> tuple[Processor, ...]:
+        """The processors in order, for a row whose prompt has `prompt_length` tokens."""
+        return (*self._penalties(prompt_length), *self.processors, *(() if self.greedy else self._warpers()))
+
+    def _penalties(self, prompt_length: int) -> list[Processor]:
+        chain: list[Processor] = []
+        if self.logit_bias:
+            chain.append(hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in self.logit_bias.items()]))
+        if self.repetition_penalty != 1:
+            chain.append(hf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.presence_penalty or self.frequency_penalty:
+            chain.append(AppearancePenalty(self.presence_penalty, self.frequency_penalty, prompt_length))
+        if self.bad_words:
+            words = [list(word) for word in self.bad_words]
+            chain.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=sorted(self.eos) or None))
+        if self.min_new_tokens and self.eos:
+            eos = sorted(self.eos)
+            chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos))
+        return chain
+
+    def _warpers(self) -> list[Processor]:
+        chain: list[Processor] = []
+        if self.temperature != 1:
+            chain.append(hf.TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            chain.append(hf.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            chain.append(hf.TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            chain.append(hf.MinPLogitsWarper(self.min_p))
+        if self.typical_p < 1:
+            chain.append(hf.TypicalLogitsWarper(mass=self.typical_p))
+        return chain
+
+    def law(self, logits: Tensor, rows: Sequence[Row], drafted: Tensor, model: str) -> Law:
+        """The law really sampled from, in float32 or wider; see `records.Sampler` for shapes.
+
+        Raises FloatingPointError if the logits hold NaN or infinity, naming model, text and position.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        best = scores.max(-1)
+        _check_finite(best.values, rows, drafted, model)
+        if any(self.chain(len(row.request.prompt)) for row in rows):
+            scores = self._process(scores, rows, drafted)
+            best = scores.max(-1) if self.greedy else best
+        return Law(tokens=best.indices, scores=scores) if self.greedy else Law(probs=scores.softmax(-1))
+
+    def _process(self, scores: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
+        chains = [self.chain(len(row.request.prompt)) for row in rows]
+        prefixes: list[Tensor] = []
+        for stage, processor in enumerate(chains[0]):
+            if type(processor) in PREFIX_FREE:
+                flat = scores.flatten(0, 1)
+                scores = processor(drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
+                continue
+            prefixes = prefixes or [_text(row, drafted[r]) for r, row in enumerate(rows)]
+            scores = torch.stack(
+                [_each_position(chain[stage], prefixes[r], scores[r]) for r, chain in enumerate(chains)]
+            )
+        return scores
+
+
+def _text(row: Row, drafted: Tensor) -> Tensor:
+    return torch.cat([torch.tensor(row.tokens, device=drafted.device), drafted])
+
+
+def _each_position(processor: Processor, text: Tensor, scores: Tensor) -> Tensor:
+    """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
+    start = text.shape[0] - scores.shape[0] + 1
+    done = [processor(text[None, : start + j], scores[j : j + 1].clone()) for j in range(scores.shape[0])]
+    return torch.cat(done)
+
+
+def _check_finite(best: Tensor, rows: Sequence[Row], drafted: Tensor, model: str) -> None:
+    """The maximum is NaN or infinite exactly if the logits hold a NaN, +inf, or nothing but -inf."""
+    finite = torch.isfinite(best)
+    if bool(finite.all()):
+        return
+    row, position = (int(x) for x in (~finite).nonzero()[0])
+    at = len(rows[row].tokens) + drafted.shape[1] - best.shape[1] + 1 + position
+    raise FloatingPointError(
+        f"{model} gives non-finite logits for position {at} of text {rows[row].index}: "
+        "the weights are damaged or overflow in this dtype (try bfloat16 or float32)."
+    )
+
+
+# ---- randomness -------------------------------------------------------------------------------------------------
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15  # the golden ratio, splitmix64's increment
+
+
+def request_key(prompt: Sequence[int], copy: int = 0) -> int:
+    """A request's name in the keys of its draws: its text and which copy of that text it is.
+
+    So equal prompts in one call differ, and a prompt's output does not depend on what it is batched with.
+    """
+    digest = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8, salt=copy.to_bytes(8))
+    return int.from_bytes(digest.digest())
+
+
+@lru_cache(maxsize=65536)
+def _stream(seed: int, request: int, purpose: str) -> int:
+    text = f"{seed}/{request}/{purpose}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64: a bijection of 64 bits whose output bits all depend on all input bits."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def uniforms(key: Key, positions: int) -> list[list[float]]:
+    """Numbers in [0, 1) on the grid of 2^-53, [rows][positions]: splitmix64 counted by the token's position."""
+    numbers = []
+    for seed, request, origin, start in zip(key.seeds, key.requests, key.origins, key.positions, strict=True):
+        stream = _mix((_stream(seed, request, key.purpose) + origin * _STEP) & _MASK)
+        counts = range(start + 1, start + positions + 1)
+        numbers.append([(_mix((stream + count * _STEP) & _MASK) >> 11) * 2.0**-53 for count in counts])
+    return numbers
+
+
+def draw(law: Law, key: Key) -> Tensor:
+    """Tokens (rows, positions) from a law, by inversion of its cumulative weights. ALL randomness is here.
+
+    The total of the weights may differ from one (rounding, coins). A token of weight zero is never drawn.
+    """
+    if law.probs is None:
+        assert law.tokens is not None
+        return law.tokens
+    cumulative = law.probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[..., -1:]
+    chance = torch.tensor(uniforms(key, law.positions), dtype=torch.float64, device=law.device)
+    # u * total may round up to total itself, which would fall off the end.
+    aim = torch.minimum(chance.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, aim, right=True).squeeze(-1)
+
+
+def draw_coupled(law: Law, key: Key) -> Tensor:
+    """Tokens (rows, positions) by the Gumbel choice argmin_v e_v / p_v on exponentials shared by position.
+
+    The noise depends on (seed, request, position) alone, not on who draws, why, or in which round: target and draft
+    looking at one position choose on the same noise (arXiv 2408.07978). The law of each choice is exactly `law`.
+    """
+    if law.tokens is not None:
+        return law.tokens
+    rows = [
+        [_exponentials(seed, request, start + j, law.dense.shape[-1]) for j in range(law.positions)]
+        for seed, request, start in zip(key.seeds, key.requests, key.positions, strict=True)
+    ]
+    noise = torch.from_numpy(np.array(rows)).to(law.device)
+    return (noise / law.dense.double()).argmin(-1)  # x / 0 = inf: a token of weight zero is never chosen
+
+
+@lru_cache(maxsize=64)  # draft and target look at the same position, often in two rounds
+def _exponentials(seed: int, request: int, position: int, vocab: int) -> np.ndarray:
+    bits = np.random.Philox(key=[_stream(seed, request, "coupled"), position])
+    return np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)  # 0/0 would be NaN

@@ -1,0 +1,91 @@
+"""Stats: what is counted while decoding, and the figures made of it, each with its denominator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts of one row, or of many when added up. Tokens that were cut are neither emitted nor accepted.
+
+    `target_calls` counts forward passes of the target after prefill; a pass that serves a batch counts once for
+    each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
+    round in equal parts, so that sums stay true.
+    """
+
+    emitted: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    tested: int = 0
+    beta: float = 0.0
+    target_calls: int = 0
+    windowed: int = 0
+    relaxed: int = 0
+    distance: float = 0.0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: Stats) -> Stats:
+        def padded(left: list[int], right: list[int]) -> list[int]:
+            width = max(len(left), len(right))
+            return [sum(x[i] for x in (left, right) if i < len(x)) for i in range(width)]
+
+        phases = {**self.seconds, **other.seconds}
+        return Stats(
+            **{name: getattr(self, name) + getattr(other, name) for name in COUNTS},
+            drafted_by_position=padded(self.drafted_by_position, other.drafted_by_position),
+            accepted_by_position=padded(self.accepted_by_position, other.accepted_by_position),
+            seconds={name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in phases},
+        )
+
+    @property
+    def alpha(self) -> float | None:
+        """Mean of beta over tested positions (Corollary 3.6); None when nothing was tested."""
+        return self.beta / self.tested if self.tested else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens. Not alpha: tokens after the first rejection count as failures here."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Emitted tokens per target call, correction or bonus included; plain decoding has 1."""
+        return self.emitted / self.target_calls if self.target_calls else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry i-1: rounds that accepted at least i tokens / rounds that drafted at least i."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
+
+    @property
+    def mean_distance(self) -> float | None:
+        """Mean total-variation distance of a tested position's law from the target's; 0 for lossless rules."""
+        return self.distance / self.tested if self.tested else None
+
+    @property
+    def total_seconds(self) -> float:
+        """Time of all rounds and of the prefill."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Emitted tokens per second of generation, prefill excluded."""
+        decode = self.total_seconds - self.seconds.get("prefill", 0.0)
+        return self.emitted / decode if decode > 0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures under their public names, for JSON."""
+        names = (
+            *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
+            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "tokens_per_second"),
+            *("relaxed", "mean_distance"),
+        )
+        return {**{name: getattr(self, name) for name in names}, "seconds": dict(self.seconds)}
+
+
+COUNTS = ("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "relaxed", "distance")
