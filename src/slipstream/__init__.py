@@ -1,5 +1,22 @@
 """Lossless speculative decoding for the models people already have."""
 
-from slipstream.engine import Completion, Engine, Interrupted, Piece, load
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Completion", "Engine", "Interrupted", "Piece", "load"]
+if TYPE_CHECKING:
+    from slipstream.engine import Completion, Engine, Interrupted, Piece, load
+    from slipstream.hook import custom_generate
+
+__all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load torch and transformers only when they are needed: `slipstream --help` must not wait for them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    room = "slipstream.hook" if name == "custom_generate" else "slipstream.engine"
+    return getattr(import_module(room), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

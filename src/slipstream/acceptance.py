@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.records import Draft, Law, Verdict, Verifier
+from slipstream.laws import Law
+from slipstream.records import Draft, Verdict, Verifier
 
 Draw = Callable[..., Tensor]
 
@@ -24,7 +25,7 @@ def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
     token's law is the residual norm(max(0, p - q)) there, or p itself after a full acceptance (bonus).
     """
     if draft.law is None:
-        return _nothing_drafted(p)
+        return nothing_drafted(p)
     ours, q_x = p.first(draft.law.positions), draft.law.of(draft.tokens)
     if ours.tokens is not None:
         passed = draft.tokens == ours.tokens  # p is one-hot: the ratio is 0 or at least 1
@@ -79,15 +80,16 @@ def _excess(b: Tensor, p: Law, q: Law) -> Tensor:
     return (weight.unsqueeze(-1) * p.dense - q.dense).clamp_(min=0).sum(-1)
 
 
-def coupled(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Coupled sampling (drafter-invariant, arXiv 2408.07978): keep the draft while it equals the target's own choice.
+def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Sample and match: draw the target's own choice at every position, keep the draft while it equals it.
 
-    To be used with a seam whose draw depends on the token's position alone (`sampling.draw_coupled`), for target
-    and draft alike. The output then is what the target alone would have drawn: the same text for every draft.
+    Exact for any draft made without looking at the choice. With a seam that depends on the token's position alone
+    (`sampling.draw_coupled`), for target and draft alike, it is coupled, drafter-invariant sampling (arXiv
+    2408.07978): the output is what the target alone would have drawn, the same text for every draft.
     """
     choice = draw(p, "next")
     if draft.law is None:
-        none = torch.zeros(choice.shape[0], dtype=torch.long, device=p.device)
+        none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
         return Verdict(none, Law(tokens=choice[:, :1]), _no_beta(none))
     accepted = _leading(draft.tokens == choice[:, :-1], draft)
     return Verdict(accepted, Law(tokens=choice).at(accepted), beta(p, draft.law))
@@ -106,7 +108,7 @@ def lenient(leniency: float) -> Verifier:
 
     def verify(p: Law, draft: Draft, draw: Draw) -> Verdict:
         if draft.law is None:
-            return _nothing_drafted(p)
+            return nothing_drafted(p)
         rule = _lenient_greedy if p.point else _lenient_sampling
         passed, relaxed, distance = rule(p.first(draft.law.positions), draft, draw, leniency)
         accepted = _leading(passed, draft)
@@ -183,6 +185,7 @@ def _lengths(draft: Draft, device: torch.device) -> Tensor:
 
 def _leading(passed: Tensor, draft: Draft) -> Tensor:
     """How many tokens passed before the first that failed or was not drafted."""
+    assert draft.parents is None, "this verifier takes chains; `trees` has those for trees"
     drafted = torch.arange(passed.shape[1], device=passed.device) < _lengths(draft, passed.device)[:, None]
     return (passed & drafted).long().cumprod(-1).sum(-1)
 
@@ -198,7 +201,8 @@ def _next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = No
     return Law(probs=torch.where(refused, residual(here, q, weight).dense, here.dense))
 
 
-def _nothing_drafted(p: Law) -> Verdict:
+def nothing_drafted(p: Law) -> Verdict:
+    """A plain step: the next token comes from p after the pending one."""
     none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
     return Verdict(none, p.at(none), _no_beta(none))
 

@@ -26,15 +26,21 @@ class RowCache:
         self._capacity = 0
         self._slots = FIRST_SLOTS
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.least = 0  # slots that a pass looks at even if fewer are in use
         self._first = 0
+        self._stop: int | None = None
         self._count = 0
 
     # ---- rows ----
 
+    @torch.inference_mode()
     def add(self, rows: int) -> None:
         """Append empty rows."""
-        self.lengths += [0] * rows
+        start, self.lengths = len(self.lengths), [*self.lengths, *[0] * rows]
         self._resize(rows=len(self.lengths))
+        for stores in self._layers.values():
+            for store in stores:  # a damaged text may have left NaN, which passes any mask: 0 * NaN is NaN
+                store[start : start + rows] = 0
 
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
@@ -55,38 +61,53 @@ class RowCache:
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
         self.lengths = list(lengths)
 
+    @torch.inference_mode()
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for every row r."""
+        for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
+            if list(path) == list(range(len(path))):
+                continue
+            slots = [start + place for place in path]
+            for stores in self._layers.values():
+                for store in stores:
+                    store[row, :, start : start + len(path)] = store[row][:, slots]
+
     # ---- one forward pass ----
 
-    def place(self, count: int, first: int = 0) -> Tensor:
-        """Make room for `count` tokens after each row from `first` on -> their slots (rows, count), on the CPU."""
-        self._first, self._count = first, count
+    def place(self, count: int, first: int = 0, stop: int | None = None) -> Tensor:
+        """Make room for `count` tokens after each of the rows first..stop -> their slots (rows, count), on the CPU."""
+        self._first, self._stop, self._count = first, stop, count
         self._resize(slots=self.end)
-        starts = torch.tensor(self.lengths[first:])
-        return starts[:, None] + torch.arange(count)
+        return torch.tensor(self._lengths)[:, None] + torch.arange(count)
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Of the rows that take part in this pass."""
+        return self.lengths[self._first : self._stop]
 
     @property
     def past(self) -> int:
         """The longest row of this pass, before it."""
-        return max(self.lengths[self._first :], default=0)
+        return max(self._lengths, default=0)
 
     @property
     def end(self) -> int:
-        """One past the last slot in use during this pass."""
-        return self.past + self._count
+        """One past the last slot that this pass looks at."""
+        return max(self.past + self._count, self.least)
 
     @torch.inference_mode()
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (rows, heads, count, head_dim) -> all of the rows so far, (rows, heads, end, ...)."""
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(keys), self._allocate(values))
-        rows = slice(self._first, len(self.lengths))
-        stores = tuple(store[rows] for store in self._layers[layer])
+        rows = range(len(self.lengths))[self._first : self._stop]
+        stores = tuple(store[rows.start : rows.stop] for store in self._layers[layer])
         for store, new in zip(stores, (keys, values), strict=True):
             self._write(store, new)
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
 
     def _write(self, store: Tensor, new: Tensor) -> None:
-        starts = self.lengths[self._first :]
+        starts = self._lengths
         if len(set(starts)) == 1:
             store[:, :, starts[0] : starts[0] + self._count] = new
             return

@@ -16,7 +16,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from slipstream.acceptance import token as token_verification
 from slipstream.controllers import Fixed
 from slipstream.records import (
     Context,
@@ -30,7 +29,9 @@ from slipstream.records import (
     Seam,
     Verdict,
     Verifier,
+    accepted_paths,
 )
+from slipstream.rules import TOKEN
 from slipstream.sampling import draw
 from slipstream.stats import Stats
 
@@ -52,7 +53,7 @@ class Decoder:
 
     target: Scorer
     drafter: Drafter = field(default_factory=NoDraft)
-    verifier: Verifier = token_verification
+    verifier: Verifier = TOKEN.verify
     controller: Controller = field(default_factory=lambda: Fixed(5))
     batch_size: int = 8
     seam: Seam = draw
@@ -61,9 +62,12 @@ class Decoder:
 def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
     """Decode the requests, at most `batch_size` at a time, a new one joining as soon as one ends.
 
-    Raises ValueError before any work if a prompt is empty or longer than the target's context.
+    Raises ValueError before any work if a prompt is empty or longer than the target's context, and RuntimeError if
+    another call has not ended: its stream has to be drained or closed first.
     """
     check_requests(decoder.target, requests)
+    if decoder.target.lengths:
+        raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
     everyone = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
     for _, group in groupby(everyone, key=lambda row: row.request.sampler.greedy):
         waiting, running = deque(group), list[Row]()
@@ -75,7 +79,7 @@ def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
                 _dismiss(decoder, running)
                 yield round
         finally:
-            decoder.target.free(range(len(running)))
+            decoder.target.free(range(len(decoder.target.lengths)))
 
 
 @torch.inference_mode()
@@ -86,12 +90,15 @@ def play_round(decoder: Decoder, running: Sequence[Row], gamma: int) -> Round:
     draft = decoder.drafter.propose(context, [_room(target, row, gamma) for row in running]).to(target.device)
     watch.lap("draft")
     pending = torch.tensor([row.tokens[-1:] for row in running], device=target.device)
-    logits = target.extend(torch.cat([pending, draft.tokens], 1), [1 + length for length in draft.lengths])
+    counts = [1 + length for length in draft.lengths]
+    logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
     watch.lap("target")
-    p = context.law(logits, draft.tokens, target.name)
+    p = context.target_law(logits, draft, target.name)
     verdict = decoder.verifier(p, draft, context.draw)
-    following = context.draw(verdict.law, "next", verdict.accepted.tolist())[:, 0]
+    following = _next(context, verdict)
     watch.lap("accept")
+    if verdict.path is not None:
+        target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
     tokens, accepted = _commit(running, draft, verdict, following)
     target.rollback([len(row.tokens) - 1 for row in running])
     round = Round(context.rows, draft, verdict, tokens, accepted, gamma, watch.laps)
@@ -163,13 +170,25 @@ def _room(target: Scorer, row: Row, gamma: int) -> int:
     return max(0, min(gamma, room - 1))
 
 
+def _next(context: Context, verdict: Verdict) -> Tensor:
+    """Draw the token after the accepted ones (rows,). Raises FloatingPointError where none is possible."""
+    if verdict.law.probs is not None and bool((hopeless := verdict.law.probs.sum((1, 2)).isnan()).any()):
+        row = context.rows[int(hopeless.nonzero()[0])]
+        raise FloatingPointError(
+            f"no token is possible for text {row.index} after {len(row.tokens)} tokens: the sampling settings or a "
+            "processor forbid every token of the vocabulary."
+        )
+    return context.draw(verdict.law, "next", verdict.accepted.tolist())[:, 0]
+
+
 def _commit(
     running: Sequence[Row], draft: Draft, verdict: Verdict, following: Tensor
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Append what stands to every row, cut where plain decoding would have ended -> emitted tokens, accepted."""
-    drafted = torch.cat([draft.tokens, following[:, None]], 1).tolist()
+    drafted = draft.tokens if verdict.path is None else draft.fed.gather(1, verdict.path)
     counts, last = verdict.accepted.tolist(), following.tolist()
-    emitted = [_emit(row, [*drafted[r][: counts[r]], last[r]]) for r, row in enumerate(running)]
+    stands = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
+    emitted = [_emit(row, new) for row, new in zip(running, stands, strict=True)]
     return tuple(emitted), tuple(min(count, len(new)) for count, new in zip(counts, emitted, strict=True))
 
 
@@ -209,12 +228,12 @@ def _count(round: Round) -> None:
     verdict = round.verdict
     counts = verdict.accepted.tolist()
     for r, row in enumerate(round.rows):
-        stats, drafted, accepted = row.stats, round.draft.lengths[r], round.accepted[r]
+        stats, depth, accepted = row.stats, round.draft.depths[r], round.accepted[r]
         # A token is tested if all before it were kept and it was not cut away.
-        tested = min(counts[r] + 1, drafted, len(round.tokens[r]))
+        tested = min(counts[r] + 1, depth, len(round.tokens[r]))
         stats.emitted += len(round.tokens[r])
         stats.accepted += accepted
-        stats.drafted += drafted
+        stats.drafted += round.draft.lengths[r]
         stats.tested += tested
         stats.beta += float(verdict.beta[r, :tested].sum())
         stats.target_calls += 1
@@ -222,15 +241,15 @@ def _count(round: Round) -> None:
         if verdict.relaxed is not None and verdict.distance is not None:
             stats.relaxed += int(verdict.relaxed[r, :accepted].sum())
             stats.distance += float(verdict.distance[r, :tested].sum())
-        _count_positions(stats, drafted, accepted)
+        _count_positions(stats, depth, accepted)
         for phase, seconds in round.seconds.items():
             stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds / len(round.rows)
 
 
-def _count_positions(stats: Stats, drafted: int, accepted: int) -> None:
-    grow = max(0, drafted - len(stats.drafted_by_position))
+def _count_positions(stats: Stats, depth: int, accepted: int) -> None:
+    grow = max(0, depth - len(stats.drafted_by_position))
     stats.drafted_by_position += [0] * grow
     stats.accepted_by_position += [0] * grow
-    for position in range(drafted):
+    for position in range(depth):
         stats.drafted_by_position[position] += 1
         stats.accepted_by_position[position] += position < accepted

@@ -9,9 +9,9 @@ from typing import Any
 
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
-from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.model import ModelDrafter, TreeDrafter
 from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
-from slipstream.records import Request, Round, Scorer
+from slipstream.records import Request, Round, Scorer, Shape
 from slipstream.rules import TOKEN, Rule, rule
 from slipstream.sampling import Sampling, request_key
 from slipstream.stats import Stats
@@ -80,8 +80,14 @@ class Engine:
     """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads."""
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Any = None, eos: frozenset[int] = frozenset(), rule: Rule = TOKEN
+        self,
+        decoder: Decoder,
+        tokenizer: Any = None,
+        eos: frozenset[int] = frozenset(),
+        rule: Rule = TOKEN,
+        exact_shape: bool = False,
     ) -> None:
+        self.exact_shape = exact_shape
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.eos = eos
@@ -142,7 +148,7 @@ class Engine:
 
     def _prepare(self, prompts: Sequence[Prompt], **options: Any) -> Job:
         names = {field.name for field in fields(Options)}
-        known = sorted(names | {field.name for field in fields(Sampling)} - {"eos"})
+        known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
         if unknown := sorted(options.keys() - set(known)):
             raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
         asked = Options(**{name: value for name, value in options.items() if name in names})
@@ -157,7 +163,16 @@ class Engine:
             stop = _stop(transcripts[-1]) if stops else None
             key = request_key(ids, copies[ids])
             requests.append(Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, stop))
+        if self.exact_shape:
+            self._fix_shape(asked, requests)
         return Job(self._decoder(asked), requests, transcripts)
+
+    def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
+        """One shape for the whole call, the same with `plain` as without."""
+        controller = self.decoder.controller
+        width = 1 + (controller.gamma(controller.init()) if asked.gamma is None else asked.gamma)
+        longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
+        self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
     def _decoder(self, asked: Options) -> Decoder:
         chosen = rule(asked.verify) if isinstance(asked.verify, str) else asked.verify or self.rule
@@ -193,7 +208,10 @@ class Engine:
             return tokenizer(prompt)["input_ids"]
         if not tokenizer.chat_template:
             raise ValueError(f"{self.decoder.target.name} has no chat template; pass the prompt as text.")
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        try:
+            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # templates are programs of the model's maker and raise what they like
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -224,29 +242,42 @@ def load(
     device: str | None = None,
     gamma: int = 5,
     batch_size: int = 8,
+    tree: Sequence[int] | None = None,
+    verify: str | Rule = TOKEN,
+    exact_shape: bool = False,
     tokenizer: Any = None,
     **from_pretrained: Any,
 ) -> Engine:
     """A target and a draft, as hub names, folders or loaded models -> an Engine. No target: the embedded pair.
 
-    Without a draft the engine decodes plainly. `dtype` ("auto", "float32", "bfloat16", "float16") and `device`
-    hold for both models; load them yourself to place them apart. `from_pretrained` goes to transformers'
-    `from_pretrained` of the target. Raises ValueError if a model cannot be loaded, has a state that cannot be
-    rolled back, or if the vocabularies differ by more than padding.
+    Without a draft the engine decodes plainly. `gamma` tokens are drafted per round, or the `tree` of candidates per
+    level, e.g. (3, 2, 1); `verify` is the acceptance rule or its name. `exact_shape` runs every pass of the target in
+    one shape, so that plain and speculative decoding see the same bits (slower; chains only).
+
+    `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
+    them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
+
+    Raises ValueError if a model cannot be loaded, has a state that cannot be rolled back, or if the vocabularies
+    differ by more than padding.
     """
     if target is None:
         target, draft = EMBEDDED / "target", draft or EMBEDDED / "draft"
         dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
-    controller = Fixed(gamma)
+    if exact_shape and tree:
+        raise ValueError("exact_shape works with chains of drafts, not with a tree: leave one of them out.")
+    controller = Fixed(len(tree) if tree else gamma)
+    chosen = rule(verify) if isinstance(verify, str) else verify
     model = load_model(target, dtype, device, **from_pretrained)
     tokenizer = tokenizer or _find_tokenizer(target)
     scorer = CausalScorer(model, _name(target))
     if draft is None:
-        return Engine(Decoder(scorer, batch_size=batch_size, controller=Fixed(0)), tokenizer, _eos(model, tokenizer))
+        plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
+        return Engine(plain, tokenizer, _eos(model, tokenizer), chosen)
     small = CausalScorer(load_model(draft, dtype, device), _name(draft))
     check_vocabularies(scorer, small, tokenizer, _find_tokenizer(draft))
-    decoder = Decoder(scorer, ModelDrafter(small, scorer.vocab), controller=controller, batch_size=batch_size)
-    return Engine(decoder, tokenizer, _eos(model, tokenizer))
+    drafter = TreeDrafter(small, tree, scorer.vocab) if tree else ModelDrafter(small, scorer.vocab)
+    decoder = Decoder(scorer, drafter, controller=controller, batch_size=batch_size)
+    return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape)
 
 
 def check_vocabularies(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> None:

@@ -8,14 +8,17 @@ refused at construction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.cache import RowCache
+from slipstream.records import Shape, Tree
 
 EMBEDDED = Path(__file__).parent / "demo"
 """The pair that ships with the package: folders `target` and `draft`."""
@@ -66,6 +69,7 @@ class CausalScorer:
         self._config = model.config.get_text_config()
         _refuse_unsupported(model, self.name)
         self._kinds = _mask_kinds(self._config)
+        self.shape: Shape | None = None
         self._fresh()
         if self._config.model_type not in PROVEN:
             probe(self)
@@ -82,8 +86,9 @@ class CausalScorer:
 
     @property
     def context(self) -> int | None:
-        """The longest text, from `max_position_embeddings`."""
-        return getattr(self._config, "max_position_embeddings", None)
+        """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
+        limits = (getattr(self._config, "max_position_embeddings", None), _longrope_switch(self._config))
+        return min((limit for limit in limits if limit), default=None)
 
     @property
     def device(self) -> torch.device:
@@ -107,20 +112,55 @@ class CausalScorer:
         """Forget everything after `lengths[r]` tokens of each row."""
         self._rows.rollback(lengths)
 
-    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0) -> Tensor:
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the accepted tokens of a tree together."""
+        self._rows.keep(starts, paths)
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens (rows, n), of which `counts[r]` are real -> logits (rows, n, vocab) in the model's dtype."""
-        return self._forward(tokens, counts, first, keep=0)
+        if self.shape:
+            return self._extend_exactly(self.shape, tokens, counts, tree)
+        logits = self._forward(tokens, self._rows.place(tokens.shape[1], first), keep=0, tree=tree)
+        self._rows.advance(counts)
+        return logits
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
+        tokens are scored together (None: in the shape of the work at hand, which is faster)."""
+        self.shape = shape
+        self._rows.least = shape.slots if shape else 0
+
+    def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], tree: Tree | None) -> Tensor:
+        rows, width = tokens.shape
+        assert rows <= shape.rows and width <= shape.width and tree is None, f"{tokens.shape} does not fit {shape}"
+        self._rows.add(shape.rows - rows)
+        fed = torch.nn.functional.pad(tokens, (0, shape.width - width, 0, shape.rows - rows))
+        logits = self._forward(fed, self._rows.place(shape.width), keep=0)
+        self._rows.free(range(rows, shape.rows))
+        self._rows.advance(counts)
+        return logits[:rows, :width]
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed whole texts, one for each row from `first` on, in passes of bounded width."""
+        if self.shape:  # one by one, so that a row's keys do not depend on which rows it came with
+            for row, text in enumerate(texts, first):
+                self._prefill([text], first=row, stop=row + 1)
+        else:
+            self._prefill(texts, first, None)
+
+    def _prefill(self, texts: Sequence[Sequence[int]], first: int, stop: int | None) -> None:
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             parts = [text[start : start + PREFILL_TOKENS] for text in texts]
-            self._forward(padded(parts, self.device), [len(part) for part in parts], first, keep=1)
+            slots = self._rows.place(max(map(len, parts)), first, stop)
+            self._forward(padded(parts, self.device), slots, keep=1)
+            self._rows.advance([len(part) for part in parts])
 
     @torch.inference_mode()
-    def _forward(self, tokens: Tensor, counts: Sequence[int], first: int, keep: int) -> Tensor:
-        positions = self._rows.place(tokens.shape[1], first).to(self.device)
-        masks = {kind: self._mask(positions, *rule) for kind, rule in self._kinds.items()}
+    def _forward(self, tokens: Tensor, slots: Tensor, keep: int, tree: Tree | None = None) -> Tensor:
+        slots = slots.to(self.device)
+        sight = Sight.chain(slots, self._rows.end) if tree is None else Sight.tree(slots, self._rows.end, tree)
+        masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self._kinds.items()}
+        positions = sight.own
         if self.context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=self.context - 1)
         out = self.model(
@@ -131,19 +171,45 @@ class CausalScorer:
             use_cache=True,
             **({"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}),
         )
-        self._rows.advance(counts)
         return out.logits.to(self.device)
 
-    def _mask(self, positions: Tensor, window: int | None, chunk: int | None) -> Tensor:
-        """Additive mask (rows, 1, n, slots): a token sees the slots up to its own, within the layer's window."""
-        slots, own = torch.arange(self._rows.end, device=positions.device), positions[:, None, :, None]
-        seen = slots <= own
+
+@dataclass(frozen=True)
+class Sight:
+    """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
+    in the cache, and `allowed` (rows, n, slots), before any window."""
+
+    own: Tensor
+    others: Tensor
+    allowed: Tensor
+
+    @staticmethod
+    def chain(slots: Tensor, end: int) -> Sight:
+        """Every token sees the slots up to its own; slot and position are the same."""
+        others = torch.arange(end, device=slots.device)[None]
+        return Sight(slots, others, others[:, None] <= slots[:, :, None])
+
+    @staticmethod
+    def tree(slots: Tensor, end: int, tree: Tree) -> Sight:
+        """A token sees the text before the tree and its own line of ancestors."""
+        depths, seen = tree.depths.to(slots.device), tree.seen.to(slots.device)
+        base = slots[:, :1] + seen.shape[0] - depths.shape[0]  # (rows, 1): where the tree begins
+        places = torch.arange(end, device=slots.device) - base  # (rows, slots)
+        inside = places.clamp(0, depths.shape[0] - 1)
+        others = torch.where(places < 0, places + base, base + depths[inside])
+        line = seen[:, inside].transpose(0, 1) & (places < depths.shape[0])[:, None]
+        own = base + depths[depths.shape[0] - seen.shape[0] :]
+        return Sight(own, others, (places < 0)[:, None] | line)
+
+    def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
+        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
+        own, others, seen = self.own[:, :, None], self.others[:, None], self.allowed
         if window:
-            seen &= slots > own - window
+            seen = seen & (others > own - window)
         if chunk:
-            seen &= slots // chunk == own // chunk
-        dtype = self.model.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+            seen = seen & (others // chunk == own // chunk)
+        blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -166,6 +232,13 @@ def _mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
     return {kind: rules[kind] for kind in types}
 
 
+def _longrope_switch(config: Any) -> int | None:
+    """The length beyond which longrope changes the rotation of all tokens, of the cached ones and of other rows too."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
+    return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
+
+
 def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -178,6 +251,11 @@ def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
         raise ValueError(f"{name} ({config.model_type}) {STATEFUL}; use another model.")
     if config.model_type in {"bloom", "mpt"} or getattr(config, "alibi", False):
         raise ValueError(f"{name} uses ALiBi, whose bias cannot follow rows of different lengths; use another model.")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ValueError(
+            f"{name} ({config.model_type}) counts its local attention from the longest row, so rows of different "
+            "lengths would see too little; use another model."
+        )
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in {"sdpa", "eager", None}:
         raise ValueError(f"{name} uses attn_implementation={kernel!r}, which takes no mask; load it with 'sdpa'.")
@@ -200,7 +278,7 @@ def probe(scorer: CausalScorer) -> None:
         ours = scorer.extend(torch.tensor([text[-2:] for text in texts], device=scorer.device), [2, 2])
         fresh = [scorer.model(torch.tensor([text], device=scorer.device), use_cache=False).logits for text in texts]
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {_first_sentence(error)}"
         raise ValueError(
             f"{scorer.name} ({scorer._config.model_type}) does not run with our cache: {reason}"
         ) from error
@@ -227,15 +305,36 @@ def load_model(
     `device` defaults to the GPU if there is one. A loaded model stays where it is unless `device` is given.
     Raises ValueError in one sentence if there is no such model.
     """
+    place = _device(device)
     if isinstance(source, PreTrainedModel):
-        return source.to(device) if device else source
+        return source.to(place) if device else source
+    _refuse_missing(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype), **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot load the model {str(source)!r}: {_first_sentence(error)}") from error
-    if getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None):
-        return model
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
+    return model if placed else model.to(place)
+
+
+def _device(device: str | None) -> torch.device:
+    """The device asked for, or the GPU if there is one. Raises ValueError if it is not there."""
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used: {_first_sentence(error)}") from error
+    return place
+
+
+def _refuse_missing(source: str | Path) -> None:
+    """A path that looks like one and is not there is no hub name with odd characters."""
+    path = Path(source)
+    if isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")):
+        if not path.is_dir():
+            raise ValueError(f"cannot load the model {str(source)!r}: there is no such folder.")
+        if not (path / "config.json").is_file():
+            raise ValueError(f"cannot load the model {str(source)!r}: the folder has no config.json.")
 
 
 def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:

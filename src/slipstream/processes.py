@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.records import Shape, Tree
+
 Table = Callable[[tuple[int, ...]], Sequence[float]]
 """prefix -> probabilities of the next token."""
 
@@ -38,17 +40,27 @@ class TableScorer:
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
         self._texts = [text[:length] for text, length in zip(self._texts, lengths, strict=True)]
 
-    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0) -> Tensor:
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens (rows, n) -> log probabilities (rows, n, vocab)."""
         logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             text = self._texts[first + r]
+            base = len(text) if tree is None else len(text) + tree.seen.shape[0] - tree.depths.shape[0]
             for j, new in enumerate(row[:count]):
                 text.append(new)
-                logits[r, j] = torch.tensor(self.table(tuple(text)), dtype=torch.float64).log()
+                line = text[base:] if tree is None else [text[base + k] for k in tree.seen[j].nonzero()[:, 0].tolist()]
+                logits[r, j] = torch.tensor(self.table((*text[:base], *line)), dtype=torch.float64).log()
         return logits
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move what lies at starts[r] + paths[r][i] to starts[r] + i."""
+        for text, start, path in zip(self._texts, starts, paths, strict=True):
+            text[start : start + len(path)] = [text[start + place] for place in path]
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed whole texts; no logits are wanted."""
         for text, new in zip(self._texts[first:], texts, strict=True):
             text.extend(new)
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Tables give the same numbers in any company."""

@@ -9,104 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.laws import Law
 from slipstream.stats import Stats
+
+ABSENT = -1
+"""Stands in a tree for a candidate that a row does not have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """A distribution per position: dense weights, or a point mass held as token ids.
+class Tree:
+    """Where the new tokens of one forward pass stand, if they are no chain: the same for every row.
 
-    Exactly one of the two is given. `probs` (rows, positions, vocab) is float32 or wider and sums to one, except
-    for coins, which may carry any positive total. `tokens` (rows, positions) is the point mass of greedy decoding
-    and of copied drafts, so that no one-hot vector of the vocabulary is ever built for them. `scores` are the
-    processed logits behind a greedy point mass, which only lenient rules look at.
+    The newest `len(depths)` tokens of a row are tree tokens, of which the last `len(seen)` are new. Tree token k has
+    the position base + depths[k], base being the length before the tree; new token i sees the text before the tree
+    and the tree tokens with seen[i, k]: its ancestors and itself.
     """
 
-    probs: Tensor | None = None
-    tokens: Tensor | None = None
-    scores: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.probs is None) != (self.tokens is None), "a Law is dense or a point mass, not both"
-
-    @property
-    def point(self) -> bool:
-        """Whether the law is a point mass."""
-        return self.tokens is not None
-
-    @property
-    def rows(self) -> int:
-        """How many rows the law covers."""
-        return self._data.shape[0]
-
-    @property
-    def positions(self) -> int:
-        """How many positions the law covers."""
-        return self._data.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the law lives."""
-        return self._data.device
-
-    @property
-    def dense(self) -> Tensor:
-        """The weights of a law that is no point mass."""
-        assert self.probs is not None
-        return self.probs
-
-    @property
-    def _data(self) -> Tensor:
-        data = self.tokens if self.probs is None else self.probs
-        assert data is not None
-        return data
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Law:
-        return Law(*(None if data is None else change(data) for data in (self.probs, self.tokens, self.scores)))
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """The probability of `tokens` (rows, positions), in the same shape."""
-        if self.probs is None:
-            return (self._data == tokens).float()
-        return self.probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-    def first(self, positions: int) -> Law:
-        """The law of the first positions."""
-        return self._map(lambda data: data[:, :positions])
-
-    def at(self, index: Tensor) -> Law:
-        """The law of one position per row: `index` (rows,) -> a Law over (rows, 1)."""
-        rows = torch.arange(index.shape[0], device=self.device)
-        return self._map(lambda data: data[rows, index].unsqueeze(1))
-
-    def bare(self) -> Law:
-        """The same law without scores."""
-        return replace(self, scores=None)
-
-    def select(self, rows: Tensor) -> Law:
-        """The law of these rows, in this order."""
-        return self._map(lambda data: data[rows])
-
-    def to(self, device: torch.device) -> Law:
-        """The same law on `device`."""
-        return self if self.device == device else self._map(lambda data: data.to(device))
+    depths: Tensor
+    seen: Tensor
 
     @staticmethod
-    def join(laws: Sequence[Law], dim: int) -> Law:
-        """One law out of several: `dim` 0 stacks rows, 1 appends positions. All dense, or all point masses."""
-        if len(laws) == 1:
-            return laws[0]
-        return Law(*(_cat([getattr(law, name) for law in laws], dim) for name in ("probs", "tokens", "scores")))
+    @lru_cache(maxsize=256)
+    def of(parents: tuple[int, ...], new: int) -> Tree:
+        """`parents[k]` is the tree token k hangs on, -1 for the text itself; the last `new` tokens are fed."""
+        lines = ancestors(parents)
+        seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+        for node, line in enumerate(lines):
+            seen[node, list(line)] = True
+        return Tree(torch.tensor([len(line) - 1 for line in lines]), seen[len(parents) - new :])
 
 
-def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
-    given = [part for part in parts if part is not None]
-    return torch.cat(given, dim) if len(given) == len(parts) else None
+@lru_cache(maxsize=256)
+def ancestors(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The path from the root to each node, itself included. Parents come before their children."""
+    lines: list[tuple[int, ...]] = []
+    for node, parent in enumerate(parents):
+        assert parent < node, "parents come before their children"
+        lines.append((*(lines[parent] if parent >= 0 else ()), node))
+    return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +60,40 @@ class Draft:
     """Proposed tokens and the law each was REALLY sampled from.
 
     `tokens` (rows, gamma) is padded on the right; row r proposes `lengths[r]` tokens, possibly none. `law` covers
-    the same positions; None only if no row proposes anything. `parents` is None for a chain. `windowed` counts,
-    per row, the tokens drafted from a shortened prefix because the draft's context is smaller than the text.
+    the same positions; None only if no row proposes anything. `windowed` counts, per row, the tokens drafted from
+    a shortened prefix because the draft's context is smaller than the text.
+
+    `parents` is None for a chain. In a tree it names each node's parent (-1 for the pending token; level by level);
+    siblings were drawn one after the other from the law at their parent, each without the tokens drawn before if
+    `replacement` is False. A row may lack nodes: those from `lengths[r]` on, and those whose token is ABSENT.
     """
 
     tokens: Tensor
     law: Law | None
     lengths: tuple[int, ...]
-    parents: Tensor | None = None
     windowed: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    replacement: bool = False
+
+    @property
+    def tree(self) -> Tree | None:
+        """What pending token and nodes see of each other when the target scores them; None for a chain."""
+        if self.parents is None:
+            return None
+        return Tree.of((-1, *(parent + 1 for parent in self.parents)), 1 + len(self.parents))
+
+    @property
+    def fed(self) -> Tensor:
+        """The tokens as a model takes them."""
+        return self.tokens if self.parents is None else self.tokens.clamp(min=0)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """How many tokens deep each row's draft is; its length, for a chain."""
+        if self.parents is None:
+            return self.lengths
+        lines = ancestors(self.parents)
+        return tuple(len(lines[length - 1]) if length else 0 for length in self.lengths)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
@@ -143,7 +114,8 @@ class Verdict:
     `beta` (rows, gamma) is the chance, given the prefix, that the drafted token of that position is kept if it is
     tested: sum_x min(p(x), q(x)) when sampling (Theorem 3.5), and for greedy decoding whether it is kept.
     Lossy rules tell their price per drafted token, both (rows, gamma): `relaxed`, passed only thanks to the
-    relaxation, and `distance`, the total variation of that position's law from the target's.
+    relaxation, and `distance`, the total variation of that position's law from the target's. `path` (rows, depth)
+    names the accepted nodes of a tree; None for a chain.
     """
 
     accepted: Tensor
@@ -151,6 +123,14 @@ class Verdict:
     beta: Tensor
     relaxed: Tensor | None = None
     distance: Tensor | None = None
+    path: Tensor | None = None
+
+
+def accepted_paths(verdict: Verdict) -> list[list[int]]:
+    """The accepted nodes of a tree, per row."""
+    assert verdict.path is not None
+    pairs = zip(verdict.path.tolist(), verdict.accepted.tolist(), strict=True)
+    return [path[:count] for path, count in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +153,40 @@ Seam = Callable[[Law, Key], Tensor]
 """All randomness: a law over (rows, positions) and a key -> token ids (rows, positions)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What stands before each position, for samplers that look at it.
+
+    Position j of a row stands after the row's own tokens and the `drafted` (rows, n) tokens that `paths[j]` names.
+    """
+
+    drafted: Tensor
+    paths: Sequence[Sequence[int]]
+
+    @staticmethod
+    def chain(drafted: Tensor, positions: int) -> Texts:
+        """The last of the positions stands after all drafted tokens, the others each one token earlier."""
+        last = drafted.shape[1]
+        return Texts(drafted, [range(last - positions + 1 + j) for j in range(positions)])
+
+    def of(self, row: Row, place: int, position: int) -> Tensor:
+        """The tokens (length,) before a position of the row at `place`."""
+        text = torch.tensor(row.tokens, device=self.drafted.device)
+        return torch.cat([text, self.drafted[place, list(self.paths[position])]])
+
+    def select(self, places: Sequence[int]) -> Texts:
+        """The texts of some of the rows."""
+        return Texts(self.drafted[list(places)], self.paths)
+
+
 class Sampler(Protocol):
     """Turns logits into the law really sampled from (section 2.2 of the paper)."""
 
     @property
     def greedy(self) -> bool: ...
 
-    def law(self, logits: Tensor, rows: Sequence[Row], drafted: Tensor, model: str) -> Law:
-        """logits (rows, positions, vocab), `drafted` (rows, n): the last position stands after all n tokens.
-
-        `model` names whose logits they are in errors.
-        """
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+        """The law of logits (rows, positions, vocab). `model` names whose logits they are, in errors."""
         ...
 
 
@@ -232,23 +235,25 @@ class Context:
     rows: tuple[Row, ...]
     seam: Seam
 
-    def law(self, logits: Tensor, drafted: Tensor, model: str) -> Law:
-        """The law really sampled from. logits (rows, positions, vocab); `drafted` (rows, n) follows the text.
-
-        The LAST position of the logits stands after all drafted tokens, so target (gamma + 1 positions, gamma
-        drafted) and drafter (1 position, i drafted so far) call it alike.
-        """
+    def law(self, logits: Tensor, texts: Texts, model: str) -> Law:
+        """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler."""
         groups: dict[int, list[int]] = {}
         for place, row in enumerate(self.rows):
             groups.setdefault(id(row.request.sampler), []).append(place)
         if len(groups) == 1:
-            return self.rows[0].request.sampler.law(logits, self.rows, drafted, model)
+            return self.rows[0].request.sampler.law(logits, self.rows, texts, model)
         laws = []
         for places in groups.values():
             rows = [self.rows[place] for place in places]
-            laws.append(rows[0].request.sampler.law(logits[places], rows, drafted[places], model))
+            laws.append(rows[0].request.sampler.law(logits[places], rows, texts.select(places), model))
         order = torch.tensor([place for places in groups.values() for place in places]).argsort()
         return Law.join(laws, 0).select(order.to(logits.device))
+
+    def target_law(self, logits: Tensor, draft: Draft, model: str) -> Law:
+        """p at the pending token and after every drafted one."""
+        if draft.parents is None:
+            return self.law(logits, Texts.chain(draft.tokens, logits.shape[1]), model)
+        return self.law(logits, Texts(draft.fed, [(), *ancestors(draft.parents)]), model)
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
         """Token ids (rows, positions). Position j of `law` is the text's token len(tokens) + start + j.
@@ -288,8 +293,17 @@ class Round:
         """Where an emitted token came from: "draft", "correction", "bonus", or "target" if nothing was drafted."""
         if position < self.accepted[row]:
             return "draft"
-        drafted = self.draft.lengths[row]
+        drafted = self.draft.depths[row]
         return "target" if not drafted else "correction" if position < drafted else "bonus"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a pass: rows, new tokens of each, and slots that attention looks at."""
+
+    rows: int
+    width: int
+    slots: int
 
 
 class Scorer(Protocol):
@@ -322,7 +336,7 @@ class Scorer(Protocol):
         """Remove rows; the others keep their order."""
         ...
 
-    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0) -> Tensor:
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed `counts[r]` of tokens (rows, n) to every row from `first` on -> logits (rows, n, vocab)."""
         ...
 
@@ -332,6 +346,15 @@ class Scorer(Protocol):
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of each row."""
+        ...
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move a tree's accepted tokens together: what lies at starts[r] + paths[r][i] goes to starts[r] + i."""
+        ...
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Run every pass after the prefill in one shape, so that no bit of the logits depends on what is scored
+        together; None: in the shape of the work at hand, which is faster."""
         ...
 
 

@@ -1,36 +1,55 @@
-"""Rules: a verifier and the seam it draws through, under the names users give."""
+"""Rules: how drafts are accepted, on chains and on trees, and the seam they draw through, under users' names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from slipstream import acceptance, sampling
-from slipstream.records import Seam, Verifier
+from torch import Tensor
+
+import slipstream.acceptance as acceptance
+import slipstream.trees as trees
+from slipstream.laws import Law
+from slipstream.records import Draft, Seam, Verdict, Verifier
+from slipstream.sampling import draw, draw_coupled
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How drafts are accepted. `lossless` rules leave the target's law exactly as it is."""
+    """A verifier and its seam. `lossless` rules leave the target's law exactly as it is."""
 
     name: str
     verify: Verifier
-    seam: Seam = sampling.draw
+    seam: Seam = draw
     lossless: bool = True
 
 
-TOKEN = Rule("token", acceptance.token)
-BLOCK = Rule("block", acceptance.block)
-COUPLED = Rule("coupled", acceptance.coupled, sampling.draw_coupled)
+@dataclass(frozen=True)
+class ByShape:
+    """The verifier for chains, or the one for trees."""
+
+    chain: Verifier
+    tree: Verifier
+
+    def __call__(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+        verify = self.chain if draft.parents is None else self.tree
+        return verify(p, draft, draw)
+
+
+TOKEN = Rule("token", ByShape(acceptance.token, trees.recursive))
+BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal))
+MATCH = Rule("match", ByShape(acceptance.match, trees.match))
+COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 
 
 def lenient(leniency: float) -> Rule:
-    """The lossy rule of section A.5; lossless at 1. Raises ValueError outside (0, 1]."""
+    """The lossy rule of section A.5, on chains; lossless at 1. Raises ValueError outside (0, 1]."""
     return Rule(f"lenient:{leniency:g}", acceptance.lenient(leniency), lossless=leniency == 1)
 
 
 def rule(name: str) -> Rule:
-    """ "token", "block", "coupled" or "lenient:0.5" -> the rule. Raises ValueError for anything else."""
-    plain = {known.name: known for known in (TOKEN, BLOCK, COUPLED)}
+    """ "token", "block", "match", "coupled" or "lenient:0.5" -> the rule. Raises ValueError for anything else."""
+    plain = {known.name: known for known in (TOKEN, BLOCK, MATCH, COUPLED)}
     kind, _, value = name.partition(":")
     if name in plain:
         return plain[name]

@@ -9,6 +9,7 @@ transformers, in its order: bias, penalties, bans, the user's own, then the warp
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from slipstream.records import Key, Law, Row
+from slipstream.records import Key, Law, Row, Texts
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
@@ -47,11 +48,6 @@ class AppearancePenalty(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-def _check(name: str, value: float, allowed: str, valid: bool) -> None:
-    if not valid:
-        raise ValueError(f"{name}={value} is not possible: it must be {allowed}.")
-
-
 @dataclass(frozen=True, eq=False)
 class Sampling:
     """The settings of sampling, under the names of transformers and vLLM. The default is greedy decoding.
@@ -75,27 +71,38 @@ class Sampling:
     min_new_tokens: int = 0
     eos: frozenset[int] = frozenset()
     processors: Sequence[Processor] = ()
+    _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, "0 (greedy) or more", self.temperature >= 0)
-        _check("top_k", self.top_k, "0 (off) or more", self.top_k >= 0)
-        _check("top_p", self.top_p, "above 0 and at most 1 (off)", 0 < self.top_p <= 1)
-        _check("min_p", self.min_p, "between 0 (off) and 1", 0 <= self.min_p <= 1)
-        _check("typical_p", self.typical_p, "above 0 and at most 1 (off)", 0 < self.typical_p <= 1)
-        _check("repetition_penalty", self.repetition_penalty, "above 0 (1 is off)", self.repetition_penalty > 0)
-        _check("min_new_tokens", self.min_new_tokens, "0 or more", self.min_new_tokens >= 0)
+        ranges = {
+            "temperature": ("0 (greedy) or more", self.temperature >= 0),
+            "top_k": ("0 (off) or more", self.top_k >= 0),
+            "top_p": ("above 0 and at most 1 (off)", 0 < self.top_p <= 1),
+            "min_p": ("between 0 (off) and 1", 0 <= self.min_p <= 1),
+            "typical_p": ("above 0 and at most 1 (off)", 0 < self.typical_p <= 1),
+            "repetition_penalty": ("above 0 (1 is off)", self.repetition_penalty > 0),
+            "presence_penalty": ("a number (0 is off)", True),
+            "frequency_penalty": ("a number (0 is off)", True),
+            "min_new_tokens": ("0 or more", self.min_new_tokens >= 0),
+        }
+        for name, (allowed, valid) in ranges.items():
+            if not (valid and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be {allowed}.")
 
     @property
     def greedy(self) -> bool:
         """Whether every law is a point mass."""
         return self.temperature == 0
 
-    @lru_cache(maxsize=1024)  # noqa: B019  (one small list per prompt length; settings live as long as a call)
-    def chain(self, prompt_length: int) -> tuple[Processor, ...]:
+    def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
         """The processors in order, for a row whose prompt has `prompt_length` tokens."""
-        return (*self._penalties(prompt_length), *self.processors, *(() if self.greedy else self._warpers()))
+        if (prompt_length, device) not in self._chains:
+            warpers = () if self.greedy else self._warpers()
+            chain = (*self._penalties(prompt_length, device), *self.processors, *warpers)
+            self._chains[prompt_length, device] = chain
+        return self._chains[prompt_length, device]
 
-    def _penalties(self, prompt_length: int) -> list[Processor]:
+    def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:
         chain: list[Processor] = []
         if self.logit_bias:
             chain.append(hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in self.logit_bias.items()]))
@@ -107,7 +114,7 @@ class Sampling:
             words = [list(word) for word in self.bad_words]
             chain.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=sorted(self.eos) or None))
         if self.min_new_tokens and self.eos:
-            eos = sorted(self.eos)
+            eos = torch.tensor(sorted(self.eos), device=device)
             chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos))
         return chain
 
@@ -125,55 +132,48 @@ class Sampling:
             chain.append(hf.TypicalLogitsWarper(mass=self.typical_p))
         return chain
 
-    def law(self, logits: Tensor, rows: Sequence[Row], drafted: Tensor, model: str) -> Law:
-        """The law really sampled from, in float32 or wider; see `records.Sampler` for shapes.
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+        """The law really sampled from, in float32 or wider, of logits (rows, positions, vocab).
 
         Raises FloatingPointError if the logits hold NaN or infinity, naming model, text and position.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         best = scores.max(-1)
-        _check_finite(best.values, rows, drafted, model)
-        if any(self.chain(len(row.request.prompt)) for row in rows):
-            scores = self._process(scores, rows, drafted)
+        _check_finite(best.values, rows, texts, model)
+        if any(self.chain(len(row.request.prompt), scores.device) for row in rows):
+            scores = self._process(scores, rows, texts)
             best = scores.max(-1) if self.greedy else best
         return Law(tokens=best.indices, scores=scores) if self.greedy else Law(probs=scores.softmax(-1))
 
-    def _process(self, scores: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
-        chains = [self.chain(len(row.request.prompt)) for row in rows]
-        prefixes: list[Tensor] = []
+    def _process(self, scores: Tensor, rows: Sequence[Row], texts: Texts) -> Tensor:
+        chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
+        prefixes: list[list[Tensor]] = []
         for stage, processor in enumerate(chains[0]):
             if type(processor) in PREFIX_FREE:
                 flat = scores.flatten(0, 1)
-                scores = processor(drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
+                scores = processor(texts.drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
                 continue
-            prefixes = prefixes or [_text(row, drafted[r]) for r, row in enumerate(rows)]
+            prefixes = prefixes or [[texts.of(row, r, j) for j in range(scores.shape[1])] for r, row in enumerate(rows)]
             scores = torch.stack(
                 [_each_position(chain[stage], prefixes[r], scores[r]) for r, chain in enumerate(chains)]
             )
         return scores
 
 
-def _text(row: Row, drafted: Tensor) -> Tensor:
-    return torch.cat([torch.tensor(row.tokens, device=drafted.device), drafted])
-
-
-def _each_position(processor: Processor, text: Tensor, scores: Tensor) -> Tensor:
+def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
     """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
-    start = text.shape[0] - scores.shape[0] + 1
-    done = [processor(text[None, : start + j], scores[j : j + 1].clone()) for j in range(scores.shape[0])]
-    return torch.cat(done)
+    return torch.cat([processor(prefix[None], scores[j : j + 1].clone()) for j, prefix in enumerate(prefixes)])
 
 
-def _check_finite(best: Tensor, rows: Sequence[Row], drafted: Tensor, model: str) -> None:
+def _check_finite(best: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> None:
     """The maximum is NaN or infinite exactly if the logits hold a NaN, +inf, or nothing but -inf."""
     finite = torch.isfinite(best)
     if bool(finite.all()):
         return
     row, position = (int(x) for x in (~finite).nonzero()[0])
-    at = len(rows[row].tokens) + drafted.shape[1] - best.shape[1] + 1 + position
     raise FloatingPointError(
-        f"{model} gives non-finite logits for position {at} of text {rows[row].index}: "
-        "the weights are damaged or overflow in this dtype (try bfloat16 or float32)."
+        f"{model} gives non-finite logits for position {len(rows[row].tokens) + len(texts.paths[position])} of text "
+        f"{rows[row].index}: the weights are damaged or overflow in this dtype (try bfloat16 or float32)."
     )
 
 
@@ -228,7 +228,8 @@ def draw(law: Law, key: Key) -> Tensor:
     chance = torch.tensor(uniforms(key, law.positions), dtype=torch.float64, device=law.device)
     # u * total may round up to total itself, which would fall off the end.
     aim = torch.minimum(chance.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, aim, right=True).squeeze(-1)
+    # Without any weight (NaN where settings forbid every token) the search falls off the end; `decoding` reports it.
+    return torch.searchsorted(cumulative, aim, right=True).squeeze(-1).clamp(max=law.dense.shape[-1] - 1)
 
 
 def draw_coupled(law: Law, key: Key) -> Tensor:

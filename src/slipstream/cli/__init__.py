@@ -1,0 +1,7 @@
+"""The command line: the only place where strings become objects. Parse, build, call, print.
+
+A command imports what it needs of the library when it runs, so that `--help` and wrong options answer at once.
+"""
+
+from slipstream.cli import generate as generate
+from slipstream.cli.app import main as main

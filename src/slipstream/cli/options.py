@@ -1,0 +1,62 @@
+"""Options that several commands share: names, help and limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
+
+
+def _option(panel: str, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **settings)
+
+
+Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
+Draft = Annotated[
+    str | None, _option(MODELS, "MODEL", "Hub name or folder (or --draft-model). Without: plain decoding.")
+]
+Gamma = Annotated[int, _option(MODELS, "N", "Tokens drafted per round (or --num-speculative-tokens).", min=0)]
+Tree = Annotated[str | None, _option(MODELS, "K,K,..", "Candidates per level instead of a chain, e.g. 3,2,1.")]
+Verify = Annotated[
+    str,
+    _option(MODELS, "RULE", "token, block, match, coupled (a seed's text is the same with any draft), lenient:L."),
+]
+Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output law.", "--lossless")]
+Plain = Annotated[bool, _option(MODELS, None, "Decode without the draft, to compare.", "--plain")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    _option(MODELS, "NAME", "Of the weights: auto, float32, bfloat16 or float16."),
+]
+Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
+BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
+
+MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
+Temperature = Annotated[float, _option(SAMPLING, "X", "0 is greedy.", min=0.0)]
+TopK = Annotated[int, _option(SAMPLING, "N", "Only the N most probable tokens; 0 is off.", min=0)]
+TopP = Annotated[float, _option(SAMPLING, "X", "Only the smallest set this probable; 1 is off.", min=0.0, max=1.0)]
+MinP = Annotated[float, _option(SAMPLING, "X", "Only this probable beside the best; 0 is off.", min=0.0, max=1.0)]
+TypicalP = Annotated[float, _option(SAMPLING, "X", "Locally typical sampling; 1 is off.", min=0.0, max=1.0)]
+RepetitionPenalty = Annotated[float, _option(SAMPLING, "X", "On tokens of prompt and output; 1 is off.")]
+PresencePenalty = Annotated[float, _option(SAMPLING, "X", "Once on tokens of the output; 0 is off.")]
+FrequencyPenalty = Annotated[float, _option(SAMPLING, "X", "On each appearance in the output; 0 is off.")]
+Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, whatever runs beside it.")]
+Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this text (\n, \t work). Repeatable.")]
+
+Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
+File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
+Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
+Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
+Json = Annotated[bool, _option(OUTPUT, None, "One JSON object per prompt and line, nothing else.", "--json")]
+
+
+def parse_tree(text: str | None) -> tuple[int, ...] | None:
+    """ "3,2,1" -> (3, 2, 1). Raises ValueError for anything else."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--tree {text!r} is not a list of candidates per level, such as 3,2,1.") from None

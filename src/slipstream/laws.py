@@ -1,0 +1,101 @@
+"""Law: a distribution per position, dense or a point mass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A distribution per position: dense weights, or a point mass held as token ids.
+
+    Exactly one of the two is given. `probs` (rows, positions, vocab) is float32 or wider and sums to one, except
+    for coins, which may carry any positive total. `tokens` (rows, positions) is the point mass of greedy decoding
+    and of copied drafts, so that no one-hot vector of the vocabulary is ever built for them. `scores` are the
+    processed logits behind a greedy point mass, which only lenient rules look at.
+    """
+
+    probs: Tensor | None = None
+    tokens: Tensor | None = None
+    scores: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.probs is None) != (self.tokens is None), "a Law is dense or a point mass, not both"
+
+    @property
+    def point(self) -> bool:
+        """Whether the law is a point mass."""
+        return self.tokens is not None
+
+    @property
+    def rows(self) -> int:
+        """How many rows the law covers."""
+        return self._data.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """How many positions the law covers."""
+        return self._data.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the law lives."""
+        return self._data.device
+
+    @property
+    def dense(self) -> Tensor:
+        """The weights of a law that is no point mass."""
+        assert self.probs is not None
+        return self.probs
+
+    @property
+    def _data(self) -> Tensor:
+        data = self.tokens if self.probs is None else self.probs
+        assert data is not None
+        return data
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Law:
+        return Law(*(None if data is None else change(data) for data in (self.probs, self.tokens, self.scores)))
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The probability of `tokens` (rows, positions), in the same shape."""
+        if self.probs is None:
+            return (self._data == tokens).float()
+        return self.probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    def first(self, positions: int) -> Law:
+        """The law of the first positions."""
+        return self._map(lambda data: data[:, :positions])
+
+    def at(self, index: Tensor) -> Law:
+        """The law of one position per row: `index` (rows,) -> a Law over (rows, 1)."""
+        rows = torch.arange(index.shape[0], device=self.device)
+        return self._map(lambda data: data[rows, index].unsqueeze(1))
+
+    def bare(self) -> Law:
+        """The same law without scores."""
+        return replace(self, scores=None)
+
+    def select(self, rows: Tensor) -> Law:
+        """The law of these rows, in this order."""
+        return self._map(lambda data: data[rows])
+
+    def to(self, device: torch.device) -> Law:
+        """The same law on `device`."""
+        return self if self.device == device else self._map(lambda data: data.to(device))
+
+    @staticmethod
+    def join(laws: Sequence[Law], dim: int) -> Law:
+        """One law out of several: `dim` 0 stacks rows, 1 appends positions. All dense, or all point masses."""
+        if len(laws) == 1:
+            return laws[0]
+        return Law(*(_cat([getattr(law, name) for law in laws], dim) for name in ("probs", "tokens", "scores")))
+
+
+def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.cat(given, dim) if len(given) == len(parts) else None

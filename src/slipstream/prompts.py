@@ -1,0 +1,125 @@
+"""Prompts as users write them, in arguments, files and stdin -> texts, chats and token ids.
+
+A prompt that cannot be read is an item with an error, so that it does not take the others with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt as it was given: text, messages or token ids; or, in `error`, why it cannot be one.
+
+    `where` names it in messages; `shown` is printed before its completion.
+    """
+
+    where: str
+    prompt: Any = None
+    shown: str = ""
+    error: str = ""
+
+
+def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
+    """The prompts of the arguments, then those of the file. Raises ValueError if there are none."""
+    if [*prompts, file].count("-") > 1:
+        raise ValueError("stdin (-) can be read only once: drop one of the dashes.")
+    items = [
+        _item("stdin", _stdin, chat) if text == "-" else _item(f"prompt {number}", partial(str, text), chat)
+        for number, text in enumerate(prompts, 1)
+    ]
+    items += _from_file(file, chat) if file else []
+    if not items:
+        raise ValueError(f"{file} holds no prompt." if file else "there is no prompt: give a PROMPT or --prompts FILE.")
+    return items
+
+
+def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
+    """What `read` returns, as an Item; a ValueError becomes the item's error."""
+    try:
+        prompt = read()
+        if not prompt:
+            raise ValueError("the prompt is empty.")
+        if isinstance(prompt, str):
+            prompt.encode()
+            return Item(where, [{"role": "user", "content": prompt}]) if chat else Item(where, prompt, prompt)
+        if chat and isinstance(prompt[0], int):
+            raise ValueError("--chat cannot wrap token ids.")
+        return Item(where, prompt)
+    except UnicodeEncodeError:
+        return Item(where, error="the prompt is not valid Unicode text.")
+    except ValueError as error:
+        return Item(where, error=str(error))
+
+
+def _stdin() -> str:
+    """All of stdin as one text, without the line break at its end."""
+    return _utf8(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
+
+
+def _from_file(name: str, chat: bool) -> list[Item]:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror or error}.") from error
+    lines = [line.removesuffix(b"\r") for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
+    read = _from_json if name.endswith((".jsonl", ".json")) or any(map(_is_record, lines)) else _utf8
+    where = "stdin" if name == "-" else name
+    return [_item(f"{where}:{i}", partial(read, line), chat) for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def _utf8(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8.") from error
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int for x in value)
+
+
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (lambda value: isinstance(value, str), "a string"),
+    "messages": (_is_chat, 'a list of objects with "role" and "content"'),
+    "tokens": (_is_ids, "a list of token ids"),
+}
+"""The ways to give a prompt in a JSON line: a check, and what is allowed."""
+
+
+def _from_json(line: bytes) -> Any:
+    """The prompt of a JSON line. Raises ValueError if there is none."""
+    try:
+        record = json.loads(_utf8(line))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON ({error.msg}, column {error.colno}).") from error
+    except RecursionError as error:
+        raise ValueError("this JSON is nested too deeply.") from error
+    given = [form for form in FORMS if isinstance(record, dict) and form in record]
+    if len(given) != 1:
+        raise ValueError('the line must be a JSON object with one of "prompt", "messages", "tokens".')
+    check, allowed = FORMS[given[0]]
+    if not check(record[given[0]]):
+        raise ValueError(f'"{given[0]}" must be {allowed}.')
+    return record[given[0]]
+
+
+def _is_record(line: bytes) -> bool:
+    if not line.lstrip().startswith(b"{"):
+        return False
+    try:
+        _from_json(line)
+    except ValueError:
+        return False
+    return True

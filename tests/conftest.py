@@ -1,0 +1,16 @@
+"""One thread, one hypothesis profile: the same run everywhere."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# Derandomized: the examples depend on the test alone, so a run can be repeated; no deadline: machines differ.
+settings.register_profile("house", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.load_profile("house")

@@ -1,0 +1,320 @@
+"""One contract for every family of Hugging Face models: with ragged rows, wrong drafts and rollbacks, the logits are
+those of a fresh forward of each text alone, without cache. Tiny random models, with windows smaller than the texts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from slipstream import models
+from slipstream.controllers import Fixed
+from slipstream.decoding import Decoder, generate, plain
+from slipstream.drafters.model import ModelDrafter
+from slipstream.laws import Law
+from slipstream.models import PROVEN, CausalScorer, load_model, load_tokenizer
+from slipstream.records import Draft
+from toys import FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, WINDOW, Altered, Family, request, tiny
+
+EVERY = {**FAMILIES, **PROBED}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # in standard deviations of the logits
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE.*")
+
+
+def text(name: int, count: int) -> list[int]:
+    """A reproducible random text."""
+    return torch.randint(HF_VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist()
+
+
+class Reference:
+    """A scorer beside the texts it should hold; every step is compared with fresh forwards."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.scorer = CausalScorer(model)
+        self.texts: list[list[int]] = []
+        self.fresh_names = itertools.count(1000)
+
+    def add(self, *lengths: int) -> None:
+        """Prefill new rows behind the others."""
+        new = [text(next(self.fresh_names), length) for length in lengths]
+        self.scorer.add(len(new))
+        self.scorer.prefill(new, first=len(self.texts))
+        self.texts += new
+
+    def free(self, *rows: int) -> None:
+        """End some rows."""
+        self.scorer.free(rows)
+        self.texts = [text for place, text in enumerate(self.texts) if place not in rows]
+
+    @torch.inference_mode()
+    def step(self, *counts: int) -> float:
+        """Feed wrong tokens, roll back, feed `counts[r]` true ones -> largest difference in standard deviations."""
+        wrong = torch.tensor([text(next(self.fresh_names), 3) for _ in counts])
+        self.scorer.extend(wrong, [1 + place % 3 for place in range(len(counts))])
+        self.scorer.rollback([len(text) for text in self.texts])
+        new = [text(next(self.fresh_names), max(counts)) for _ in counts]
+        logits = self.scorer.extend(torch.tensor(new), counts)
+        assert logits.shape == (len(counts), max(counts), self.scorer.vocab)
+        gaps = []
+        for place, count in enumerate(counts):
+            self.texts[place] = [*self.texts[place], *new[place][:count]]
+            want = self.model(torch.tensor([self.texts[place]]), use_cache=False).logits[0, -count:].float()
+            gaps.append(float((logits[place, :count].float() - want).abs().max() / want.std()))
+        assert self.scorer.lengths == [len(text) for text in self.texts]
+        return max(gaps)
+
+
+def contract(model: PreTrainedModel) -> float:
+    """The whole contract -> largest difference. The first rows are longer than the window, the second is not."""
+    rows = Reference(model)
+    rows.add(2 * WINDOW + 3, 3, WINDOW)
+    gaps = [rows.step(1, 4, 2), rows.step(4, 1, 4)]
+    rows.free(1)
+    gaps.append(rows.step(2, 3))
+    rows.add(3 * WINDOW, 1)  # late, and longer than the others
+    gaps += [rows.step(1, 2, 3, 4), rows.step(4, 3, 2, 1)]
+    rows.free(0, 2)
+    gaps.append(rows.step(2, 2))
+    return max(gaps)
+
+
+def quiet_generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding by transformers, of one text alone."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
+    model = tiny(EVERY[family])
+    assert (model.config.model_type in PROVEN) == (family in FAMILIES)
+    assert contract(model) < TOLERANCE[torch.float32]
+
+
+def test_every_proven_type_is_in_the_contract() -> None:
+    types = {getattr(transformers, family.config).model_type for family in FAMILIES.values()}
+    assert types == PROVEN
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_half_precision(dtype: torch.dtype) -> None:
+    """Shapes of matrices differ between the two ways, and so does the rounding."""
+    assert contract(tiny(FAMILIES["llama"], dtype=dtype)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "llama4"])
+def test_control_a_forgotten_window_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts are long enough for windows and chunks to matter."""
+    rules = models._mask_kinds
+    monkeypatch.setattr(models, "_mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
+    monkeypatch.setattr(models, "probe", lambda scorer: None)
+    assert contract(tiny(EVERY[family])) > 100 * TOLERANCE[torch.float32]
+
+
+def test_control_a_rollback_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Reference(tiny(FAMILIES["llama"]))
+    rows.add(5, 9)
+    monkeypatch.setattr(rows.scorer, "rollback", lambda lengths: None)
+    with pytest.raises(AssertionError):
+        assert rows.step(2, 2) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_greedy_text_is_that_of_transformers(family: str) -> None:
+    """Three ragged prompts together against each alone. The draft is the target, wrong in every other round."""
+
+    def spoil(draft: Draft) -> Draft:
+        tokens = draft.tokens.clone()
+        if next(turn) % 2:
+            tokens[::2, 1:2] = (tokens[::2, 1:2] + 1) % HF_VOCAB  # the first and the third row
+        return replace(draft, tokens=tokens, law=draft.law and Law(tokens=tokens))
+
+    turn = itertools.count()
+    model = tiny(EVERY[family])
+    prompts = [text(1, 2 * WINDOW), text(2, 2), text(3, WINDOW)]
+    requests = [request(prompt, 12, GREEDY) for prompt in prompts]
+    want = [quiet_generate(model, prompt, 12) for prompt in prompts]
+    drafter = Altered(ModelDrafter(CausalScorer(model)), spoil)
+    decoder = Decoder(CausalScorer(model), drafter, controller=Fixed(3))
+    assert [row.output for row in plain(decoder, requests)] == want
+    rows = generate(decoder, requests)
+    assert [row.output for row in rows] == want
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_rows_may_be_padded_beyond_the_context(family: str) -> None:
+    """A text at the end of the context beside one that is still drafted: padding has no position of its own."""
+    model = tiny(EVERY[family], **{"n_positions" if EVERY[family].base is GPT else "max_position_embeddings": 40})
+    rows = Reference(model)
+    assert rows.scorer.context == 40
+    rows.add(36, 3)
+    assert max(rows.step(3, 4), rows.step(1, 3)) < TOLERANCE[torch.float32]
+
+
+def test_long_prompts_are_prefilled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "PREFILL_TOKENS", 5)
+    rows = Reference(tiny(FAMILIES["gemma3"]))
+    rows.add(17, 4, 10, 1)
+    assert rows.step(2, 3, 1, 2) < TOLERANCE[torch.float32]
+
+
+# ---- positions --------------------------------------------------------------------------------------------------
+
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 24}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, **ROPE},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ROPE},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_positions(rope: dict[str, Any]) -> None:
+    assert contract(tiny(FAMILIES["llama"], rope_parameters=rope)) < TOLERANCE[torch.float32]
+
+
+def test_longrope_ends_where_it_would_turn_the_cached_keys() -> None:
+    """Phi-3's long variants use other frequencies for all tokens of a longer text, and for its neighbours."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 5.0, **ROPE}
+    model = tiny(FAMILIES["phi3"], original_max_position_embeddings=24, rope_parameters=rope)
+    rows = Reference(model)
+    assert rows.scorer.context == 24
+    rows.add(20, 3)
+    assert max(rows.step(3, 4), rows.step(1, 3)) < TOLERANCE[torch.float32]  # padding does not switch it either
+    with pytest.raises(ValueError, match="holds 24; shorten it to at most 23"):
+        plain(Decoder(CausalScorer(model, "phi")), [request(text(1, 24), 5, GREEDY)])
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+BLOOM = {"vocab_size": HF_VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+SMALL = {"vocab_size": HF_VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+QWEN3_NEXT = {
+    **{key: value for key, value in LLAMA.items() if key != "initializer_range"},
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+NEO = {**SMALL, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64, "window_size": 32}
+NEO = {**NEO, "bos_token_id": None, "eos_token_id": None}
+del NEO["num_hidden_layers"]
+REFUSED: dict[str, tuple[Family, str]] = {
+    "mamba": (Family("MambaConfig", {**SMALL, "state_size": 4}, {}), "linear_attention, which keeps a state"),
+    "rwkv": (Family("RwkvConfig", {**SMALL, "attention_hidden_size": 32}, {}), r"\(rwkv\) keeps a state"),
+    "qwen3_next": (Family("Qwen3NextConfig", QWEN3_NEXT, {}), "linear_attention, which keeps a state"),
+    "bloom": (
+        Family("BloomConfig", BLOOM, {}),
+        "ALiBi",
+    ),
+    "falcon_alibi": (Family("FalconConfig", LLAMA, {"alibi": True}), "ALiBi"),
+    "gpt_neo": (Family("GPTNeoConfig", NEO, {"attention_types": [[["global", "local"], 1]]}), "local attention"),
+    "bert": (Family("BertConfig", LLAMA, {"pad_token_id": 0}), "other logits"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_rolled_back_is_refused(family: str) -> None:
+    config, reason = REFUSED[family]
+    model = tiny(config)
+    with pytest.raises(ValueError, match=rf"^toy .*{reason}.*\.$") as error:
+        CausalScorer(model, "toy")
+    assert "\n" not in str(error.value)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = transformers.T5Config(vocab_size=HF_VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match=r"^toy is an encoder-decoder model; only causal language models"):
+        CausalScorer(model, "toy")
+
+
+def test_a_kernel_without_masks_is_refused() -> None:
+    model = tiny(FAMILIES["llama"])
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='flash_attention_2', which takes no mask"):
+        CausalScorer(model, "toy")
+
+
+def test_a_model_that_ignores_the_cache_is_caught_by_the_probe() -> None:
+    model = tiny(PROBED["olmo2"])
+    forward = model.forward
+    model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError, match="gives other logits with a rolled-back cache"):
+        CausalScorer(model, "toy")
+
+
+def test_a_model_that_fails_in_the_probe_is_refused_in_one_sentence() -> None:
+    model = tiny(PROBED["olmo2"])
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    model.forward = broken
+    with pytest.raises(ValueError, match=r"\(olmo2\) does not run with our cache: RuntimeError: first line$"):
+        CausalScorer(model, "toy")
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+@pytest.mark.parametrize("source", ["missing", "empty"])
+def test_a_folder_without_a_model_is_an_error_in_one_sentence(load: Any, source: str, tmp_path: Path) -> None:
+    folder = tmp_path / source
+    if source == "empty":
+        folder.mkdir()
+    with pytest.raises(ValueError, match=r"^cannot load the \w+ (of )?'.*': .") as error:
+        load(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])
+def test_a_damaged_model_is_an_error_in_one_sentence(damage: str, tmp_path: Path) -> None:
+    tiny(FAMILIES["llama"]).save_pretrained(tmp_path)
+    (tmp_path / damage).write_bytes(b"this is not what it should be")
+    with pytest.raises(ValueError, match=r"^cannot load the model '") as error:
+        load_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_tokenizer_is_an_error_in_one_sentence(tmp_path: Path) -> None:
+    tiny(FAMILIES["llama"]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"this is not what it should be")
+    with pytest.raises(ValueError, match=r"^cannot load the tokenizer of '") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_saved_model_is_loaded_in_the_wanted_dtype(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, device="cpu")
+    assert loaded.dtype == torch.float32
+    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
+    assert load_model(str(tmp_path), "bfloat16", device="cpu").dtype == torch.bfloat16
+    assert load_model(model) is model
+    with pytest.raises(ValueError, match="dtype='float8' is not known: use auto, float32, bfloat16, float16"):
+        load_model(tmp_path, "float8")
+    with pytest.raises(ValueError, match=r"the loaded model does not know its name; pass tokenizer="):
+        load_tokenizer(model)

@@ -1,0 +1,356 @@
+"""Toys of the tests: an enumerator of all outcomes, table models on three tokens, tiny random Hugging Face models."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.laws import Law
+from slipstream.processes import Table, TableScorer
+from slipstream.records import Context, Draft, Drafter, Key, Request, Round, Row, Sampler, Seam
+from slipstream.sampling import Sampling
+
+# ---- enumeration ------------------------------------------------------------------------------------------------
+
+Outcome = Any
+Distribution = dict[Outcome, float]
+
+
+@dataclass
+class Script:
+    """A seam that replays choices and then goes on with the first possible one. Point laws give no choice."""
+
+    choices: list[int]
+    weights: list[list[tuple[int, float]]] = field(default_factory=list)  # of every choice met so far
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        if law.probs is None:
+            assert law.tokens is not None
+            return law.tokens
+        assert law.probs.dtype in {torch.float32, torch.float64}
+        rows = [
+            [self._choose(weights, (*names, start + j, key.purpose)) for j, weights in enumerate(row)]
+            for *names, start, row in zip(
+                key.seeds, key.requests, key.origins, key.positions, law.probs.tolist(), strict=True
+            )
+        ]
+        return torch.tensor(rows, dtype=torch.long).view(law.probs.shape[:2])
+
+    def _choose(self, weights: Sequence[float], name: tuple[Any, ...]) -> int:
+        # Two draws under one name would be one and the same number: not the independent draws that we count.
+        assert name not in self.seen, f"the key {name} is used twice"
+        self.seen.add(name)
+        assert all(weight >= 0 for weight in weights), f"negative or NaN weights: {weights}"
+        possible = [(token, weight) for token, weight in enumerate(weights) if weight > 0]
+        if not possible:  # a coin that nobody looks at (padding); inversion falls off its end
+            return len(weights)
+        if len(self.weights) == len(self.choices):
+            self.choices.append(0)
+        choice = self.choices[len(self.weights)]
+        self.weights.append(possible)
+        return possible[choice][0]
+
+    @property
+    def probability(self) -> float:
+        """The chance of the choices made."""
+        chances = [
+            options[choice][1] / math.fsum(weight for _, weight in options)
+            for options, choice in zip(self.weights, self.choices, strict=True)
+        ]
+        return math.prod(chances)
+
+    def following(self) -> list[int] | None:
+        """The choices of the next branch, depth first; None after the last."""
+        choices = list(self.choices)
+        while choices and choices[-1] + 1 == len(self.weights[len(choices) - 1]):
+            choices.pop()
+        return [*choices[:-1], choices[-1] + 1] if choices else None
+
+
+def enumerate_outcomes(run: Callable[[Seam], Outcome], limit: int = 20_000) -> Distribution:
+    """The exact law of `run(seam)`: it is run once for every sequence of draws that has a positive chance."""
+    law: Distribution = {}
+    choices: list[int] | None = []
+    for _ in range(limit):
+        script = Script(choices or [])
+        outcome = run(script)
+        law[outcome] = law.get(outcome, 0.0) + script.probability
+        choices = script.following()
+        if choices is None:
+            return law
+    raise AssertionError(f"more than {limit} branches")
+
+
+def total_variation(left: Distribution, right: Distribution) -> float:
+    """Half the L1 distance; also notices mass that is missing on one side."""
+    return 0.5 * math.fsum(abs(left.get(x, 0.0) - right.get(x, 0.0)) for x in {*left, *right})
+
+
+# ---- table models -----------------------------------------------------------------------------------------------
+
+VOCAB = 3
+
+
+def dirichlet_table(seed: int, support: Callable[[random.Random], Sequence[int]] | None = None) -> Table:
+    """Reproducible random laws, one per prefix, on the tokens that `support` picks for the prefix."""
+
+    @cache
+    def table(prefix: tuple[int, ...]) -> tuple[float, ...]:
+        rng = random.Random(f"{seed} {prefix}")
+        tokens = set(range(VOCAB)) if support is None else set(support(rng))
+        weights = [rng.gammavariate(0.7, 1.0) + 1e-3 if token in tokens else 0.0 for token in range(VOCAB)]
+        return tuple(weight / math.fsum(weights) for weight in weights)
+
+    return table
+
+
+def some(rng: random.Random) -> list[int]:
+    """One to three tokens."""
+    return rng.sample(range(VOCAB), rng.choice([1, 2, 2, 3]))
+
+
+def one(rng: random.Random) -> list[int]:
+    """One token: a point mass in dense form."""
+    return [rng.randrange(VOCAB)]
+
+
+def one_or_all(rng: random.Random) -> list[int]:
+    """A point mass for half of the prefixes."""
+    return one(rng) if rng.random() < 0.5 else list(range(VOCAB))
+
+
+def _disjoint(seed: int) -> tuple[Table, Table]:
+    @cache
+    def left(prefix: tuple[int, ...]) -> tuple[int, ...]:
+        rng = random.Random(f"side {seed} {prefix}")
+        return tuple(rng.sample(range(VOCAB), rng.choice([1, 2])))
+
+    first, second = dirichlet_table(7), dirichlet_table(8)
+
+    def cut(table: Table, inside: bool) -> Table:
+        def law(prefix: tuple[int, ...]) -> tuple[float, ...]:
+            weights = [x if (i in left(prefix)) == inside else 0.0 for i, x in enumerate(table(prefix))]
+            return tuple(weight / math.fsum(weights) for weight in weights)
+
+        return cache(law)
+
+    return cut(first, True), cut(second, False)
+
+
+PAIRS: dict[str, tuple[Table, Table]] = {
+    "generic": (dirichlet_table(1), dirichlet_table(2)),
+    "zeros": (dirichlet_table(13, some), dirichlet_table(35, some)),
+    "disjoint": _disjoint(5),
+    "same": (dirichlet_table(5), dirichlet_table(5)),
+    "points": (dirichlet_table(36, one_or_all), dirichlet_table(26, one_or_all)),
+}
+"""name -> (target, draft)."""
+
+
+def scorer(table: Table, name: str = "table", vocab: int = VOCAB, context: int | None = None) -> TableScorer:
+    """A fresh scorer of a table."""
+    return TableScorer(table, vocab, name, context)
+
+
+Step = Callable[[tuple[int, ...]], Sequence[float]]
+
+
+def plain_law(step: Step, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> Distribution:
+    """The oracle: the law of the first `count` tokens (fewer after one of `ends`), one step after the other."""
+    law: Distribution = {(): 1.0}
+    for _ in range(count):
+        longer: Distribution = {}
+        for text, chance in law.items():
+            if text and text[-1] in ends:
+                longer[text] = chance
+                continue
+            for token, weight in enumerate(step((*prompt, *text))):
+                if weight > 0:
+                    longer[(*text, token)] = chance * weight
+        law = longer
+    return law
+
+
+# ---- requests and controllers -----------------------------------------------------------------------------------
+
+SAMPLE = Sampling(temperature=1.0)
+GREEDY = Sampling()
+
+
+def request(prompt: Sequence[int], count: int, sampler: Sampler = SAMPLE, **kwargs: Any) -> Request:
+    """A request in one line."""
+    return Request(tuple(prompt), sampler, count, **kwargs)
+
+
+def row(text: Sequence[int], prompt_length: int | None = None, sampler: Sampler = SAMPLE, index: int = 0) -> Row:
+    """A row that has reached `text`."""
+    prompt = text[: len(text) if prompt_length is None else prompt_length]
+    return Row(request(prompt, 100, sampler, key=index), index, list(text))
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A controller that runs through a list of gammas."""
+
+    gammas: tuple[int, ...]
+
+    def init(self) -> int:
+        """The place in the list."""
+        return 0
+
+    def gamma(self, state: int) -> int:
+        """The gamma of that place."""
+        return self.gammas[state % len(self.gammas)]
+
+    def update(self, state: int, round: Round) -> int:
+        """The next place."""
+        return state + 1
+
+
+# ---- drafters ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Altered:
+    """A drafter that changes the drafts of another one."""
+
+    inner: Drafter
+    change: Callable[[Draft], Draft]
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The changed draft."""
+        return self.change(self.inner.propose(context, gammas))
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.inner.observe(round)
+
+
+# ---- tiny Hugging Face models -----------------------------------------------------------------------------------
+
+HF_VOCAB = 101
+WINDOW = 7  # smaller than the texts of the tests, so that it matters
+
+# The names under which families know their sizes.
+LLAMA = {
+    "vocab_size": HF_VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT = {
+    "vocab_size": HF_VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+MIXED = ["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A configuration class of transformers and what to change in its sizes."""
+
+    config: str
+    base: dict[str, Any]
+    changes: dict[str, Any]
+
+
+def _llama(config: str, **changes: Any) -> Family:
+    return Family(config, LLAMA, changes)
+
+
+def _gpt(config: str, **changes: Any) -> Family:
+    return Family(config, GPT, changes)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _llama("LlamaConfig"),
+    "mistral": _llama("MistralConfig", sliding_window=WINDOW),
+    "qwen2": _llama("Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED),
+    "qwen3": _llama("Qwen3Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED, head_dim=8),
+    "gemma2": _llama("Gemma2Config", sliding_window=WINDOW, layer_types=MIXED, head_dim=8, query_pre_attn_scalar=8),
+    "gemma3": _llama("Gemma3TextConfig", sliding_window=WINDOW, layer_types=MIXED, head_dim=8),
+    "phi": _llama("PhiConfig"),
+    "phi3": _llama("Phi3Config", sliding_window=WINDOW),
+    "gpt2": _gpt("GPT2Config"),
+    "gpt_neox": _llama("GPTNeoXConfig"),
+    "opt": _llama("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
+    "falcon_new": _llama("FalconConfig", new_decoder_architecture=True, num_kv_heads=2, alibi=False),
+    "falcon_multi_query": _llama("FalconConfig", new_decoder_architecture=False, multi_query=True, alibi=False),
+    "mixtral": _llama("MixtralConfig", sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": _llama(
+        "Qwen2MoeConfig",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        shared_expert_intermediate_size=24,
+        **MOE,
+    ),
+}
+"""The families that are accepted without a probe."""
+
+PROBED: dict[str, Family] = {
+    "stablelm": _llama("StableLmConfig"),
+    "gemma": _llama("GemmaConfig", head_dim=8),
+    "cohere": _llama("CohereConfig"),
+    "cohere2": _llama("Cohere2Config", sliding_window=WINDOW, layer_types=MIXED),
+    "olmo2": _llama("Olmo2Config"),
+    "starcoder2": _llama("Starcoder2Config", sliding_window=WINDOW),
+    "gptj": _gpt("GPTJConfig", rotary_dim=4),
+    "gpt_bigcode": _gpt("GPTBigCodeConfig"),
+    "codegen": _gpt("CodeGenConfig", rotary_dim=4),
+    "granite": _llama("GraniteConfig"),
+    "smollm3": _llama("SmolLM3Config", no_rope_layers=[1, 0]),
+    "qwen3_moe": _llama("Qwen3MoeConfig", head_dim=8, **MOE),
+    "olmoe": _llama("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": _llama(
+        "GptOssConfig",
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "llama4": _llama(
+        "Llama4TextConfig",
+        attention_chunk_size=WINDOW,
+        layer_types=["chunked_attention", "full_attention"],
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+    ),
+}
+"""Families that `probe` decides about."""
+
+
+def tiny(family: Family, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A random model of a family with two layers."""
+    config = getattr(transformers, family.config)(**{**family.base, **family.changes, **changes})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
