@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,3 +135,11 @@ def test_an_empty_file_holds_no_prompt(tmp_path: Path) -> None:
     file = write(tmp_path, b"\n \n")
     with pytest.raises(ValueError, match="holds no prompt"):
         gather([], file, chat=False)
+
+
+def test_a_file_may_be_compressed(tmp_path: Path) -> None:
+    file = write(tmp_path, gzip.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'), "p.jsonl.gz")
+    assert [item.prompt for item in gather([], file, chat=False)] == ["a", "b"]
+    damaged = write(tmp_path, gzip.compress(b"text " * 99)[:-20], "q.gz")
+    with pytest.raises(ValueError, match="damaged gzip"):
+        gather([], damaged, chat=False)

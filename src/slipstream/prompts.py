@@ -5,8 +5,10 @@ A prompt that cannot be read is an item with an error, so that it does not take 
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,10 +71,19 @@ def _from_file(name: str, chat: bool) -> list[Item]:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror or error}.") from error
+    if data.startswith(b"\x1f\x8b"):
+        data, name = _unzip(data, name), name.removesuffix(".gz")
     lines = [line.removesuffix(b"\r") for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     read = _from_json if name.endswith((".jsonl", ".json")) or any(map(_is_record, lines)) else _utf8
     where = "stdin" if name == "-" else name
     return [_item(f"{where}:{i}", partial(read, line), chat) for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def _unzip(data: bytes, name: str) -> bytes:
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot read {name}: damaged gzip data ({error}).") from error
 
 
 def _utf8(data: bytes) -> str:
