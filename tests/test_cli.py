@@ -334,9 +334,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_defaults(engine: Recorder) -> None:
     assert run("generate", "x").stdout == "xok\n"
-    assert engine.loaded == (None, None, {"dtype": "auto", "device": None, "gamma": 5, "batch_size": 8})
+    settings = {"gamma": 5, "tree": None, "verify": "block", "exact_shape": False}
+    assert engine.loaded == (None, None, {"dtype": "auto", "device": None, "batch_size": 8, **settings})
     assert engine.asked == {
         "max_new_tokens": 128,
+        "lossless": False,
         "stop": [],
         "seed": 0,
         "plain": False,
@@ -353,13 +355,16 @@ def test_defaults(engine: Recorder) -> None:
 
 def test_every_option_arrives(engine: Recorder) -> None:
     models = "--target big --draft small --dtype float32 --device cpu --gamma 3 --batch-size 2 --plain"
+    rules = "--tree 3,2,1 --verify token --lossless --exact-shape"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --typical-p 0.8 --seed 7 --max-new-tokens 9"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3"
     stops = ["--stop", r"\n\n", "--stop", r"a\\n\t", "--stop", "é\\"]
-    result = run("generate", "x", *models.split(), *sampling.split(), *penalties.split(), *stops)
+    result = run("generate", "x", *models.split(), *rules.split(), *sampling.split(), *penalties.split(), *stops)
     assert result.exit_code == 0
-    assert engine.loaded == ("big", "small", {"dtype": "float32", "device": "cpu", "gamma": 3, "batch_size": 2})
+    settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True}
+    assert engine.loaded == ("big", "small", {"dtype": "float32", "device": "cpu", "batch_size": 2, **settings})
     assert engine.asked == {
+        "lossless": True,
         "max_new_tokens": 9,
         "stop": ["\n\n", "a\\n\t", "é\\"],
         "seed": 7,
@@ -469,3 +474,16 @@ def test_a_reader_that_goes_away() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=120)
     os.close(write)
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("shape", ["", "3,x", "2;1", "0,1"])
+def test_a_tree_that_is_none(generate: Callable[..., Result], shape: str) -> None:
+    result = generate("x", "--tree", shape)
+    assert result.exit_code == 2
+    assert "tree" in complaints(result)[0]
+
+
+def test_lossless_refuses_lenience(generate: Callable[..., Result]) -> None:
+    result = generate("x", "--verify", "lenient:0.5", "--lossless")
+    assert result.exit_code == 2
+    assert "refuses" in complaints(result)[0]

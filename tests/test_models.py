@@ -101,6 +101,16 @@ def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
     assert contract(model) < TOLERANCE[torch.float32]
 
 
+def test_the_text_part_of_a_model_with_vision_obeys_the_contract() -> None:
+    """What `AutoModelForCausalLM` makes of Gemma 3 from 4B on; its text part has a proven type."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    family = FAMILIES["gemma3"]
+    base = {"text_config": {**family.base, **family.changes}, "mm_tokens_per_image": 4}
+    model = tiny(Family("Gemma3Config", {**base, "vision_config": {**sizes, "image_size": 28, "patch_size": 14}}, {}))
+    assert isinstance(model, transformers.Gemma3ForConditionalGeneration)
+    assert contract(model) < TOLERANCE[torch.float32]
+
+
 def test_every_proven_type_is_in_the_contract() -> None:
     types = {getattr(transformers, family.config).model_type for family in FAMILIES.values()}
     assert types == PROVEN

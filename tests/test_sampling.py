@@ -189,6 +189,14 @@ def test_laws_are_those_that_generate_samples_from(model: PreTrainedModel) -> No
         torch.testing.assert_close(law.dense[0, 0], scores[0].softmax(-1), rtol=0, atol=1e-5)
 
 
+def test_processors_that_work_in_place_do_not_reach_the_logits() -> None:
+    logits = torch.ones(1, 2, VOCAB)
+    texts = Texts.chain(torch.tensor([[9]]), 2)
+    law = Sampling(temperature=1.0, processors=[after_seven]).law(logits, [row([8])], texts, "toy")
+    assert float(law.dense[0, 0, 0]) < float(law.dense[0, 0, 1])
+    torch.testing.assert_close(logits, torch.ones(1, 2, VOCAB))
+
+
 def test_a_chain_is_not_shared_between_prompts_of_different_length() -> None:
     """Where min_new_tokens ends and penalties begin depends on the prompt; the settings object is the same."""
     settings = Sampling(temperature=1.0, min_new_tokens=2, eos=frozenset({3}), presence_penalty=5.0)
@@ -299,7 +307,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 def test_rows_with_settings_of_their_own_are_processed_apart() -> None:
     """The laws come back in the order of the rows, whatever groups their settings form."""
     hot, cold = Sampling(temperature=2.0), Sampling(temperature=0.5, repetition_penalty=1.3)
-    rows = tuple(row([1, 2 + r], 1, sampler, index=r) for r, sampler in enumerate((hot, cold, hot, cold, cold)))
+    rows = tuple(row([1, 2 + r], 1, sampler, index=r) for r, sampler in enumerate((hot, cold, hot, cold, hot)))
     logits, drafted = logits_like(7, 5, 3), torch.randint(VOCAB, (5, 2), generator=torch.Generator().manual_seed(0))
     law = Context(rows, draw).law(logits, Texts.chain(drafted, 3), "toy")
     for r, text in enumerate(rows):
@@ -428,6 +436,8 @@ def test_no_number_draws_a_token_without_weight(number: float, monkeypatch: pyte
     for total in (1e-38, 1.0, 3.0, 1e38):
         token = int(draws(KEY, 1, weights * total))
         assert token == (2 if number < 0.3 else 4)
+    smallest = torch.tensor([0.0, 0.0, 5e-324, 0.0], dtype=torch.float64)  # number * total rounds up to the total
+    assert int(draws(KEY, 1, smallest)) == 2
     many = torch.zeros(50_000)
     many[10:40_000] = torch.rand(39_990, generator=torch.Generator().manual_seed(0))
     assert 10 <= int(draws(KEY, 1, many)) < 40_000

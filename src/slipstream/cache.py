@@ -8,6 +8,7 @@ and the next tokens overwrite them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class RowCache:
         self._capacity = 0
         self._slots = FIRST_SLOTS
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._dirty: list[int] = []  # slots that were ever written since a row was added
         self.least = 0  # slots that a pass looks at even if fewer are in use
         self._first = 0
         self._stop: int | None = None
@@ -38,9 +40,10 @@ class RowCache:
         """Append empty rows."""
         start, self.lengths = len(self.lengths), [*self.lengths, *[0] * rows]
         self._resize(rows=len(self.lengths))
-        for stores in self._layers.values():
-            for store in stores:  # a damaged text may have left NaN, which passes any mask: 0 * NaN is NaN
-                store[start : start + rows] = 0
+        for row in range(start, len(self.lengths)):
+            dirty, self._dirty[row] = self._dirty[row], 0
+            for store in chain.from_iterable(self._layers.values()):
+                store[row, :, :dirty] = 0  # a damaged text may have left NaN, which passes any mask: 0 * NaN is NaN
 
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
@@ -53,6 +56,7 @@ class RowCache:
                 row, used = kept[i], self.lengths[kept[i]]
                 keys[i, :, :used] = keys[row, :, :used]
                 values[i, :, :used] = values[row, :, :used]
+                self._dirty[i] = max(self._dirty[i], used)
         self.lengths = [self.lengths[row] for row in kept]
 
     def rollback(self, lengths: Sequence[int]) -> None:
@@ -78,6 +82,8 @@ class RowCache:
         """Make room for `count` tokens after each of the rows first..stop -> their slots (rows, count), on the CPU."""
         self._first, self._stop, self._count = first, stop, count
         self._resize(slots=self.end)
+        for row, length in enumerate(self._lengths, first):
+            self._dirty[row] = max(self._dirty[row], length + count)
         return torch.tensor(self._lengths)[:, None] + torch.arange(count)
 
     @property
@@ -134,6 +140,7 @@ class RowCache:
             self._slots *= 2
         if (capacity, width) == (self._capacity, self._slots):
             return
+        self._dirty += [0] * (self._capacity - capacity)
         for layer, stores in self._layers.items():
             keys, values = (self._allocate(store) for store in stores)
             for new, old in zip((keys, values), stores, strict=True):

@@ -12,7 +12,7 @@ from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
 from slipstream.drafters.model import ModelDrafter, TreeDrafter
 from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
 from slipstream.records import Request, Round, Scorer, Shape
-from slipstream.rules import TOKEN, Rule, rule
+from slipstream.rules import BLOCK, Rule, rule
 from slipstream.sampling import Sampling, request_key
 from slipstream.stats import Stats
 from slipstream.text import Transcript
@@ -84,7 +84,7 @@ class Engine:
         decoder: Decoder,
         tokenizer: Any = None,
         eos: frozenset[int] = frozenset(),
-        rule: Rule = TOKEN,
+        rule: Rule = BLOCK,
         exact_shape: bool = False,
     ) -> None:
         self.exact_shape = exact_shape
@@ -243,7 +243,7 @@ def load(
     gamma: int = 5,
     batch_size: int = 8,
     tree: Sequence[int] | None = None,
-    verify: str | Rule = TOKEN,
+    verify: str | Rule = BLOCK,
     exact_shape: bool = False,
     tokenizer: Any = None,
     **from_pretrained: Any,

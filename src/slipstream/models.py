@@ -70,6 +70,8 @@ class CausalScorer:
         _refuse_unsupported(model, self.name)
         self._kinds = _mask_kinds(self._config)
         self.shape: Shape | None = None
+        self.device = model.device  # where tokens go in and logits come out
+        self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
         self._fresh()
         if self._config.model_type not in PROVEN:
             probe(self)
@@ -89,11 +91,6 @@ class CausalScorer:
         """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
         limits = (getattr(self._config, "max_position_embeddings", None), _longrope_switch(self._config))
         return min((limit for limit in limits if limit), default=None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where tokens go in and logits come out."""
-        return self.model.device
 
     @property
     def lengths(self) -> list[int]:
@@ -169,7 +166,7 @@ class CausalScorer:
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
-            **({"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}),
+            **({"logits_to_keep": keep} if self._keeps else {}),
         )
         return out.logits.to(self.device)
 
@@ -311,7 +308,7 @@ def load_model(
     _refuse_missing(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype), **kwargs)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the model {str(source)!r}: {_first_sentence(error)}") from error
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)

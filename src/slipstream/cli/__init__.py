@@ -3,5 +3,7 @@
 A command imports what it needs of the library when it runs, so that `--help` and wrong options answer at once.
 """
 
+from slipstream.cli import bench as bench
+from slipstream.cli import check as check
 from slipstream.cli import generate as generate
 from slipstream.cli.app import main as main

@@ -18,6 +18,7 @@ from slipstream.cli.options import (
     Device,
     Draft,
     Dtype,
+    ExactShape,
     Explain,
     File,
     FrequencyPenalty,
@@ -61,8 +62,9 @@ def generate(
     draft: Draft = None,
     gamma: Gamma = 5,
     tree: Tree = None,
-    verify: Verify = "token",
+    verify: Verify = "block",
     lossless: Lossless = False,
+    exact_shape: ExactShape = False,
     plain: Plain = False,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -97,7 +99,8 @@ def generate(
             from slipstream.engine import load
 
             place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
-            engine = load(target, draft, gamma=gamma, tree=parse_tree(tree), verify=verify, **place)
+            how: dict[str, Any] = {"gamma": gamma, "tree": parse_tree(tree), "verify": verify}
+            engine = load(target, draft, exact_shape=exact_shape, **how, **place)
             items = [_encoded(engine, item) for item in items]
     for item in items:
         if item.error:

@@ -24,6 +24,9 @@ Verify = Annotated[
     _option(MODELS, "RULE", "token, block, match, coupled (a seed's text is the same with any draft), lenient:L."),
 ]
 Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output law.", "--lossless")]
+ExactShape = Annotated[
+    bool, _option(MODELS, None, "Run the target in one shape: same bits with and without a draft.", "--exact-shape")
+]
 Plain = Annotated[bool, _option(MODELS, None, "Decode without the draft, to compare.", "--plain")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],

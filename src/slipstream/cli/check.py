@@ -1,0 +1,127 @@
+"""`slipstream check`: is the output the target's own? Exit code 0 if so, 1 if not, 3 if this cannot be judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from slipstream.cli.app import INTERRUPTED, app
+from slipstream.cli.options import (
+    OUTPUT,
+    SAMPLING,
+    BatchSize,
+    Chat,
+    Device,
+    Draft,
+    Dtype,
+    File,
+    FrequencyPenalty,
+    Gamma,
+    MinP,
+    PresencePenalty,
+    Prompts,
+    RepetitionPenalty,
+    Target,
+    TopK,
+    TopP,
+    Tree,
+    TypicalP,
+    Verify,
+    parse_tree,
+)
+from slipstream.explain import busy, console
+from slipstream.prompts import gather
+
+CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
+
+Temperature = Annotated[
+    float | None, typer.Option(metavar="X", min=0.0, help="Without: greedy, then 1.", rich_help_panel=SAMPLING)
+]
+MaxNewTokens = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Tokens of the texts that are followed.", rich_help_panel=SAMPLING)
+]
+Samples = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Short texts of the statistical test.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", rich_help_panel=SAMPLING)]
+Json = Annotated[bool, typer.Option("--json", help="The report as one JSON object.", rich_help_panel=OUTPUT)]
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    prompts: Prompts = None,
+    file: File = None,
+    chat: Chat = False,
+    target: Target = None,
+    draft: Draft = None,
+    gamma: Gamma = 5,
+    tree: Tree = None,
+    verify: Verify = "token",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    batch_size: BatchSize = 8,
+    max_new_tokens: MaxNewTokens = 64,
+    samples: Samples = 2000,
+    temperature: Temperature = None,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    typical_p: TypicalP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Certify that speculative output is the target's own, on your models, settings and prompts.
+
+    Without prompts: beginnings of programs. Exit code 0: it is; 1: it is not; 3: a broken rule would not be noticed.
+
+    Example: slipstream check --verify block --temperature 0.8 --top-p 0.9
+    """
+    from slipstream.bench import PROMPTS
+    from slipstream.check import check as run
+    from slipstream.engine import load
+
+    given = gather(prompts or [], file, chat) if prompts or file else []
+    for item in given:
+        if item.error:
+            raise ValueError(f"{item.where}: {item.error}")
+    with busy(console(stderr=True), "loading"):
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
+        engine = load(target, draft, gamma=gamma, tree=parse_tree(tree), verify=verify, **place)
+    try:
+        with _bar() as on_progress:
+            texts = [item.prompt for item in given] or PROMPTS
+            report = run(engine, texts, on_progress=on_progress, **_options(context.params))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else report.text())
+    raise typer.Exit(CODES[report.verdict])
+
+
+def _options(params: dict[str, Any]) -> dict[str, Any]:
+    """Those parameters that are settings of a check or of `Sampling`, and differ from their defaults."""
+    from slipstream.check import Settings
+    from slipstream.sampling import Sampling
+
+    defaults = {field.name: field.default for kind in (Settings, Sampling) for field in fields(kind)}
+    defaults |= {"temperature": None}
+    return {name: params[name] for name in defaults if name in params and params[name] != defaults[name]}
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar of what the check is doing, if somebody watches."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("")
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
