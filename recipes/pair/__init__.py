@@ -1,0 +1,1 @@
+"""The parts of ``recipes/demo_pair.py``: corpus, training, distillation, measurement."""

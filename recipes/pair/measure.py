@@ -1,0 +1,112 @@
+"""What the pair is worth: held-out bits per byte and how often a guess is accepted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .budget import DEVICE, SEED
+from .corpus import Source
+from .models import CONTEXT
+from .sampling import continue_rows
+
+NEW = 128
+AT_ONCE = 64
+LONGEST_PROMPT = 512
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """Acceptance rates on one set of prompts."""
+
+    prompts: int
+    greedy: float
+    sampled: float
+
+
+def load_exact(folder: Path) -> LlamaForCausalLM:
+    """The saved model as users get it, computing in float32 so rounding does not blur ties."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(DEVICE).eval()
+
+
+@torch.inference_mode()
+def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sources: list[Source]) -> float:
+    """Bits the model needs per byte of text, in windows of its context with no overlap."""
+    bits = torch.zeros((), dtype=torch.float64)
+    for source in sources:
+        tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(source.text, verbose=False).input_ids])
+        for begin in range(0, len(tokens) - 1, CONTEXT):
+            window = tokens[begin : begin + CONTEXT + 1].to(DEVICE)
+            logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
+            bits += functional.cross_entropy(logits, window[1:], reduction="sum").double().cpu()
+    total = sum(len(source.text.encode()) for source in sources)
+    return bits.item() / torch.log(torch.tensor(2.0)).item() / total
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Prompts of a gzipped JSON-lines file."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["prompt"] for line in lines]
+
+
+def alpha(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+) -> Alpha:
+    """Acceptance rates at temperatures 0 and 1 on the target's own continuations."""
+    batches = list(_padded(tokenizer, prompts))
+    greedy, sampled = (
+        torch.cat([_agreement(target, draft, *batch, temperature) for batch in batches]) for temperature in (0.0, 1.0)
+    )
+    return Alpha(len(prompts), greedy.mean().item(), sampled.mean().item())
+
+
+def _padded(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of similar lengths, padded on the left; a prompt's end matters more than its start."""
+    rows = sorted((tokenizer(p, verbose=False).input_ids[-LONGEST_PROMPT:] for p in prompts), key=len)
+    for begin in range(0, len(rows), AT_ONCE):
+        some = rows[begin : begin + AT_ONCE]
+        width = len(some[-1])
+        tokens = [[tokenizer.pad_token_id] * (width - len(row)) + row for row in some]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in some]
+        yield torch.tensor(tokens).to(DEVICE), torch.tensor(mask).to(DEVICE)
+
+
+@torch.inference_mode()
+def _agreement(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompts: torch.Tensor,
+    mask: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Chance that the draft's guess is kept, at each position up to the end of the text."""
+    torch.manual_seed(SEED)
+    temperatures = torch.full((len(prompts),), temperature, device=DEVICE)
+    rows = continue_rows(target, prompts, mask, NEW, temperatures)
+    p, q = (_next_token_logits(model, rows, mask) for model in (target, draft))
+    if temperature == 0:
+        kept = (p.argmax(-1) == q.argmax(-1)).float()
+    else:
+        kept = torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1)
+    ends = (rows[:, -NEW:] == target.config.eos_token_id).long()
+    return kept[ends.cumsum(-1) - ends == 0]
+
+
+def _next_token_logits(model: LlamaForCausalLM, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits that predicted each of the last ``NEW`` tokens."""
+    mask = torch.cat([mask, mask.new_ones(len(rows), NEW)], dim=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(input_ids=rows, attention_mask=mask, position_ids=positions, logits_to_keep=NEW + 1)
+    logits: torch.Tensor = out.logits[:, :-1]
+    return logits

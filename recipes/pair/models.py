@@ -1,0 +1,98 @@
+"""The two models: their shapes, how the target is trained and how both are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .budget import DEVICE, SEED, Progress, TimedRun, bf16, optimizers
+from .corpus import VOCABULARY, Stream
+
+CONTEXT = 1024
+Stages = tuple[tuple[float, int, int], ...]
+# (until this fraction of the time, rows, length): short windows learn fastest per second, and
+# the last stretch covers every position the model will be used at.
+STAGES: Stages = ((0.60, 16, 256), (0.85, 8, 512), (1.0, 4, CONTEXT))
+SHORT: Stages = ((1.0, 8, 256),)
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> LlamaForCausalLM:
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).to(DEVICE)
+
+
+def new_target() -> LlamaForCausalLM:
+    """The model to be sped up: about 10 M parameters."""
+    return _llama(hidden=256, layers=12, heads=4, kv_heads=2, ffn=704)
+
+
+def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model that guesses: a tenth of the target, two layers deep to be quick per step.
+
+    It starts from the main directions of the target's embedding, the slowest part to learn.
+    """
+    draft = _llama(hidden=128, layers=2, heads=2, kv_heads=1, ffn=352)
+    wide = target.get_input_embeddings().weight.detach().float()
+    directions = torch.linalg.svd(wide, full_matrices=False).Vh[: draft.config.hidden_size]
+    with torch.no_grad():
+        draft.get_input_embeddings().weight.copy_(wide @ directions.T)
+    return draft
+
+
+def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token logits at every position."""
+    with bf16():
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def text_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of a window's tokens given those before them."""
+    logits = logits_of(model, tokens[:, :-1])
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train_on_text(
+    model: LlamaForCausalLM,
+    stream: Stream,
+    minutes: float,
+    file: Path,
+    fast: bool,
+    stages: Stages = STAGES,
+) -> Progress:
+    """Train a model on windows of the library for a number of minutes."""
+    loss_of = torch.compile(text_loss, dynamic=False) if fast else text_loss
+
+    def step(fraction: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
+        rows, length = next(shape for until, *shape in stages if fraction <= until)
+        tokens = stream.windows(rng, rows, length + 1).to(DEVICE)
+        return loss_of(model, tokens), rows * length
+
+    model.train()
+    return TimedRun(model, optimizers(model, muon=0.02, adam=4e-3), minutes, file).fit(step)
+
+
+def save_pretrained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save a model in bfloat16 with its tokenizer beside it."""
+    twin = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    twin.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
