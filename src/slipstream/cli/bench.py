@@ -109,11 +109,11 @@ def _progress(screen: Console) -> Iterator[Callable[[int, int, str], None]]:
 
 
 SPEED = ("tokens/s", "min-max", "x plain", "x generate", "same text")
-ROUND = ("alpha", "kept", "per call", "draft", "target", "accept", "rest", "overhead")
+ROUND = ("alpha", "kept", "per call", "ms per round", "overhead")
 LEGEND = (
     "x: speed / that of our plain decoding and of transformers' generate, the median over repetitions; same text: "
     "prompts with the same tokens as these two; kept: accepted / drafted tokens; per call: tokens per target call; "
-    "draft, target, accept, rest: milliseconds per round; overhead: round / (draft + target) - 1."
+    "ms per round: draft + target + accept + rest; overhead: round / (draft + target) - 1."
 )
 
 
@@ -135,7 +135,7 @@ def _show(report: Report, screen: Console) -> None:
 
 def _amount(row: Result, settings: Settings) -> str:
     end = "" if settings.ignore_eos else "at most "
-    return f"{row.prompts} prompts, {end}{settings.max_new_tokens} new tokens, {len(row.speeds)} repetitions"
+    return f"{row.prompts} prompts x {end}{settings.max_new_tokens} new tokens x {len(row.speeds)} repetitions"
 
 
 def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
@@ -160,10 +160,11 @@ def _speed(row: Result) -> list[str]:
     speed = row.tokens_per_second
     ratios = [_number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
     same = ["-" if same is None else str(same) for same in (row.matches_plain, row.matches_transformers)]
-    return [_number(speed["median"], 1), f"{speed['min']:.1f}-{speed['max']:.1f}", *ratios, ", ".join(same)]
+    middle, low, high = (_number(speed[name], int(speed["max"] < 100)) for name in ("median", "min", "max"))
+    return [middle, f"{low}-{high}", *ratios, ", ".join(same)]
 
 
 def _round(row: Result) -> list[str]:
     phases = [_number((row.milliseconds or {})[phase], 1) for phase in ("draft", "target", "accept", "rest")]
     figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
-    return [*figures, *phases, f"{row.overhead:.1%}"]
+    return [*figures, " + ".join(phases), f"{row.overhead:.1%}"]

@@ -44,7 +44,10 @@ Temperature = Annotated[
     float | None, typer.Option(metavar="X", min=0.0, help="Without: greedy, then 1.", rich_help_panel=SAMPLING)
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Tokens of the texts that are followed.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        metavar="N", min=1, help="Tokens of the texts that are followed one by one.", rich_help_panel=SAMPLING
+    ),
 ]
 Samples = Annotated[
     int, typer.Option(metavar="N", min=1, help="Short texts of the statistical test.", rich_help_panel=SAMPLING)
@@ -63,12 +66,12 @@ def check(
     draft: Draft = None,
     gamma: Gamma = 5,
     tree: Tree = None,
-    verify: Verify = "token",
+    verify: Verify = "block",
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 8,
     max_new_tokens: MaxNewTokens = 64,
-    samples: Samples = 2000,
+    samples: Samples = 1500,
     temperature: Temperature = None,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -94,13 +97,14 @@ def check(
     for item in given:
         if item.error:
             raise ValueError(f"{item.where}: {item.error}")
+    options = _options(context.params)
     with busy(console(stderr=True), "loading"):
         place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
         engine = load(target, draft, gamma=gamma, tree=parse_tree(tree), verify=verify, **place)
     try:
         with _bar() as on_progress:
             texts = [item.prompt for item in given] or PROMPTS
-            report = run(engine, texts, on_progress=on_progress, **_options(context.params))
+            report = run(engine, texts, on_progress=on_progress, **options)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else report.text())
@@ -108,13 +112,25 @@ def check(
 
 
 def _options(params: dict[str, Any]) -> dict[str, Any]:
-    """Those parameters that are settings of a check or of `Sampling`, and differ from their defaults."""
+    """Those parameters that are settings of a check or of `Sampling`, and differ from their defaults.
+
+    They are tried before anything is loaded. The depth of a tree is its own gamma.
+    """
     from slipstream.check import Settings
     from slipstream.sampling import Sampling
 
-    defaults = {field.name: field.default for kind in (Settings, Sampling) for field in fields(kind)}
-    defaults |= {"temperature": None}
-    return {name: params[name] for name in defaults if name in params and params[name] != defaults[name]}
+    defaults = [{field.name: field.default for field in fields(kind)} for kind in (Settings, Sampling)]
+    given = [{name: params[name] for name in kind if params.get(name, kind[name]) != kind[name]} for kind in defaults]
+    ours, sampling = given
+    if params["tree"]:
+        del ours["gamma"]
+    Settings(**ours)
+    if params["temperature"] is None:
+        del sampling["temperature"]
+    else:
+        sampling["temperature"] = params["temperature"]
+    Sampling(**sampling)
+    return {**ours, **sampling}
 
 
 @contextmanager

@@ -1,0 +1,103 @@
+"""The exactness certificate: the user's own models, rule and settings in, a verdict out.
+
+`check` decodes speculatively and holds the result against plain decoding with the same target: greedy tokens one by
+one, sampled ones by the exact law of the rule and by chi-squared. The same tests have to notice broken rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from importlib.metadata import distributions
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from slipstream.check import parts
+from slipstream.check.case import BATCH, Case, Listener, Settings
+from slipstream.check.report import Answer, Control, Difference, Part, Report
+from slipstream.controllers import Fixed
+from slipstream.decoding import NoDraft
+from slipstream.engine import Engine, Prompt
+from slipstream.records import Shape
+from slipstream.rules import rule
+from slipstream.sampling import Sampling
+
+__all__ = ["Answer", "Control", "Difference", "Part", "Report", "Settings", "check"]
+
+
+@torch.inference_mode()
+def check(engine: Engine, prompts: Sequence[Prompt], *, on_progress: Listener | None = None, **options: Any) -> Report:
+    """Whether what the engine emits follows its target's law -> Report.
+
+    Options are the fields of `Settings` and of `Sampling`. Without a `temperature` greedy decoding and temperature 1
+    are checked, otherwise that temperature alone. `on_progress(what, done, of)` is told how far the check is.
+
+    Raises ValueError if there is no draft, no prompt or a setting is impossible, TypeError for unknown options.
+    """
+    start = perf_counter()
+    settings, temperatures, warpers = _read(options)
+    case = _case(engine, prompts, settings, on_progress or (lambda *_: None))
+    found = {}
+    for temperature in temperatures:
+        sampler = Sampling(temperature=temperature, eos=engine.eos, **warpers)
+        half = parts.greedy if sampler.greedy else parts.sampling
+        found[half.__name__] = half(case, sampler)
+    about = _environment(case, {**warpers, "temperature": " and ".join(f"{each:g}" for each in temperatures)})
+    return Report(found.get("greedy"), found.get("sampling"), about, perf_counter() - start)
+
+
+def _read(options: dict[str, Any]) -> tuple[Settings, tuple[float, ...], dict[str, Any]]:
+    """The options -> settings, temperatures, and the other settings of sampling."""
+    ours = {field.name for field in fields(Settings)}
+    known = sorted(ours | {field.name for field in fields(Sampling) if field.init} - {"eos"})
+    if unknown := sorted(options.keys() - set(known)):
+        raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
+    settings = Settings(**{name: value for name, value in options.items() if name in ours})
+    warpers = {name: value for name, value in options.items() if name not in ours}
+    temperature = warpers.pop("temperature", None)
+    return settings, (0.0, 1.0) if temperature is None else (float(temperature),), warpers
+
+
+def _case(engine: Engine, prompts: Sequence[Prompt], settings: Settings, listener: Listener) -> Case:
+    if isinstance(engine.decoder.drafter, NoDraft):
+        raise ValueError("there is no draft, so there is nothing to check: give a draft model.")
+    texts = tuple(dict.fromkeys(engine.encode(prompt) for prompt in prompts))
+    if not texts:
+        raise ValueError("there is no prompt: give at least one.")
+    chosen = rule(settings.verify) if isinstance(settings.verify, str) else settings.verify or engine.rule
+    decoder = replace(engine.decoder, verifier=chosen.verify, seam=chosen.seam)
+    if settings.gamma is not None:
+        decoder = replace(decoder, controller=Fixed(settings.gamma))
+    eos = frozenset[int]() if settings.ignore_eos else engine.eos
+    case = Case(decoder, chosen, texts, settings, eos, engine.decode, listener, max(BATCH, decoder.batch_size))
+    return _in_one_shape(case) if engine.exact_shape else case
+
+
+def _in_one_shape(case: Case) -> Case:
+    """All passes in one shape, as the engine runs them: then no rounding is left to excuse a difference."""
+    decoder, settings = case.decoder, case.settings
+    longest = max(map(len, case.prompts)) + max(settings.max_new_tokens, case.gamma + 2) + case.gamma + 1
+    decoder.target.fix_shape(Shape(decoder.batch_size, case.gamma + 1, 1 << longest.bit_length()))
+    settings = replace(settings, gap=settings.gap or 0.0)
+    return replace(case, settings=settings, batch=decoder.batch_size)
+
+
+def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What was checked, and where."""
+    target, drafter = case.decoder.target, case.decoder.drafter
+    dtype = getattr(getattr(target, "model", None), "dtype", None)
+    return {
+        "target": target.name,
+        "draft": getattr(getattr(drafter, "scorer", None), "name", type(drafter).__name__),
+        "rule": case.rule.name,
+        "gamma": case.gamma,
+        **sampling,
+        "prompts": len(case.prompts),
+        "seed": case.settings.seed,
+        **({"dtype": str(dtype).removeprefix("torch.")} if dtype else {}),
+        "device": str(target.device),
+        "torch": torch.__version__,
+        **{name: found.version for name in ("slipstream", "transformers") for found in distributions(name=name)},
+    }

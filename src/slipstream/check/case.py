@@ -1,0 +1,77 @@
+"""What is checked: a decoder, a rule, prompts and settings, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.decoding import Decoder
+from slipstream.records import Request, Sampler
+from slipstream.rules import Rule
+from slipstream.sampling import request_key
+
+Listener = Callable[[str, int, int], None]
+"""Told how far a check is: (what it does, done, of how many)."""
+
+BATCH = 32
+"""Short texts that run together, unless the engine runs more."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a check may be asked besides the settings of `Sampling`.
+
+    `gamma` and `verify` default to the engine's. `max_new_tokens` is the length of the texts that are followed token
+    by token, `samples` the number of short texts of the statistical test. `gap` is the largest near-tie of greedy
+    decoding in logits; None measures the rounding of the model. Raises ValueError for what cannot be checked.
+    """
+
+    gamma: int | None = None
+    verify: str | Rule | None = None
+    max_new_tokens: int = 64
+    samples: int = 1500
+    seed: int = 0
+    gap: float | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": 1, "samples": 1, "gamma": 1, "gap": 0}
+        for name, allowed in least.items():
+            given = getattr(self, name)
+            if given is not None and given < allowed:
+                raise ValueError(f"{name}={given} cannot be checked: use {allowed} or more.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything a half of the check needs."""
+
+    decoder: Decoder
+    rule: Rule
+    prompts: tuple[tuple[int, ...], ...]
+    settings: Settings
+    eos: frozenset[int]
+    decode: Callable[[Sequence[int]], str]
+    listener: Listener
+    batch: int = BATCH
+
+    @property
+    def gamma(self) -> int:
+        """Tokens drafted per round, at first."""
+        return self.decoder.controller.gamma(self.decoder.controller.init())
+
+    def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:
+        """So many requests, the prompts in turn (default: each once), no two alike."""
+        limit, prompts = tokens or self.settings.max_new_tokens, self.prompts
+        every = [(prompts[i % len(prompts)], i) for i in range(count or len(prompts))]
+        return [
+            Request(prompt, sampler, limit, self.eos, self.settings.seed, request_key(prompt, i)) for prompt, i in every
+        ]
+
+    def under(self, rule: Rule) -> Decoder:
+        """The decoder with another rule."""
+        return replace(self.decoder, verifier=rule.verify, seam=rule.seam)
+
+    def at(self, what: str) -> Callable[[int, int], None]:
+        """The listener to one stage."""
+        return lambda done, total: self.listener(what, done, total)

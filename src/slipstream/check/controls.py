@@ -1,0 +1,80 @@
+"""Deliberately broken rules. A check that does not notice them proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slipstream.laws import Law
+from slipstream.records import Draft, Verdict, Verifier
+from slipstream.rules import TOKEN, Rule
+
+Draw = Callable[..., Tensor]
+
+
+def broken(rule: Rule, greedy: bool) -> list[Rule]:
+    """The controls of a rule: they draw through its seam, except the one that breaks token verification itself."""
+    everything = Rule("accept everything", _everything(rule.verify), rule.seam)
+    first = Rule("first draft token unverified", _first(rule.verify), rule.seam)
+    return [everything, first] if greedy else [everything, first, Rule("correction from p", _from_p)]
+
+
+def _everything(verify: Verifier) -> Verifier:
+    """The longest path of the draft stands."""
+
+    def accept(p: Law, draft: Draft, draw: Draw) -> Verdict:
+        verdict = verify(p, draft, draw)
+        return verdict if draft.law is None else _stand(verdict, p, draft, torch.tensor(draft.depths))
+
+    return accept
+
+
+def _first(verify: Verifier) -> Verifier:
+    """The classic slip of an index by one: the first token is committed before it is tested."""
+
+    def accept(p: Law, draft: Draft, draw: Draw) -> Verdict:
+        verdict = verify(p, draft, draw)
+        if draft.law is None:
+            return verdict
+        slipped = _stand(verdict, p, draft, torch.tensor(draft.depths).clamp(max=1))
+        late = verdict.accepted > 0
+        law = Law.join([_dense(each, p) for each in (slipped.law, verdict.law)], 1).at(late.long())
+        path = verdict.path
+        if path is not None and slipped.path is not None:
+            path = torch.where(late[:, None], path, slipped.path)
+        return replace(verdict, accepted=verdict.accepted.where(late, slipped.accepted), law=law, path=path)
+
+    return accept
+
+
+def _stand(verdict: Verdict, p: Law, draft: Draft, counts: Tensor) -> Verdict:
+    """So many tokens stand, in a tree along the first branch; the next comes from p."""
+    counts = counts.to(p.device)
+    if draft.parents is None:
+        return replace(verdict, accepted=counts, law=p.at(counts))
+    line = [next(n for n, parent in enumerate(draft.parents) if parent == -1)]
+    while children := [n for n, parent in enumerate(draft.parents) if parent == line[-1]]:
+        line.append(children[0])
+    path = torch.tensor(line, device=p.device).expand(p.rows, -1)
+    law = p.at(torch.tensor([0, *(node + 1 for node in line)], device=p.device)[counts])
+    return replace(verdict, accepted=counts, law=law, path=path)
+
+
+def _from_p(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Token verification that draws its corrections from p itself."""
+    verdict = TOKEN.verify(p, draft, draw)
+    if verdict.path is None:
+        return replace(verdict, law=p.at(verdict.accepted))
+    last = verdict.path.gather(1, (verdict.accepted - 1).clamp(min=0)[:, None])[:, 0]
+    return replace(verdict, law=p.at(torch.where(verdict.accepted > 0, last + 1, 0)))
+
+
+def _dense(law: Law, like: Law) -> Law:
+    """A point mass in dense form where p is dense, so that both can stand in one law."""
+    if law.probs is not None or like.probs is None:
+        return law.bare()
+    assert law.tokens is not None
+    return Law(probs=torch.nn.functional.one_hot(law.tokens, like.probs.shape[-1]).to(like.probs.dtype))

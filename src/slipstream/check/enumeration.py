@@ -1,0 +1,242 @@
+"""The exact law of a rule: every draft and every coin, on laws that were met while decoding.
+
+The very verifier in use is called; its draws are replayed instead of drawn, and every outcome is weighed. Large
+vocabularies are pooled into cells: the tokens that matter most, and one for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, product
+
+import torch
+from torch import Tensor
+
+from slipstream.laws import Law
+from slipstream.records import ABSENT, Draft, Verdict, Verifier, ancestors
+
+WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
+CHOICES = 4
+"""Coins have two or three sides; a draw with more outcomes than this is one of a token, too many to enumerate."""
+
+Topology = tuple[int, ...]
+TREE: Topology = (-1, -1, 0, 0, 1, 1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """p and q of one position in cells (cells,), float64, and p after the drafted token. `copied`: q is one-hot."""
+
+    p: Tensor
+    q: Tensor
+    following: Tensor
+    copied: bool = False
+
+    def pooled(self, cells: int) -> Pair:
+        """The same with at most so many cells: the last is the rest."""
+        if self.p.shape[0] <= cells:
+            return self
+        top = torch.maximum(self.p, self.q).topk(cells - 1).indices
+        few = (torch.cat([law[top], (law.sum() - law[top].sum()).clamp(min=0)[None]]) for law in self.laws)
+        p, q, following = map(normed, few)
+        return Pair(p, q, following, self.copied)
+
+    @property
+    def laws(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three laws."""
+        return self.p, self.q, self.following
+
+
+def normed(weights: Tensor) -> Tensor:
+    """Weights (..., cells) -> probabilities in float64, on the CPU."""
+    weights = weights.double().cpu()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Process:
+    """Two toy processes on cells: p[i] and q[i] (cells,) * i + (cells,) are the laws after every i tokens."""
+
+    p: list[Tensor]
+    q: list[Tensor]
+    copied: bool
+
+    @property
+    def law(self) -> Tensor:
+        """The joint law of the first len(p) tokens under p."""
+        joint = self.p[0]
+        for p in self.p[1:]:
+            joint = joint.unsqueeze(-1) * p
+        return joint
+
+
+def wide(pair: Pair) -> Process:
+    """One drafted token on many cells."""
+    cells = pair.p.shape[0]
+    return Process([pair.p, pair.following.expand(cells, cells)], [pair.q], pair.copied)
+
+
+def deep(pairs: Sequence[Pair], cells: int) -> Process:
+    """Two drafted tokens on few cells: after every text the laws of another position that was met."""
+    supply = iter(pairs[i % len(pairs)].pooled(cells) for i in count())
+    cells = next(supply).p.shape[0]
+    p, q = list[Tensor](), list[Tensor]()
+    for length in range(3):
+        these = [next(supply) for _ in product(range(cells), repeat=length)]
+        p.append(torch.stack([pair.p for pair in these]).view((cells,) * (length + 1)))
+        q.append(torch.stack([pair.q for pair in these]).view((cells,) * (length + 1)))
+    return Process(p, q[:2], pairs[0].copied)
+
+
+def rule_law(verify: Verifier, process: Process, parents: Topology | None) -> Tensor:
+    """The joint law (cells,) * len(process.p) of the first tokens under a rule, those after the round by p.
+
+    `parents` is the shape of the draft, None for a chain. Raises TooMany if the rule draws tokens among many.
+    """
+    lines = ancestors(parents or tuple(range(-1, len(process.q) - 1)))
+    tokens, weights = drafts(process, lines)
+    p = torch.stack([_after(process.p[len(line)], tokens, line) for line in ((), *lines)], 1)
+    q = torch.stack([_after(process.q[len(line) - 1], tokens, line[:-1]) for line in lines], 1)
+    law = Law(tokens=tokens) if process.copied else Law(probs=q)
+    draft = Draft(tokens, law, (len(lines),) * len(tokens), parents=parents)
+    sums = [torch.zeros(p.shape[-1] ** (i + 1), dtype=torch.float64) for i in range(len(process.p))]
+    for verdict, chance in outcomes(lambda draw: verify(Law(probs=p), draft, draw)):
+        _collect(sums, verdict, draft, weights * chance)
+    joint = sums[0]
+    for law_of_next, more in zip(process.p[1:], sums[1:], strict=True):
+        joint = (joint.view(law_of_next.shape[:-1]).unsqueeze(-1) * law_of_next).flatten() + more
+    return joint.view(process.p[-1].shape)
+
+
+def drafts(process: Process, lines: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement.
+
+    A copied draft is one: the token of q, and beside it the next ones.
+    """
+    cells, siblings = process.p[0].shape[0], [_elder(node, lines) for node in range(len(lines))]
+    if process.copied:
+        first = int(process.q[0].argmax())
+        return torch.tensor([[(first + len(elder)) % cells for elder in siblings]]), normed(torch.ones(1))
+    tokens, weights = torch.zeros(1, 0, dtype=torch.long), normed(torch.ones(1))
+    options = torch.tensor([*range(cells), ABSENT])
+    for line, elder in zip(lines, siblings, strict=True):
+        q = torch.nn.functional.pad(_after(process.q[len(line) - 1], tokens, line[:-1]), (0, 1))
+        for older in elder:  # a missing one crosses out the last column, which is set below
+            q = q.scatter(1, tokens[:, older : older + 1] % (cells + 1), 0)
+        orphan = (tokens[:, list(line[:-1])] == ABSENT).any(1)
+        q[:, -1] = (orphan | (q[:, :-1].sum(1) <= 0)).double()
+        q[orphan, :-1] = 0
+        weights = (weights[:, None] * normed(q)).flatten()
+        tokens = torch.cat([tokens.repeat_interleave(cells + 1, 0), options.repeat(len(tokens))[:, None]], 1)
+        tokens, weights = tokens[weights > 0], weights[weights > 0]
+    return tokens, weights
+
+
+def _elder(node: int, lines: Sequence[Sequence[int]]) -> list[int]:
+    """The siblings that were drawn before a node."""
+    return [older for older in range(node) if lines[older][:-1] == lines[node][:-1]]
+
+
+def _after(table: Tensor, tokens: Tensor, line: Sequence[int]) -> Tensor:
+    """The laws (rows, cells) after the tokens (rows, nodes) of a path."""
+    places = tuple(tokens[:, node].clamp(min=0) for node in line)
+    return table[places] if line else table.expand(len(tokens), -1).clone()
+
+
+def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, weights: Tensor) -> None:
+    """Add the emitted tokens of every row: sums[i] (cells ** (i + 1)) are texts of i accepted tokens and one more."""
+    cells = sums[0].shape[0]
+    if verdict.law.tokens is None:
+        following = verdict.law.dense[:, 0].double()
+    else:
+        following = torch.nn.functional.one_hot(verdict.law.tokens[:, 0], cells).double()
+    path = torch.arange(len(sums) - 1).expand(len(weights), -1) if verdict.path is None else verdict.path
+    for accepted, total in enumerate(sums):
+        rows = (verdict.accepted == accepted) & (weights > 0)
+        prefix = torch.zeros(int(rows.sum()), dtype=torch.long)
+        for depth in range(accepted):
+            prefix = prefix * cells + draft.tokens[rows].gather(1, path[rows, depth : depth + 1])[:, 0]
+        total.view(-1, cells).index_add_(0, prefix, weights[rows, None] * following[rows])
+
+
+class TooMany(Exception):
+    """A draw of a token among too many."""
+
+
+class Replay:
+    """Draws that are given, the same for all rows; `chance` (rows,) is how likely each row would draw them."""
+
+    def __init__(self, choices: list[int]) -> None:
+        self.choices = choices
+        self.sizes: list[int] = []
+        self.chance = torch.ones(1, dtype=torch.float64)
+
+    def __call__(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
+        if law.tokens is not None:
+            return law.tokens
+        picks = [self._pick(law.dense.shape[-1]) for _ in range(law.positions)]
+        tokens = torch.tensor(picks).expand(law.rows, -1)
+        self.chance = self.chance * (law.of(tokens) / law.dense.sum(-1)).double().nan_to_num().prod(-1)
+        return tokens
+
+    def _pick(self, size: int) -> int:
+        if size > CHOICES:
+            raise TooMany
+        if len(self.sizes) == len(self.choices):
+            self.choices.append(0)
+        self.sizes.append(size)
+        return self.choices[len(self.sizes) - 1]
+
+    def following(self) -> list[int] | None:
+        """The next choices, depth first; None after the last."""
+        choices = list(self.choices)
+        while choices and choices[-1] + 1 == self.sizes[len(choices) - 1]:
+            choices.pop()
+        return [*choices[:-1], choices[-1] + 1] if choices else None
+
+
+def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor]]:
+    """What a verifier answers for every outcome of its draws, and how likely each row (rows,) is to see it."""
+    choices: list[int] | None = []
+    while choices is not None:
+        replay = Replay(choices)
+        verdict = run(replay)
+        yield verdict, replay.chance
+        choices = replay.following()
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a rule's law is from the target's (total variation): for the first token, and for all of a process."""
+
+    token: float
+    joint: float
+
+
+def distances(verify: Verifier, pairs: Sequence[Pair], tree: bool) -> list[Distance]:
+    """The exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
+    some, cells = pairs[:: max(1, len(pairs) // 12)], TREE_CELLS if tree else CHAIN_CELLS
+    stump: Topology | None = (-1,) if tree else None
+    shapes = [(wide(pair), stump) for pair in some]
+    starts, bush = range(0, len(pairs), 24 if tree else 8), TREE if tree else None
+    shapes += [(deep([*pairs[start:], *pairs[:start]], cells), bush) for start in starts]
+    found = []
+    for process, parents in shapes:
+        try:
+            law, want = rule_law(verify, process, parents), process.law
+        except TooMany:
+            continue
+        later = tuple(range(1, law.dim()))
+        found.append(Distance(apart(law.sum(later), want.sum(later)), apart(law, want)))
+    return found
+
+
+def spread(things: Sequence[Pair], count: int) -> list[Pair]:
+    """At most so many, evenly."""
+    return list(things[:: max(1, -(-len(things) // count))])
+
+
+def apart(left: Tensor, right: Tensor) -> float:
+    """Total variation between two laws of the same shape; mass that is missing counts."""
+    return float((left - right).abs().sum()) / 2

@@ -1,0 +1,174 @@
+"""What a check found: questions with answers, controls, and a verdict that a person or a program can read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from textwrap import fill
+from typing import Any
+
+PASS, FAIL, UNSURE = "pass", "fail", "cannot judge"
+
+WIDTH = 100
+HEADLINES = {
+    PASS: "the output follows the target's law",
+    FAIL: "the output does NOT follow the target's law",
+    UNSURE: "no fault was found, but a broken rule would not have been noticed either",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question: what was found, in a sentence and in figures."""
+
+    name: str
+    passed: bool
+    says: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A deliberately broken rule, and the names of the tests that noticed."""
+
+    name: str
+    caught_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token that is not the one plain decoding chooses after the same text.
+
+    `gap` is how much the chosen token's score is ahead, in logits; up to `allowed` rounding explains it. `round`
+    counts from 1, `position` from 0 in the output. `source` is draft, correction, bonus or target.
+    """
+
+    prompt: int
+    position: int
+    plain: int
+    emitted: int
+    plain_score: float
+    emitted_score: float
+    gap: float
+    round: int
+    source: str
+    plain_text: str = ""
+    emitted_text: str = ""
+    allowed: float = 0.0
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.gap <= self.allowed
+
+
+@dataclass(frozen=True)
+class Part:
+    """The greedy or the sampling half of a check. `needed` tests have to notice a control, or nothing is proved.
+
+    `differences` are the first ones of each text.
+    """
+
+    name: str
+    tests: tuple[Answer, ...]
+    controls: tuple[Control, ...]
+    differences: tuple[Difference, ...] = ()
+    needed: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """PASS, FAIL or UNSURE."""
+        if not all(test.passed for test in self.tests):
+            return FAIL
+        return UNSURE if self.blind else PASS
+
+    @property
+    def blind(self) -> list[str]:
+        """Why this half cannot judge; empty if it can."""
+        noticed = {name for control in self.controls for name in control.caught_by}
+        if not noticed:
+            return ["no broken rule was noticed: the draft agrees with the target, or drafts too little, to judge here"]
+        missed = [f"'{control.name}' was not noticed" for control in self.controls if not control.caught_by]
+        return missed + [f"no broken rule was noticed by '{name}'" for name in self.needed if name not in noticed]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        differences = [{**asdict(each), "near_tie": each.near_tie} for each in self.differences]
+        return {**asdict(self), "verdict": self.verdict, "blind": self.blind, "differences": differences}
+
+    def text(self) -> list[str]:
+        """Lines: the tests, the controls, the differences."""
+        lines = [f"{self.name}: {self.verdict.upper()}"]
+        lines += [f"  {'ok  ' if test.passed else 'FAIL'} {test.name}: {test.says}" for test in self.tests]
+        caught = [control.name for control in self.controls if control.caught_by]
+        if caught:
+            lines.append(f"  ok   controls: noticed, as they must be: {', '.join(caught)}")
+        lines += [f"  ???  controls: {reason}" for reason in self.blind]
+        return lines + [_line(difference) for difference in self.differences]
+
+
+def _line(it: Difference) -> str:
+    kind = "near-tie" if it.near_tie else "DIFFERENCE"
+    plain, emitted = (
+        f"{text!r} ({token})" for text, token in ((it.plain_text, it.plain), (it.emitted_text, it.emitted))
+    )
+    return (
+        f"       {kind}: prompt {it.prompt + 1}, token {it.position + 1} (round {it.round}, {it.source}): "
+        f"{emitted} at {it.emitted_score:.6g} instead of {plain} at {it.plain_score:.6g}, a gap of {it.gap:.2g}"
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on a target, a draft, a rule and settings. `text()` is for people, `as_dict()` for JSON."""
+
+    greedy: Part | None
+    sampling: Part | None
+    environment: dict[str, Any]
+    seconds: float = 0.0
+
+    @property
+    def parts(self) -> list[Part]:
+        """Those that were run."""
+        return [part for part in (self.greedy, self.sampling) if part]
+
+    @property
+    def verdict(self) -> str:
+        """ "pass", "fail" or "cannot judge"."""
+        verdicts = [part.verdict for part in self.parts]
+        return next((verdict for verdict in (FAIL, UNSURE) if verdict in verdicts), PASS)
+
+    @property
+    def controls(self) -> list[Control]:
+        """Those of all parts."""
+        return [control for part in self.parts for control in part.controls]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON knows it: no tuples, no infinities."""
+        found = {
+            "verdict": self.verdict,
+            "greedy": self.greedy and self.greedy.as_dict(),
+            "sampling": self.sampling and self.sampling.as_dict(),
+            "controls": [asdict(control) for control in self.controls],
+            "environment": self.environment,
+            "seconds": self.seconds,
+        }
+        return json.loads(json.dumps(_finite(found)))
+
+    def text(self) -> str:
+        """The verdict, then what it rests on."""
+        about = ", ".join(f"{name} {value}" for name, value in self.environment.items())
+        lines = [f"{self.verdict.upper()}: {HEADLINES[self.verdict]}", f"  {about}; {self.seconds:.0f} seconds"]
+        for part in self.parts:
+            lines += ["", *part.text()]
+        return "\n".join(fill(line, WIDTH, subsequent_indent="       ", break_on_hyphens=False) for line in lines)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,146 @@
+"""The statistical part: many short texts, every token of them against the target's law at its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.check.chi2 import Tally, detectable, tail
+from slipstream.check.watch import distance, replay
+from slipstream.decoding import Decoder, generate
+from slipstream.laws import Law
+from slipstream.records import Context, Request, Row
+from slipstream.sampling import draw
+
+FALSE_ALARM, POWER = 1e-4, 0.9
+RATIOS, SIZES = (0.8, 1.25), (0.03, 0.3)
+CELLS = (len(RATIOS) + 1) * (len(SIZES) + 1)
+"""Cells by q/p, where a wrong acceptance shows, and by p, where a token from a wrong position shows."""
+
+GROUPS = 3
+"""First tokens, second tokens and all later ones are counted apart."""
+
+LEARNED = 0.01
+"""A draft that moves further (total variation) while a batch is decoded has learned from it, so q tells the tokens."""
+
+RARE, SHARE = 1e-3, 0.9
+"""Tokens less likely than RARE are counted for themselves: where all is nearly certain, no cell would show them.
+Chi-squared has the SHARE of the false alarms, that count the rest."""
+
+
+@dataclass
+class Samples:
+    """Counts of the tokens of many texts. `shift` is what rounding alone may add to the statistic.
+
+    `learned`: the draft learns from the texts, so that the cells must not look at it.
+    """
+
+    moved: float = 0.0
+    learned: bool = False
+    texts: int = 0
+    rare: int = 0
+    rare_expected: float = 0.0
+    tallies: list[Tally] = field(default_factory=lambda: [Tally(CELLS) for _ in range(GROUPS)])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens counted."""
+        return sum(tally.count for tally in self.tallies)
+
+    @property
+    def shift(self) -> float:
+        """The noncentrality of a mean bias as large as that of rounding."""
+        return 4 * self.tokens * self.moved**2
+
+    @property
+    def statistic(self) -> tuple[float, int]:
+        """Chi-squared and its degrees of freedom."""
+        found = [tally.test() for tally in self.tallies]
+        return sum(x for x, _ in found), sum(freedom for _, freedom in found)
+
+    @property
+    def p_value(self) -> float:
+        """The chance of such a statistic if the law is the target's."""
+        x, freedom = self.statistic
+        common = tail(x, freedom, self.shift) if freedom else 1.0
+        return min(1.0, common / SHARE, self._rare_tail / (1 - SHARE))
+
+    @property
+    def _rare_tail(self) -> float:
+        """Chernoff's bound for so many rare tokens; rounding may make possible what was impossible."""
+        seen, mean = self.rare, self.rare_expected + self.moved * self.tokens
+        if seen <= mean:
+            return 1.0
+        return math.exp(seen - mean - seen * math.log(seen / mean)) if mean else 0.0
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest mean bias that would have been seen with chance POWER."""
+        _, freedom = self.statistic
+        return detectable(self.tokens, freedom, FALSE_ALARM * SHARE, POWER, self.shift) if freedom else None
+
+
+def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: Callable[[Samples], bool]) -> Samples:
+    """Decode the requests and count their tokens; stops early when `on_texts`, told after every batch, says so."""
+    samples = Samples(moved)
+    for start in range(0, len(requests), decoder.batch_size):
+        some = requests[start : start + decoder.batch_size]
+        before = None if start else _first_draft(decoder, some)
+        outputs = [row.output for row in generate(decoder, some)]
+        samples.learned |= not start and _moved(before, _first_draft(decoder, some))
+        _count(samples, decoder, some, outputs)
+        samples.texts += len(some)
+        if on_texts(samples):
+            break
+    return samples
+
+
+def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
+    for place, rows, _, law in replay(decoder.target, requests, outputs):
+        going = [place < len(output) for output in outputs]
+        p = law.dense[:, 0].double()
+        cells = _cells(p, p if samples.learned else _draft_law(decoder, rows, going, p))
+        chances = torch.zeros(len(rows), CELLS, dtype=torch.float64, device=p.device)
+        chances.scatter_add_(1, cells, p / p.sum(-1, keepdim=True))
+        taken = torch.tensor([[output[place] if place < len(output) else 0] for output in outputs], device=p.device)
+        alive = torch.tensor(going, device=p.device)
+        samples.tallies[min(place, GROUPS - 1)].add(chances[alive], cells.gather(1, taken)[alive, 0])
+        samples.rare += int((p.gather(1, taken)[alive] < RARE).sum())
+        samples.rare_expected += float(p[alive].where(p[alive] < RARE, 0).sum())
+
+
+def _cells(p: Tensor, q: Tensor) -> Tensor:
+    """The cell of every token (rows, vocab). It follows from the text alone: q is asked for anew."""
+    ratio = torch.bucketize((q / p).nan_to_num(nan=1.0), torch.tensor(RATIOS, device=p.device, dtype=p.dtype))
+    size = torch.bucketize(p, torch.tensor(SIZES, device=p.device, dtype=p.dtype))
+    return ratio * (len(SIZES) + 1) + size
+
+
+def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:
+    """The law (rows, 1) that the drafter has for the first tokens."""
+    rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
+    law = decoder.drafter.propose(Context(tuple(rows), draw), [1] * len(rows)).law
+    return law and law.first(1)
+
+
+def _moved(before: Law | None, after: Law | None) -> bool:
+    if before is None or after is None:
+        return before is not after
+    return bool(distance(before, after).max() > LEARNED)
+
+
+def _draft_law(decoder: Decoder, rows: Sequence[Row], going: Sequence[bool], p: Tensor) -> Tensor:
+    """What the drafter would propose first (rows, vocab); p itself where it proposes nothing."""
+    draft = decoder.drafter.propose(Context(tuple(rows), draw), [int(alive) for alive in going]).to(p.device)
+    if draft.law is None:
+        return p
+    law: Law = draft.law.first(1)
+    q = p.clone() if law.probs is None else law.probs[:, 0].to(p.dtype)
+    if law.tokens is not None:
+        q.zero_().scatter_(1, law.tokens.clamp(min=0), 1)
+    none = torch.tensor([not length for length in draft.lengths], device=p.device)
+    return p.where(none[:, None], q)

@@ -1,0 +1,188 @@
+"""Draft by copying: what followed the longest suffix of the text when it occurred before (section 3.6 of the paper).
+
+No model, so c is about 0; strong where the output repeats its prompt or itself (edits, summaries, code, tables). The
+match is exact and of any length: a suffix automaton (Blumer et al. 1985) grows with the text, as in SAM decoding
+(arXiv 2411.10666); the draft grows with the match, as in suffix decoding (arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from weakref import ref
+
+import torch
+
+from slipstream.laws import Law
+from slipstream.records import Context, Draft, Round, Row
+
+DEPTH = 64
+"""How many nested suffixes learn of a new occurrence. Only texts that loop have more; bounds the work per token."""
+
+
+class SuffixAutomaton:
+    """A growing text and the longest suffix of it that occurred before, in amortised constant time per token.
+
+    A state stands for the substrings that end at the same places; `_link` leads to the state of its longest suffix
+    that also ends elsewhere. So the link of the whole text is the longest suffix that occurred before. `length` is
+    its length, at most `limit`; 0 if the last token is new. Occurrences may overlap.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.text: list[int] = []
+        self.length = 0
+        self._limit = limit or sys.maxsize
+        self._next: list[dict[int, int]] = [{}]  # of every state; state 0 is the empty text
+        self._link, self._longest = [-1], [0]
+        self._recent = [0]  # where the last known occurrence ends, the newest place of the text aside
+        self._whole = self._match = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self._remember()
+            follower = self._next[self._match].get(token, 0)
+            self._grow(token)
+            self.text.append(token)
+            self._find(follower)
+
+    def following(self, count: int) -> list[int]:
+        """The `count` tokens after the most recent earlier occurrence of the match; none without a match.
+
+        Where the occurrence reaches into the end of the text, the copy goes on with itself: a loop is continued.
+        """
+        copy: list[int] = []
+        start = self._recent[self._match] - len(self.text)  # negative: counted from the end
+        for place in range(start, start + count) if self.length else ():
+            copy.append(self.text[place] if place < 0 else copy[place])
+        return copy
+
+    def _remember(self) -> None:
+        """The match and its suffixes now have an occurrence at the end of the text."""
+        state = self._match
+        for _ in range(DEPTH):
+            if not state:
+                return
+            self._recent[state] = len(self.text)
+            state = self._link[state]
+
+    def _grow(self, token: int) -> None:
+        """Blumer's step: the automaton of the text and one more token."""
+        new = self._add(self._longest[self._whole] + 1, 0, {}, len(self.text) + 1)
+        state, self._whole = self._whole, new
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state >= 0:
+            self._link[new] = self._split(state, token)
+
+    def _split(self, state: int, token: int) -> int:
+        """The state of exactly the longest string of `state` and the token; made if it had longer ones too."""
+        old, length = self._next[state][token], self._longest[state] + 1
+        if self._longest[old] == length:
+            return old
+        clone = self._add(length, self._link[old], dict(self._next[old]), self._recent[old])
+        self._link[old] = clone
+        while state >= 0 and self._next[state].get(token) == old:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+    def _add(self, longest: int, link: int, following: dict[int, int], recent: int) -> int:
+        self._longest.append(longest)
+        self._link.append(link)
+        self._next.append(following)
+        self._recent.append(recent)
+        return len(self._next) - 1
+
+    def _find(self, follower: int) -> None:
+        """The state of the match. `follower` holds the last match and the new token, if that occurred before."""
+        state = self._link[self._whole]
+        if self._longest[state] > self._limit:  # the last match had the full size: go on from it, not from the top
+            state = follower
+            while self._longest[self._link[state]] >= self._limit:
+                state = self._link[state]
+        self._match, self.length = state, min(self._longest[state], self._limit)
+
+
+class Lookup:
+    """Copies what followed the most recent earlier occurrence of the longest suffix of prompt and output.
+
+    A match of m tokens drafts at most factor * m + offset tokens, never more than gamma; without a match the round
+    is a plain step. q is a point mass, so a drafted x is kept with chance p(x). In texts that loop with more than
+    DEPTH nested repeats, the occurrence may be an older one. Tokens are on the CPU.
+    """
+
+    def __init__(
+        self,
+        prompt_lookup_num_tokens: int | None = None,
+        max_matching_ngram_size: int | None = None,
+        min_matching_ngram_size: int = 1,
+        factor: float = 1.0,
+        offset: float = 1.0,
+    ) -> None:
+        """The first two are transformers' names; None drafts up to gamma tokens and matches suffixes of any size.
+
+        As there, a longer match counts as one of `max_matching_ngram_size`; one shorter than
+        `min_matching_ngram_size` counts as none. Raises ValueError for settings under which nothing can be drafted.
+        """
+        largest = sys.maxsize if max_matching_ngram_size is None else max_matching_ngram_size
+        most = sys.maxsize if prompt_lookup_num_tokens is None else prompt_lookup_num_tokens
+        for name, value, least, words in (
+            ("prompt_lookup_num_tokens", most, 1, "1 or more"),
+            ("min_matching_ngram_size", min_matching_ngram_size, 1, "1 or more"),
+            ("max_matching_ngram_size", largest, min_matching_ngram_size, "at least min_matching_ngram_size"),
+            ("factor", factor, 0, "0 or more"),
+            ("factor * max_matching_ngram_size + offset", factor * largest + offset, 1, "1 or more"),
+        ):
+            if not least <= value < math.inf:  # NaN is refused as well
+                raise ValueError(f"{name}={value} is not possible: it must be {words}.")
+        self.prompt_lookup_num_tokens = prompt_lookup_num_tokens
+        self.max_matching_ngram_size = max_matching_ngram_size
+        self.min_matching_ngram_size = min_matching_ngram_size
+        self.factor, self.offset = factor, offset
+        self._texts: dict[int, tuple[ref[Row], SuffixAutomaton]] = {}
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
+        self._follow(context.rows)
+        copies = [self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)]
+        lengths = tuple(len(copy) for copy in copies)
+        if not any(lengths):
+            return Draft.empty(len(copies), torch.device("cpu"))
+        tokens = torch.tensor([[*copy, *[0] * (max(lengths) - len(copy))] for copy in copies])
+        return Draft(tokens, Law(tokens=tokens), lengths)
+
+    def observe(self, round: Round) -> None:
+        """Forget the rows that have ended; the others are read when they draft."""
+        for row in round.rows:
+            if row.finish_reason:
+                self._texts.pop(id(row), None)
+
+    def _follow(self, rows: Sequence[Row]) -> None:
+        """Our texts are those of the rows; all others are forgotten."""
+        texts = {}
+        for row in rows:
+            entry = self._texts.get(id(row))
+            if entry is None or entry[0]() is not row:
+                entry = (ref(row, self._forget), SuffixAutomaton(self.max_matching_ngram_size))
+            texts[id(row)] = entry
+        self._texts = texts
+
+    def _forget(self, gone: ref[Row]) -> None:
+        """A row that nobody holds any more (its stream was closed) takes its text along."""
+        self._texts = {key: entry for key, entry in self._texts.items() if entry[0] is not gone}
+
+    def _copy(self, row: Row, gamma: int) -> list[int]:
+        """Cut after the first end-of-text token: nothing behind it can be emitted."""
+        if not gamma:
+            return []
+        automaton = self._texts[id(row)][1]
+        automaton.extend(row.tokens[len(automaton.text) :])
+        if automaton.length < self.min_matching_ngram_size:
+            return []
+        most = min(gamma, self.prompt_lookup_num_tokens or gamma, int(self.factor * automaton.length + self.offset))
+        copy = automaton.following(most)
+        end = next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))
+        return copy[:end]

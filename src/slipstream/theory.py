@@ -1,0 +1,396 @@
+"""Theory: alpha, c and gamma -> tokens per round, walltime, operations, best and oracle gamma; alpha from data.
+
+Pure Python. Numbers of equations, theorems and sections are those of arXiv 2211.17192. p is the target's law and q the
+draft's, each a sequence with one probability per token. Time is counted in target steps: one step is T(1), a run of
+the target over one new token. A factor above 1 is a gain in time, one below 1 a saving in operations or reads.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+Probabilities = Sequence[float]
+Curve = Callable[[int], float]
+"""Measured cost of one target run: rows -> T(rows) / T(1), for rows = gamma + 1 scored at once."""
+
+SUM_TOLERANCE = 1e-4  # a float32 softmax over a large vocabulary does not sum to one exactly
+LIMIT = 256  # largest gamma that is looked at, unless told otherwise
+
+
+def distance(p: Probabilities, q: Probabilities) -> float:
+    """D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (Definition 3.2): total variation, in [0, 1].
+
+    Symmetric, 0 iff p = q, 1 iff the supports are disjoint (Corollary 3.4). Raises ValueError unless both are laws
+    over one vocabulary.
+    """
+    _check_laws(p, q)
+    return min(1.0, math.fsum(abs(x - y) for x, y in zip(p, q, strict=True)) / 2)
+
+
+def beta(p: Probabilities, q: Probabilities) -> float:
+    """beta = sum_x min(p(x), q(x)) = 1 - D_LK(p, q) (Theorem 3.5, Lemma 3.3): the chance that x ~ q is kept.
+
+    Its mean over prefixes is alpha (Corollary 3.6). Raises ValueError unless both are laws over one vocabulary.
+    """
+    return lenient_beta(p, q, 1.0)
+
+
+def lenient_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
+    """alpha_l = sum_x min(p(x) / l, q(x)) at one prefix (section A.5): not lossless for l < 1.
+
+    Raises ValueError unless 0 < l <= 1 and both are laws over one vocabulary.
+    """
+    _check_laws(p, q)
+    _check_lenience(lenience)
+    return min(1.0, math.fsum(min(x / lenience, y) for x, y in zip(p, q, strict=True)))
+
+
+def lenient_greedy_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
+    """Chance that x ~ q is kept by the greedy test p(x) >= l max p (section A.5, where it is printed as <=).
+
+    p is the target's law BEFORE argmax is applied; q is the law the draft is drawn from. Raises ValueError unless
+    0 < l <= 1 and both are laws over one vocabulary.
+    """
+    _check_laws(p, q)
+    _check_lenience(lenience)
+    bar = lenience * max(p)
+    return min(1.0, math.fsum(y for x, y in zip(p, q, strict=True) if x >= bar))
+
+
+def rejection_acceptance(p: Probabilities, q: Probabilities) -> float:
+    """1 / M, what plain rejection sampling keeps (section A.2): never above beta; 0 if q misses a token of p.
+
+    Raises ValueError unless both are laws over one vocabulary.
+    """
+    _check_laws(p, q)
+    return min(1.0, *(y / x for x, y in zip(p, q, strict=True) if x > 0))
+
+
+def rejection_constant(p: Probabilities, q: Probabilities) -> float:
+    """M = max_x p(x) / q(x) of rejection sampling (section A.2), at least 1; infinite if q misses a token of p.
+
+    Raises ValueError unless both are laws over one vocabulary.
+    """
+    acceptance = rejection_acceptance(p, q)
+    return 1 / acceptance if acceptance > 0 else math.inf
+
+
+def tokens_per_round(alpha: float, gamma: float) -> float:
+    """E(tokens) = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1), correction or bonus included: 1 to gamma + 1.
+
+    Exact if the betas are independent with mean alpha. gamma = math.inf gives 1 / (1 - alpha), what a free draft
+    would reach (section 3.6). Raises ValueError unless 0 <= alpha <= 1 and gamma is a whole number or infinite.
+    """
+    _check_share("alpha", alpha)
+    if not (gamma == math.inf or (gamma >= 0 and gamma == int(gamma))):
+        raise ValueError(f"gamma={gamma} is not possible: it must be a whole number from 0 up, or infinite.")
+    if gamma <= 64:  # term by term: nothing cancels near alpha = 1, and gamma = 0 is 1 to the last bit
+        return math.fsum(alpha**power for power in range(int(gamma) + 1))
+    if alpha in (0, 1):
+        return gamma + 1.0 if alpha else 1.0
+    return -math.expm1((gamma + 1) * math.log(alpha)) / (1 - alpha)
+
+
+def survival(betas: Iterable[float]) -> list[float]:
+    """Chance that at least i drafted tokens stand, i = 1..gamma: running products of per-position acceptance.
+
+    `betas` are chances in [0, 1], each given that all positions before it were kept (Definition 3.1 without its
+    i.i.d. assumption). Raises ValueError for one outside.
+    """
+    chances = list(betas)
+    for chance in chances:
+        _check_share("beta", chance)
+    return list(accumulate(chances, mul))
+
+
+def token_survival(ratios: Iterable[float]) -> list[float]:
+    """prod_{j<=i} min(1, r_j) of token verification (Algorithm 1) for drafted tokens with ratios r_j = p(x_j)/q(x_j).
+
+    Its mean over drafts x ~ q is the chance that i tokens stand. Raises ValueError for a negative or infinite ratio.
+    """
+    return survival(min(1.0, _check_cost("p(x)/q(x)", ratio)) for ratio in ratios)
+
+
+def block_survival(ratios: Iterable[float]) -> list[float]:
+    """b_i = min(1, b_{i-1} r_i), b_0 = 1, of block verification (arXiv 2403.10444) for ratios r_i = p(x_i)/q(x_i).
+
+    At least `token_survival`. b_i is the chance that i tokens stand given x_1..x_i alone, so only its mean over drafts
+    x ~ q is an expected number of tokens. Raises ValueError for a negative or infinite ratio.
+    """
+    checked = (_check_cost("p(x)/q(x)", ratio) for ratio in ratios)
+    return list(accumulate(checked, lambda b, ratio: min(1.0, b * ratio), initial=1.0))[1:]
+
+
+def expected_tokens(kept: Iterable[float]) -> float:
+    """Tokens per round, correction or bonus included: 1 + sum_i P(at least i drafted tokens stand).
+
+    Needs no independence: `kept` is the output of `survival`, `token_survival` or `block_survival`, or the measured
+    acceptance by position. alpha^i for i = 1..gamma gives Equation 1. Raises ValueError for a chance outside [0, 1].
+    """
+    return 1.0 + math.fsum(_check_share("chance", chance) for chance in kept)
+
+
+def flat(rows: int) -> float:
+    """The paper's assumption: a target run costs one step, however many rows it scores."""
+    return 1.0
+
+
+def round_cost(gamma: int, c: float, verify: Curve = flat) -> float:
+    """Time of a round in target steps: T(gamma+1)/T(1) + gamma c, the denominator of Theorem 3.8 with a measured curve.
+
+    c is the time of a draft step over T(1) (Definition 3.7). `verify(1)` is 1 by definition. Raises ValueError unless
+    gamma is a whole number from 0 up, c >= 0, and the curve gives positive costs.
+    """
+    _check_gamma(gamma)
+    _check_cost("c", c)
+    if not 0 < (target := verify(gamma + 1)) < math.inf:
+        raise ValueError(f"verify({gamma + 1})={target} is not possible: T(rows)/T(1) must be positive and finite.")
+    return target + gamma * c
+
+
+def walltime_factor(alpha: float, gamma: int, c: float, verify: Curve = flat) -> float:
+    """How many times faster than plain decoding: (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)) (Theorem 3.8).
+
+    With a measured curve, T(gamma+1)/T(1) stands for the 1 of the denominator. Long outputs and i.i.d. betas are
+    assumed; without the latter use `expected_tokens(...) / round_cost(...)`. Raises ValueError as these two do.
+    """
+    return tokens_per_round(alpha, gamma) / round_cost(gamma, c, verify)
+
+
+def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
+    """Arithmetic operations over those of plain decoding: (1 - alpha)(gamma c_hat + gamma + 1) / (1 - alpha^(gamma+1)).
+
+    Theorem 3.11. c_hat is a draft's operations per token over the target's (Definition 3.10). Raises ValueError
+    unless 0 <= alpha <= 1, gamma is a whole number from 0 up, and c_hat >= 0.
+    """
+    _check_gamma(gamma)
+    return (gamma * _check_cost("c_hat", c_hat) + gamma + 1) / tokens_per_round(alpha, gamma)
+
+
+def reads_factor(alpha: float, gamma: int, draft_reads: float = 0.0) -> float:
+    """Bytes of weights and keys/values read per token over plain decoding's: (1 + gamma d) / E(tokens) (section 3.4).
+
+    d = `draft_reads` is what a draft step reads over what a target step reads; 0 counts the target alone, as the
+    paper does. Raises ValueError unless 0 <= alpha <= 1, gamma is a whole number from 0 up, and d >= 0.
+    """
+    _check_gamma(gamma)
+    return (1 + gamma * _check_cost("draft_reads", draft_reads)) / tokens_per_round(alpha, gamma)
+
+
+def can_help(alpha: float, c: float) -> bool:
+    """Whether some gamma is faster than plain decoding: alpha > c (Corollary 3.9; the converse holds too).
+
+    For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
+    """
+    return _check_share("alpha", alpha) > _check_cost("c", c)
+
+
+def guaranteed_factor(alpha: float, c: float) -> float:
+    """What the best gamma reaches at least: (1 + alpha) / (1 + c), its value at gamma = 1 (Corollary 3.9), or 1.
+
+    For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
+    """
+    return (1 + alpha) / (1 + c) if can_help(alpha, c) else 1.0
+
+
+def best_gamma(alpha: float, c: float, limit: int = LIMIT, verify: Curve = flat) -> int:
+    """The gamma in 0..limit with the largest `walltime_factor` (section 3.5); 0 = do not speculate.
+
+    Every gamma is tried, as a measured curve may have steps. Ties within 1e-12 go to the smaller. Raises ValueError
+    unless 0 <= alpha <= 1, c >= 0, limit is a whole number from 0 up, and the curve gives positive costs.
+    """
+    _check_share("alpha", alpha)
+    _check_gamma(limit, "limit")
+    return _argmax((alpha**i for i in range(1, limit + 1)), c, verify)
+
+
+def best_gamma_by_position(kept: Sequence[float], c: float, verify: Curve = flat) -> int:
+    """`best_gamma` without i.i.d. betas: kept[i-1] is the chance that at least i tokens stand; limit = len(kept).
+
+    Raises ValueError for a chance outside [0, 1], c < 0, or a curve that gives no positive costs.
+    """
+    return _argmax((_check_share("chance", chance) for chance in kept), c, verify)
+
+
+def _argmax(kept: Iterable[float], c: float, verify: Curve) -> int:
+    best, top, tokens = 0, 1.0, 1.0  # plain decoding
+    _check_cost("c", c)
+    for gamma, chance in enumerate(kept, 1):
+        tokens += chance
+        factor = tokens / round_cost(gamma, c, verify)
+        if factor > top * (1 + 1e-12):  # rounding is no gain
+            best, top = gamma, factor
+    return best
+
+
+def oracle_factor(alpha: float, c: float) -> float:
+    """Walltime factor if just the tokens that will be kept were drafted (section 3.5): 1 / (1 - alpha (1 - c)).
+
+    1 / (1 - alpha) tokens, `tokens_per_round(alpha, inf)`, for a cost of 1 + c alpha / (1 - alpha) target steps: the
+    target still runs once (footnote 4). At c >= 1 nothing is drafted. Raises ValueError unless 0 <= alpha <= 1, c >= 0.
+    """
+    lost = 1 - _check_share("alpha", alpha) * (1 - min(1.0, _check_cost("c", c)))
+    return 1 / lost if lost > 0 else math.inf
+
+
+def oracle_gain(alpha: float, c: float, limit: int = LIMIT) -> float:
+    """What the oracle's gamma gains over the best fixed one (section 3.5): 0.07 is 7 % faster. Flat verify cost.
+
+    Raises ValueError unless 0 <= alpha <= 1, c >= 0, and limit is a whole number from 0 up.
+    """
+    return oracle_factor(alpha, c) / walltime_factor(alpha, best_gamma(alpha, c, limit), c) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure, its standard error, and the interval from `low` to `high` that covers the truth with chance `level`."""
+
+    value: float
+    error: float
+    low: float
+    high: float
+    level: float
+
+
+def alpha_from_betas(betas: Sequence[float], level: float = 0.95) -> Estimate:
+    """Mean of beta over positions (Corollary 3.6), Wilson's interval for as many yes-or-no trials as have their error.
+
+    Unbiased on prefixes chosen beforehand. Over positions tested in rounds it falls short of the text's alpha by order
+    1/rounds, and further where acceptance comes in runs: what follows a full acceptance (bonus) is never tested.
+    Assumes independent betas, else use `bootstrap_ratio`. Raises ValueError for fewer than 2, or one outside [0, 1].
+    """
+    if len(betas) < 2:
+        raise ValueError(f"{len(betas)} betas were given: a standard error needs at least 2.")
+    mean = math.fsum(_check_share("beta", value) for value in betas) / len(betas)
+    variance = statistics.variance(betas)
+    size = len(betas) * (mean * (1 - mean) / variance if variance else 1.0)
+    return Estimate(mean, math.sqrt(variance / len(betas)), *_wilson(mean, size, level), level)
+
+
+def alpha_from_counts(accepted: int, tested: int, level: float = 0.95) -> Estimate:
+    """accepted / TESTED tokens with Wilson's interval; drafted tokens after a refusal were not tested.
+
+    Unbiased for a fixed number of tests; over rounds biased as `alpha_from_rounds`. accepted / DRAFTED would estimate
+    (E(tokens) - 1) / gamma, below alpha. Raises ValueError unless 0 <= accepted <= tested and tested >= 1.
+    """
+    if not 0 <= accepted <= tested or tested < 1:
+        raise ValueError(f"{accepted} accepted of {tested} tested is not possible: at least 1 must be tested.")
+    value = accepted / tested
+    return Estimate(value, math.sqrt(value * (1 - value) / tested), *_wilson(value, tested, level), level)
+
+
+def alpha_from_rounds(accepted: Sequence[int], gammas: Sequence[int], level: float = 0.95) -> Estimate:
+    """Maximum likelihood of the capped geometric (section 3.1) from the tokens kept per round; gammas may vary.
+
+    A round adds n log(alpha), and log(1 - alpha) if n < gamma, so the maximum is accepted / (accepted + refused). Error
+    from Fisher's information tested / (alpha (1 - alpha)), interval by likelihood ratio. Unbiased if every gamma is 1,
+    otherwise short by Cov(estimate, tested) / E(tested): about alpha (1 - alpha) / rounds for large gamma. Assumes
+    i.i.d. betas, else use `bootstrap_ratio`. A round cut by EOS counts with gamma = accepted. Raises ValueError for
+    unequal lengths, a round outside 0 <= accepted <= gamma, or if nothing was tested.
+    """
+    if len(accepted) != len(gammas):
+        raise ValueError(f"{len(accepted)} rounds and {len(gammas)} gammas were given: give one per round.")
+    for kept, gamma in zip(accepted, gammas, strict=True):
+        if not 0 <= kept <= gamma:
+            raise ValueError(f"{kept} accepted of gamma={gamma} is not possible: it must be from 0 to gamma.")
+    wins, losses = sum(accepted), sum(kept < gamma for kept, gamma in zip(accepted, gammas, strict=True))
+    if wins + losses == 0:
+        raise ValueError(f"{len(accepted)} rounds without a tested token say nothing: at least one must draft.")
+    value = wins / (wins + losses)
+    error = math.sqrt(value * (1 - value) / (wins + losses))
+    return Estimate(value, error, *_likelihood_ratio(wins, losses, level), level)
+
+
+def bootstrap_ratio(
+    pairs: Sequence[tuple[float, float]], level: float = 0.95, replicates: int = 1000, seed: int = 0
+) -> Estimate:
+    """sum / sum with a percentile interval from whole units drawn with replacement, whatever depends inside a unit.
+
+    A unit is a round, or better a request, as rounds of one text are alike: (accepted, tested) or (sum of betas,
+    tested) gives alpha, (emitted, target calls) tokens per round. Biased by order 1/units like every ratio, and the
+    interval is a little narrow: 0.95 covers with 0.93 at 40 units. Raises ValueError for fewer than 2 units, a
+    denominator that is not positive (leave those out), or fewer than 100 replicates.
+    """
+    _normal_quantile(level)
+    if len(pairs) < 2 or replicates < 100:
+        raise ValueError(f"{len(pairs)} units, {replicates} replicates: at least 2 and 100 are needed.")
+    if not all(0 < below < math.inf and math.isfinite(above) for above, below in pairs):
+        raise ValueError("A unit without a positive denominator was given: leave out rounds that tested nothing.")
+    rng = random.Random(seed)
+    ratios = sorted(_pooled(rng.choices(pairs, k=len(pairs))) for _ in range(replicates))
+    tail = int(replicates * (1 - level) / 2)
+    return Estimate(_pooled(pairs), statistics.stdev(ratios), ratios[tail], ratios[-1 - tail], level)
+
+
+def _pooled(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(above for above, _ in pairs) / sum(below for _, below in pairs)
+
+
+def _normal_quantile(level: float) -> float:
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} is not possible: it must lie strictly between 0 and 1.")
+    return statistics.NormalDist().inv_cdf((1 + level) / 2)
+
+
+def _wilson(mean: float, size: float, level: float) -> tuple[float, float]:
+    """Wilson's score interval for a share of `size` independent trials."""
+    z = _normal_quantile(level)
+    weight = z * z / size
+    centre = (mean + weight / 2) / (1 + weight)
+    half = math.sqrt(weight * (mean * (1 - mean) + weight / 4)) / (1 + weight)
+    return min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half))  # rounding at the ends
+
+
+def _likelihood_ratio(wins: int, losses: int, level: float) -> tuple[float, float]:
+    """Every alpha whose log likelihood lies within z^2 / 2 of the maximum's."""
+    drop = _normal_quantile(level) ** 2 / 2
+    value = wins / (wins + losses)
+
+    def outside(alpha: float) -> bool:
+        gap = wins * math.log(value / alpha) if wins else 0.0
+        return gap + (losses * math.log((1 - value) / (1 - alpha)) if losses else 0.0) > drop
+
+    def edge(beyond: float) -> float:
+        inside = value
+        for _ in range(60):
+            middle = (inside + beyond) / 2
+            inside, beyond = (inside, middle) if outside(middle) else (middle, beyond)
+        return inside
+
+    return edge(0.0) if wins else 0.0, edge(1.0) if losses else 1.0
+
+
+def _check_laws(p: Probabilities, q: Probabilities) -> None:
+    if len(p) != len(q):
+        raise ValueError(f"p has {len(p)} entries and q {len(q)}: both must cover the same vocabulary.")
+    for name, law in (("p", p), ("q", q)):
+        if not all(x >= 0 for x in law) or not abs(math.fsum(law) - 1) <= SUM_TOLERANCE:
+            raise ValueError(f"{name} is no law: it must be >= 0 and sum to 1, not {math.fsum(law):g}.")
+
+
+def _check_lenience(value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"lenience={value} is not possible: it must be above 0 and at most 1 (lossless).")
+
+
+def _check_share(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value} is not possible: it must lie between 0 and 1.")
+    return value
+
+
+def _check_gamma(value: int, name: str = "gamma") -> None:
+    if not (0 <= value < math.inf and value == int(value)):
+        raise ValueError(f"{name}={value} is not possible: it must be a whole number from 0 up.")
+
+
+def _check_cost(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value} is not possible: it must be 0 or more, and finite.")
+    return value

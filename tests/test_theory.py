@@ -1,0 +1,775 @@
+"""Theory against the paper's printed figures, exact enumeration with fractions, and simulated rounds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream import theory
+
+F = Fraction
+Exact = Sequence[Fraction]
+Table = Callable[[tuple[int, ...]], Exact]  # prefix -> law
+
+
+# --- the paper's printed figures ----------------------------------------------------------------------------------
+
+
+def printed(value: float, decimals: int) -> object:
+    """What a figure printed with so many decimals may stand for."""
+    return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
+
+
+TABLE_1 = [  # alpha, gamma, operations, speed
+    (0.6, 2, 1.53, 1.96),
+    (0.7, 3, 1.58, 2.53),
+    (0.8, 2, 1.23, 2.44),
+    (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71),
+    (0.9, 10, 1.60, 6.86),
+]
+
+
+@pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
+def test_table_1(alpha: float, gamma: int, operations: float, speed: float) -> None:
+    assert theory.operations_factor(alpha, gamma, 0) == printed(operations, 2)
+    assert theory.walltime_factor(alpha, gamma, 0) == printed(speed, 2)
+
+
+TABLE_4 = [  # task and draft, gamma, alpha, c, the paper's expectation, recomputed from the printed alpha and c
+    ("EnDe small t=0", 7, 0.75, 0.02, 3.2, 3.16),
+    ("EnDe base t=0", 7, 0.80, 0.04, 3.3, 3.25),
+    ("EnDe large t=0", 7, 0.82, 0.11, 2.5, 2.50),
+    ("EnDe small t=1", 7, 0.62, 0.02, 2.3, 2.26),
+    ("EnDe base t=1", 5, 0.68, 0.04, 2.4, 2.35),
+    ("EnDe large t=1", 3, 0.71, 0.11, 2.0, 1.93),
+    ("CNN/DM small t=0", 5, 0.65, 0.02, 2.4, 2.40),
+    ("CNN/DM base t=0", 5, 0.73, 0.04, 2.6, 2.62),
+    ("CNN/DM large t=0", 3, 0.74, 0.11, 2.0, 2.02),
+    ("CNN/DM small t=1", 5, 0.53, 0.02, 1.9, 1.89),
+    ("CNN/DM base t=1", 3, 0.55, 0.04, 1.8, 1.80),
+    ("CNN/DM large t=1", 3, 0.56, 0.11, 1.6, 1.54),
+]
+table_4 = pytest.mark.parametrize(("row", "gamma", "alpha", "c", "expected", "recomputed"), TABLE_4)
+
+
+@table_4
+def test_table_4(row: str, gamma: int, alpha: float, c: float, expected: float, recomputed: float) -> None:
+    assert theory.walltime_factor(alpha, gamma, c) == printed(recomputed, 2)
+    # The paper's own column came from unrounded figures: alpha and c are printed to two decimals, it to one.
+    low = theory.walltime_factor(alpha - 0.005, gamma, c + 0.005)
+    high = theory.walltime_factor(alpha + 0.005, gamma, c - 0.005)
+    assert low - 0.05 <= expected <= high + 0.05
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE_4 if "large" in row[0]], ids=lambda row: row[0])
+def test_the_large_drafts_did_not_cost_under_5_percent(row: tuple[str, int, float, float, float, float]) -> None:
+    """Section 3.3 says that c was always below 0.05: Table 4's figures for T5-large cannot come from that."""
+    _, gamma, alpha, _, expected, _ = row
+    assert theory.walltime_factor(alpha - 0.005, gamma, 0.05) > expected + 0.05
+
+
+COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
+BEST_GAMMAS = {
+    0.1: (1, 1, 1, 0, 0),
+    0.2: (2, 2, 1, 1, 0),
+    0.3: (3, 3, 2, 1, 1),
+    0.4: (4, 3, 2, 2, 1),
+    0.5: (5, 4, 3, 2, 1),
+    0.6: (7, 6, 4, 3, 2),
+    0.7: (9, 8, 6, 4, 3),
+    0.75: (11, 9, 7, 5, 3),
+    0.8: (14, 11, 8, 6, 4),
+    0.85: (17, 14, 10, 7, 5),
+    0.9: (24, 19, 13, 10, 7),
+    0.95: (40, 31, 21, 15, 10),
+}
+BEST_FACTORS = {
+    0.3: (1.38, 1.34, 1.26, 1.18, 1.08),
+    0.5: (1.88, 1.79, 1.63, 1.46, 1.25),
+    0.6: (2.30, 2.17, 1.92, 1.67, 1.40),
+    0.7: (2.97, 2.76, 2.35, 1.98, 1.58),
+    0.8: (4.23, 3.82, 3.09, 2.47, 1.87),
+    0.9: (7.49, 6.37, 4.67, 3.43, 2.37),
+    0.95: (12.54, 9.95, 6.60, 4.48, 2.87),
+}
+ORACLE_GAINS = {0.6: (7, 12, 21, 30), 0.8: (14, 21, 35, 45), 0.9: (23, 33, 48, 53), 0.95: (34, 46, 55, 54)}  # percent
+
+
+@pytest.mark.parametrize("alpha", BEST_GAMMAS)
+def test_best_gammas(alpha: float) -> None:
+    """Figure 3, which prints no figures: computed once by another program."""
+    gammas = tuple(theory.best_gamma(alpha, c) for c in COSTS)
+    assert gammas == BEST_GAMMAS[alpha]
+    for c, gamma, factor in zip(COSTS, gammas, BEST_FACTORS.get(alpha, ()), strict=False):
+        assert theory.walltime_factor(alpha, gamma, c) == printed(factor, 2)
+
+
+@pytest.mark.parametrize("alpha", ORACLE_GAINS)
+def test_oracle_gains(alpha: float) -> None:
+    for c, percent in zip(COSTS, ORACLE_GAINS[alpha], strict=False):
+        assert 100 * theory.oracle_gain(alpha, c) == printed(percent, 0)
+
+
+def test_60_percent_is_the_oracles_extreme() -> None:
+    """Section 3.5 promises up to about 60 %: that is the top of the typical range, not its middle."""
+    gains = [theory.oracle_gain(alpha / 100, c / 100) for alpha in range(50, 97) for c in range(1, 11)]
+    assert 0.5 < max(gains) < 0.65
+    assert sorted(gains)[len(gains) // 2] < 0.4
+
+
+def test_bigram_example() -> None:
+    """Section 3.6: alpha about 0.2, gamma = 3, a free draft, 1.25X."""
+    assert theory.walltime_factor(0.2, 3, 0) == pytest.approx(1.248, abs=1e-12)
+    assert theory.tokens_per_round(0.2, math.inf) == pytest.approx(1.25, abs=1e-12)
+
+
+@pytest.mark.parametrize(("alpha", "speed"), [(0.75, 3.3), (0.80, 3.9), (0.87, 4.9)])
+def test_greedy_lenience_speeds(alpha: float, speed: float) -> None:
+    """Section A.5, T5-small, c = 0.015, gamma = 8; l = 1 and l = 0.5 share an alpha."""
+    assert theory.walltime_factor(alpha, 8, 0.015) == printed(speed, 1)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "speed", "reached"), [(0.62, 2.5, 2.33), (0.71, 3.1, 2.94), (0.76, 3.6, 3.45), (0.84, 5, 4.79)]
+)
+def test_sampled_lenience_speeds_do_not_follow(alpha: float, speed: float, reached: float) -> None:
+    """Section A.5 prints speeds that no gamma reaches with its own alphas and c = 0.015."""
+    top = max(theory.walltime_factor(alpha, gamma, 0.015) for gamma in range(101))
+    assert top == printed(reached, 2)
+    assert top < speed - 0.1
+
+
+def test_lenience_03_allows_ten_thirds() -> None:
+    """A token may be kept up to p / 0.3 = 3.33 p, not 3 p as printed."""
+    assert theory.lenient_beta((0.3, 0.7), (1, 0), 0.3) == pytest.approx(1.0)
+    assert theory.lenient_beta((0.27, 0.73), (1, 0), 0.3) == pytest.approx(0.9)
+
+
+def test_greedy_lenience_is_not_the_printed_inequality() -> None:
+    """Printed: keep x if p(x) <= l max p. At l = 1 that keeps everything; alpha was 0.75 there."""
+    p, best, other, poor = (0.5, 0.3, 0.2), (1, 0, 0), (0, 1, 0), (0, 0, 1)
+    assert [theory.lenient_greedy_beta(p, q, 1) for q in (best, other, poor)] == [1, 0, 0]
+    assert [theory.lenient_greedy_beta(p, q, 0.6) for q in (best, other, poor)] == [1, 1, 0]
+    assert theory.lenient_greedy_beta(p, (0.2, 0.5, 0.3), 0.6) == pytest.approx(0.7)
+
+
+def test_eq_1_is_only_a_model() -> None:
+    """Half of all rounds keep everything, half nothing: 3 tokens per round, where Equation 1 says 1.94 or 3.36."""
+    assert theory.expected_tokens([0.5] * 4) == 3
+    assert theory.tokens_per_round(0.5, 4) == 1.9375
+    tested = theory.alpha_from_rounds([4, 0] * 50, [4] * 100).value
+    assert tested == 0.8
+    assert theory.tokens_per_round(tested, 4) == pytest.approx(3.3616)
+
+
+# --- exact enumeration --------------------------------------------------------------------------------------------
+
+SMALL_LAWS = [tuple(F(n, 4) for n in counts) for counts in product(range(5), repeat=3) if sum(counts) == 4]
+every_pair = pytest.mark.parametrize("p", SMALL_LAWS, ids=lambda law: "-".join(str(int(4 * x)) for x in law))
+
+
+def keep(p: Fraction, q: Fraction) -> Fraction:
+    """The chance that a drafted token is kept; q > 0, as it was drafted."""
+    return min(F(1), p / q)
+
+
+def lengths(p: Table, q: Table, vocab: int, gamma: int) -> dict[int, Fraction]:
+    """The law of how many drafted tokens Algorithm 1 keeps: every draft times every outcome of its gamma tests."""
+    law = dict.fromkeys(range(gamma + 1), F(0))
+    for draft in product(range(vocab), repeat=gamma):
+        laws = [(p(draft[:i])[x], q(draft[:i])[x]) for i, x in enumerate(draft)]
+        drawn = math.prod((y for _, y in laws), start=F(1))
+        if not drawn:
+            continue
+        for tests in product((True, False), repeat=gamma):
+            chance = drawn
+            for (x, y), passed in zip(laws, tests, strict=True):
+                chance *= keep(x, y) if passed else 1 - keep(x, y)
+            law[(*tests, False).index(False)] += chance
+    return law
+
+
+def mean(law: dict[int, Fraction]) -> Fraction:
+    return sum((count * chance for count, chance in law.items()), F(0))
+
+
+@every_pair
+def test_theorem_3_5(p: Exact) -> None:
+    """beta is the chance of acceptance, its complement the distance; what is drawn after all has law p."""
+    for q in SMALL_LAWS:
+        kept = [y * keep(x, y) if y else F(0) for x, y in zip(p, q, strict=True)]
+        assert theory.beta(p, q) == pytest.approx(float(sum(kept)), abs=1e-15)
+        assert theory.distance(p, q) == pytest.approx(float(1 - sum(kept)), abs=1e-15)
+        middle = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+        assert theory.distance(p, q) == float(sum(abs(x - m) for x, m in zip(p, middle, strict=True)))  # Definition 3.2
+        left = [max(F(0), x - y) for x, y in zip(p, q, strict=True)]
+        assert sum(left) == 1 - sum(kept)  # the residual's normaliser
+        assert [k + r for k, r in zip(kept, left, strict=True)] == list(p)
+
+
+@every_pair
+def test_rejection_sampling_keeps_less(p: Exact) -> None:
+    """Section A.2: it keeps x ~ q with chance p(x) / (M q(x)), in all sum_x p(x) min_x' q(x')/p(x') <= beta."""
+    for q in SMALL_LAWS:
+        worst = min(y / x for x, y in zip(p, q, strict=True) if x)
+        assert theory.rejection_acceptance(p, q) == pytest.approx(float(sum(x * worst for x in p)))
+        assert theory.rejection_acceptance(p, q) <= theory.beta(p, q) + 1e-15
+        assert theory.rejection_constant(p, q) == pytest.approx(float(1 / worst) if worst else math.inf)
+    assert theory.rejection_acceptance((0.5, 0.5), (0.75, 0.25)) == 0.5 < theory.beta((0.5, 0.5), (0.75, 0.25)) == 0.75
+
+
+@pytest.mark.parametrize("gamma", range(5))
+@pytest.mark.parametrize("q", [(F(1, 4), F(3, 4)), (F(2, 3), F(1, 3)), (F(1), F(0)), (F(1, 2), F(1, 2))], ids=str)
+def test_eq_1_is_algorithm_1(q: Exact, gamma: int) -> None:
+    p = (F(1, 2), F(1, 2))
+    alpha = theory.beta(p, q)
+    law = lengths(lambda prefix: p, lambda prefix: q, 2, gamma)
+    assert sum(law.values()) == 1
+    assert theory.tokens_per_round(alpha, gamma) == pytest.approx(float(1 + mean(law)), rel=1e-14)
+    kept = [float(sum(law[n] for n in range(i, gamma + 1))) for i in range(1, gamma + 1)]
+    assert theory.survival([alpha] * gamma) == pytest.approx(kept)  # a capped geometric law
+    assert theory.expected_tokens(kept) == pytest.approx(float(1 + mean(law)))
+
+
+def tables(seed: int, vocab: int, zeros: bool) -> Table:
+    """A law for every prefix, at random, in twelfths or so."""
+    laws: dict[tuple[int, ...], Exact] = {}
+
+    def table(prefix: tuple[int, ...]) -> Exact:
+        if prefix not in laws:
+            rng = random.Random(f"{seed} {prefix}")
+            counts = [rng.randint(0 if zeros else 1, 6) for _ in range(vocab)]
+            counts[rng.randrange(vocab)] += 1
+            laws[prefix] = [F(count, sum(counts)) for count in counts]
+        return laws[prefix]
+
+    return table
+
+
+def block_mean(p: Table, q: Table, vocab: int, gamma: int) -> Fraction:
+    """The mean number of tokens block verification keeps, from its published tests h_i, the longest first."""
+    total = F(0)
+    for draft in product(range(vocab), repeat=gamma):
+        drawn, b, h = F(1), F(1), [F(1)]
+        for i, x in enumerate(draft):
+            drawn *= q(draft[:i])[x]
+            if not drawn:
+                break
+            b = min(F(1), b * p(draft[:i])[x] / q(draft[:i])[x])
+            left = sum(max(b * y - z, F(0)) for y, z in zip(p(draft[: i + 1]), q(draft[: i + 1]), strict=True))
+            h.append(b if i == gamma - 1 else left / (left + 1 - b) if left + 1 - b else F(1))
+        if drawn:
+            reach = drawn
+            for i in range(gamma, 0, -1):
+                total += i * reach * h[i]
+                reach *= 1 - h[i]
+    return total
+
+
+def mean_survival(
+    rule: Callable[[list[float]], list[float]], p: Table, q: Table, vocab: int, gamma: int
+) -> list[float]:
+    """A rule's survival, averaged over drafts x ~ q."""
+    kept = [0.0] * gamma
+    for draft in product(range(vocab), repeat=gamma):
+        drawn = math.prod((q(draft[:i])[x] for i, x in enumerate(draft)), start=F(1))
+        if drawn:
+            ratios = [float(p(draft[:i])[x] / q(draft[:i])[x]) for i, x in enumerate(draft)]
+            kept = [total + float(drawn) * b for total, b in zip(kept, rule(ratios), strict=True)]
+    return kept
+
+
+@pytest.mark.parametrize(("vocab", "gamma"), [(2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_survival_of_prefix_dependent_laws(seed: int, vocab: int, gamma: int) -> None:
+    p, q = tables(2 * seed, vocab, seed % 2 == 0), tables(2 * seed + 1, vocab, seed % 3 == 0)
+    token = theory.expected_tokens(mean_survival(theory.token_survival, p, q, vocab, gamma))
+    block = theory.expected_tokens(mean_survival(theory.block_survival, p, q, vocab, gamma))
+    assert token == pytest.approx(float(1 + mean(lengths(p, q, vocab, gamma))))
+    assert block == pytest.approx(float(1 + block_mean(p, q, vocab, gamma)))
+    assert block >= token - 1e-12
+
+
+def test_block_verifications_example() -> None:
+    """arXiv 2403.10444: 10/9 tokens kept by token verification, 11/9 by block verification."""
+    p, q = (F(1, 3), F(2, 3)), (F(2, 3), F(1, 3))
+    laws: tuple[Table, Table] = (lambda prefix: p, lambda prefix: q)
+    assert theory.expected_tokens(mean_survival(theory.token_survival, *laws, 2, 2)) == pytest.approx(1 + 10 / 9)
+    assert theory.expected_tokens(mean_survival(theory.block_survival, *laws, 2, 2)) == pytest.approx(1 + 11 / 9)
+
+
+@given(st.lists(st.floats(0, 50), max_size=8))
+def test_block_survival_dominates(ratios: list[float]) -> None:
+    token, block = theory.token_survival(ratios), theory.block_survival(ratios)
+    assert len(token) == len(block) == len(ratios)
+    assert all(0 <= x <= y * (1 + 1e-12) <= 1.1 for x, y in zip(token, block, strict=True))
+    if all(ratio <= 1 for ratio in ratios):  # a point-mass draft: the rules agree
+        assert token == pytest.approx(block)
+
+
+# --- properties ---------------------------------------------------------------------------------------------------
+
+shares = st.floats(0, 1)
+grid = st.integers(0, 50).map(lambda n: F(n, 50))
+costs = st.integers(0, 120).map(lambda n: F(n, 100))
+gammas = st.integers(0, 60)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[list[float], list[float]]:
+    """Two laws over one vocabulary, zeros included."""
+    size = draw(st.integers(1, 6))
+    counts = st.lists(st.integers(0, 9), min_size=size, max_size=size).filter(any)
+    p, q = draw(counts), draw(counts)
+    return [n / sum(p) for n in p], [n / sum(q) for n in q]
+
+
+@given(pairs())
+def test_distance(laws: tuple[list[float], list[float]]) -> None:
+    p, q = laws
+    assert theory.distance(p, q) == theory.distance(q, p)
+    assert theory.beta(p, q) == theory.beta(q, p)
+    assert theory.distance(p, p) == 0 and theory.beta(p, p) == pytest.approx(1)
+    assert 0 <= theory.distance(p, q) <= 1
+    assert theory.beta(p, q) == pytest.approx(1 - theory.distance(p, q), abs=1e-12)  # Lemma 3.3
+    shared = any(x > 0 and y > 0 for x, y in zip(p, q, strict=True))
+    assert (theory.distance(p, q) > 1 - 1e-9) == (not shared)  # Corollary 3.4
+
+
+@given(pairs(), st.floats(0.01, 1), st.floats(0.01, 1))
+def test_lenience_keeps_more(laws: tuple[list[float], list[float]], one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    for rule in (theory.lenient_beta, theory.lenient_greedy_beta):
+        assert 0 <= rule(*laws, high) <= rule(*laws, low) <= 1
+    assert theory.lenient_beta(*laws, 1) == theory.beta(*laws)
+    assert theory.lenient_beta(*laws, low) <= theory.beta(*laws) / low + 1e-12
+
+
+NEAR_ONE = [1 - 2**-53, 1 - 1e-12, 1 - 1e-9, 1 - 1e-6, 0.999, 1.0, 0.0, 5e-324, 1e-9]
+
+
+@pytest.mark.parametrize("alpha", NEAR_ONE)
+@pytest.mark.parametrize("gamma", [0, 1, 2, 63, 64, 65, 66, 300])
+def test_eq_1_is_stable(alpha: float, gamma: int) -> None:
+    exact, power = F(0), F(1)
+    for _ in range(gamma + 1):
+        exact, power = exact + power, power * F(alpha)
+    assert theory.tokens_per_round(alpha, gamma) == pytest.approx(float(exact), rel=1e-14)
+
+
+@given(shares, shares, gammas)
+def test_tokens_per_round(one: float, other: float, gamma: int) -> None:
+    low, high = sorted((one, other))
+    tokens = theory.tokens_per_round(low, gamma)
+    assert 1 <= tokens <= gamma + 1
+    assert tokens <= theory.tokens_per_round(high, gamma) * (1 + 1e-14)
+    assert tokens <= theory.tokens_per_round(low, gamma + 1) * (1 + 1e-14)
+    assert tokens <= theory.tokens_per_round(low, math.inf) * (1 + 1e-14)
+    assert theory.walltime_factor(low, gamma, 0) == tokens
+
+
+def test_tokens_per_round_of_an_endless_draft() -> None:
+    assert theory.tokens_per_round(0.75, math.inf) == 4
+    assert theory.tokens_per_round(1, math.inf) == math.inf
+    assert theory.tokens_per_round(0, math.inf) == 1
+
+
+@given(grid, gammas, costs)
+def test_factors_are_their_formulae(alpha: Fraction, gamma: int, c: Fraction) -> None:
+    """Theorems 3.8 and 3.11 and section 3.4 as printed, in fractions."""
+    tokens = (1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 else F(gamma + 1)
+    args = float(alpha), gamma, float(c)
+    assert theory.walltime_factor(*args) == pytest.approx(float(tokens / (gamma * c + 1)), rel=1e-12)
+    assert theory.operations_factor(*args) == pytest.approx(float((gamma * c + gamma + 1) / tokens), rel=1e-12)
+    assert theory.reads_factor(*args) == pytest.approx(float((1 + gamma * c) / tokens), rel=1e-12)
+    assert theory.reads_factor(float(alpha), gamma) == pytest.approx(float(1 / tokens), rel=1e-12)
+    assert theory.walltime_factor(float(alpha), 0, float(c)) == 1
+
+
+def slowed(cost: float) -> theory.Curve:
+    """A target that pays for every row after the first."""
+    return lambda rows: 1 + cost * (rows - 1)
+
+
+@given(shares, gammas, st.floats(0, 1), st.floats(0, 1))
+def test_a_measured_verify_cost(alpha: float, gamma: int, c: float, cost: float) -> None:
+    """A linear cost per row is as good as a slower draft: T(gamma+1)/T(1) + gamma c = 1 + gamma (c + cost)."""
+    assert theory.round_cost(gamma, c, slowed(cost)) == pytest.approx(1 + gamma * (c + cost))
+    measured = theory.walltime_factor(alpha, gamma, c, slowed(cost))
+    assert measured == pytest.approx(theory.walltime_factor(alpha, gamma, c + cost))
+
+
+@given(grid.filter(bool), costs.filter(bool))
+def test_best_gamma_follows_from_the_last_token(alpha: Fraction, c: Fraction) -> None:
+    """One token more pays iff alpha^(gamma+1) / c > S(gamma), that is 1/c + gamma > sum_{j=1..gamma+1} alpha^-j."""
+    gamma, total, limit = 0, 1 / alpha, 60
+    while gamma < limit and 1 / c + gamma > total:
+        gamma += 1
+        total += alpha ** -(gamma + 1)
+    assert theory.best_gamma(float(alpha), float(c), limit) == gamma
+
+
+@given(shares, st.floats(0, 2), st.lists(st.floats(0.2, 3), min_size=13, max_size=13))
+def test_best_gamma_is_the_argmax(alpha: float, c: float, measured: list[float]) -> None:
+    """Also on a jagged curve, where looking at neighbours is not enough."""
+
+    def verify(rows: int) -> float:
+        return 1.0 if rows == 1 else measured[rows - 1]
+
+    best = theory.best_gamma(alpha, c, 12, verify)
+    factors = [theory.walltime_factor(alpha, gamma, c, verify) for gamma in range(13)]
+    assert factors[best] >= max(factors) * (1 - 1e-10)
+    assert all(factor < factors[best] for factor in factors[:best])
+
+
+def test_best_gamma_crosses_a_valley() -> None:
+    """Eight rows as cheap as one, two to seven rows dear: only a look at every gamma finds it."""
+    assert theory.best_gamma(0.8, 0.05, 16, lambda rows: 1.0 if rows in (1, 8) else 5.0) == 7
+
+
+def test_best_gamma_edges() -> None:
+    assert theory.best_gamma(1, 0, 9) == theory.best_gamma(1, 0.5, 9) == 9  # every token more is gain
+    assert theory.best_gamma(0, 0) == theory.best_gamma(1, 1) == theory.best_gamma(0.3, 0.3) == 0
+    assert theory.best_gamma(0.9, 0.01, 0) == 0
+    assert theory.best_gamma(0.9, 0.01, 5) == 5
+
+
+@given(grid, grid, costs, costs)
+def test_best_gamma_is_monotone(one: Fraction, other: Fraction, cheap: Fraction, dear: Fraction) -> None:
+    (low, high), (cheap, dear) = sorted((one, other)), sorted((cheap, dear))
+    assert theory.best_gamma(float(low), float(dear), 60) <= theory.best_gamma(float(high), float(cheap), 60)
+
+
+@given(grid, costs)
+def test_corollary_3_9_and_its_converse(alpha: Fraction, c: Fraction) -> None:
+    args = float(alpha), float(c)
+    best = theory.best_gamma(*args)
+    factor = theory.walltime_factor(args[0], best, args[1])
+    assert theory.can_help(*args) == (alpha > c) == (best > 0)
+    assert factor >= theory.guaranteed_factor(*args) * (1 - 1e-12)
+    if alpha > c:
+        assert theory.guaranteed_factor(*args) == pytest.approx(float((1 + alpha) / (1 + c)))
+    else:
+        assert theory.guaranteed_factor(*args) == 1
+        assert all(theory.walltime_factor(args[0], gamma, args[1]) <= 1 + 1e-12 for gamma in range(30))
+
+
+def test_best_gamma_by_position() -> None:
+    powers = [0.8**i for i in range(1, 31)]
+    assert theory.best_gamma_by_position(powers, 0.05) == theory.best_gamma(0.8, 0.05) == 8
+    # All or nothing: the depth is worth it as long as c < s / (1 + gamma s), whatever Equation 1 says of alpha = 0.5.
+    assert theory.best_gamma_by_position([0.5] * 12, 0.2) == 12 > theory.best_gamma(0.5, 0.2) == 1
+    assert theory.best_gamma_by_position([0.5] * 12, 0.2, slowed(0.5)) == 0
+    assert theory.best_gamma_by_position([], 0.2) == 0
+
+
+@given(grid.filter(lambda alpha: alpha < 1), costs)
+def test_oracle(alpha: Fraction, c: Fraction) -> None:
+    """It drafts alpha / (1 - alpha) tokens, pays for those and one target step, and beats every fixed gamma."""
+    tokens, paid = 1 / (1 - alpha), 1 + min(c, F(1)) * alpha / (1 - alpha)
+    args = float(alpha), float(c)
+    assert theory.oracle_factor(*args) == pytest.approx(float(tokens / paid), rel=1e-12)
+    assert theory.oracle_gain(*args) >= -1e-12
+    factor = theory.walltime_factor(args[0], theory.best_gamma(*args), args[1])
+    assert (1 + theory.oracle_gain(*args)) * factor == pytest.approx(theory.oracle_factor(*args))
+
+
+def test_oracle_edges() -> None:
+    assert theory.oracle_factor(0.9, 0) == pytest.approx(theory.tokens_per_round(0.9, math.inf))
+    assert theory.oracle_factor(1, 0) == math.inf
+    assert theory.oracle_factor(1, 0.25) == 4
+    assert theory.oracle_factor(0.9, 2) == 1  # a draft slower than the target is left alone
+    assert theory.oracle_gain(0.3, 0.5) == pytest.approx(1 / (1 - 0.3 * 0.5) - 1)  # no fixed gamma helps, it still does
+
+
+# --- alpha from data ----------------------------------------------------------------------------------------------
+
+Z2 = 3.841458820694124  # the 95 % point of chi-squared with one degree of freedom
+counts = st.integers(1, 6).flatmap(lambda gamma: st.tuples(st.integers(0, gamma), st.just(gamma)))
+rounds_played = st.lists(counts, min_size=1, max_size=20)
+
+
+def log_likelihood(alpha: float, played: Sequence[tuple[int, int]]) -> float:
+    """Of the capped geometric, round by round: alpha^n (1 - alpha) below the cap, alpha^gamma at it."""
+    return sum(math.log(alpha**n * (1 - alpha) if n < gamma else alpha**gamma) for n, gamma in played)
+
+
+def split(played: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [n for n, _ in played], [gamma for _, gamma in played]
+
+
+@given(rounds_played)
+def test_maximum_likelihood(played: list[tuple[int, int]]) -> None:
+    """The estimate is the maximum, its error the curvature there, its ends where log likelihood is z^2/2 lower."""
+    estimate = theory.alpha_from_rounds(*split(played))
+    assert estimate.low <= estimate.value <= estimate.high
+    if estimate.value in (0, 1):
+        end = estimate.high if estimate.value == 0 else estimate.low  # the likelihood at the maximum is 1
+        assert -2 * log_likelihood(end, played) == pytest.approx(Z2)
+        assert {estimate.low, estimate.high} == {estimate.value, end} and estimate.error == 0
+        return
+    top = log_likelihood(estimate.value, played)
+    assert all(log_likelihood(n / 100, played) <= top + 1e-12 for n in range(1, 100))
+    for end in (estimate.low, estimate.high):
+        assert 2 * (top - log_likelihood(end, played)) == pytest.approx(Z2)
+    step = 1e-4 * min(estimate.value, 1 - estimate.value)
+    sides = [log_likelihood(estimate.value + side, played) for side in (-step, step)]
+    assert (2 * top - sum(sides)) / step**2 == pytest.approx(estimate.error**-2, rel=1e-2)
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson(figures: tuple[int, int]) -> None:
+    """The ends are the alphas whose own standard error puts the figure z away."""
+    accepted, tested = figures
+    estimate = theory.alpha_from_counts(accepted, tested)
+    assert estimate.value == accepted / tested
+    assert estimate.error == pytest.approx(math.sqrt(estimate.value * (1 - estimate.value) / tested))
+    assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1 and estimate.low < estimate.high
+    for end in (estimate.low, estimate.high):
+        assert (estimate.value - end) ** 2 == pytest.approx(Z2 * end * (1 - end) / tested, abs=1e-12)
+
+
+def test_levels() -> None:
+    narrow, wide = theory.alpha_from_counts(70, 100, 0.5), theory.alpha_from_counts(70, 100, 0.99)
+    assert wide.low < narrow.low < 0.7 < narrow.high < wide.high
+    assert (narrow.level, wide.level) == (0.5, 0.99)
+    assert theory.alpha_from_counts(0, 10).high == pytest.approx(Z2 / (10 + Z2))
+
+
+def test_betas_say_more_than_counts() -> None:
+    """A beta carries more than its coin: the interval shrinks with the betas' spread."""
+    betas = [0.6, 0.7, 0.8, 0.7] * 25
+    estimate, coins = theory.alpha_from_betas(betas), theory.alpha_from_counts(70, 100)
+    assert estimate.value == pytest.approx(0.7)
+    assert estimate.error == pytest.approx(math.sqrt(0.005 / 99), rel=1e-9)
+    assert estimate.high - estimate.low == pytest.approx(2 * math.sqrt(Z2) * estimate.error, rel=0.01)
+    assert coins.high - coins.low > 5 * (estimate.high - estimate.low)
+    flips = theory.alpha_from_betas([1.0] * 70 + [0.0] * 30)  # greedy: beta is 0 or 1
+    assert (flips.low, flips.high) == pytest.approx((coins.low, coins.high), abs=1e-3)
+    assert (
+        theory.alpha_from_betas([1.0] * 9).low == theory.alpha_from_counts(9, 9).low < 0.75
+    )  # 9 of 9 is not certainty
+
+
+def capped(alpha: float, gamma: int) -> list[float]:
+    """P(n tokens are kept), n = 0..gamma."""
+    return [alpha**n * (1 - alpha) for n in range(gamma)] + [alpha**gamma]
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize(("gammas", "biased"), [((1, 1, 1), False), ((3, 3, 3), True), ((1, 4, 2), True)])
+def test_the_bias_of_rounds_is_downward(gammas: tuple[int, ...], biased: bool, alpha: float) -> None:
+    """By enumeration of all rounds: E(estimate) = alpha - Cov(estimate, tested) / E(tested), and none at gamma = 1."""
+    value = tested = both = 0.0
+    for kept in product(*(range(gamma + 1) for gamma in gammas)):
+        chance = math.prod(capped(alpha, gamma)[n] for n, gamma in zip(kept, gammas, strict=True))
+        size = sum(min(n + 1, gamma) for n, gamma in zip(kept, gammas, strict=True))
+        figure = theory.alpha_from_rounds(kept, gammas).value
+        value, tested, both = value + chance * figure, tested + chance * size, both + chance * figure * size
+    assert both == pytest.approx(alpha * tested)  # Wald: the numerator is right in the mean
+    assert value == pytest.approx(alpha - (both - value * tested) / tested)
+    assert (value < alpha - 1e-3) if biased else value == pytest.approx(alpha)
+
+
+def test_the_bias_is_of_order_one_over_rounds() -> None:
+    """Without a cap, accepted is negative binomial: about -alpha (1 - alpha) / rounds."""
+    alpha, rounds = 0.6, 200
+    chance, value = (1 - alpha) ** rounds, 0.0
+    for accepted in range(1500):
+        value += chance * theory.alpha_from_counts(accepted, accepted + rounds).value
+        chance *= alpha * (accepted + rounds) / (accepted + 1)
+    assert rounds * (value - alpha) == pytest.approx(-alpha * (1 - alpha), rel=0.02)
+
+
+def play(rng: random.Random, alpha: float, gamma: int) -> int:
+    """How many tokens one simulated round keeps."""
+    return next((n for n in range(gamma) if rng.random() >= alpha), gamma)
+
+
+def covered(make: Callable[[random.Random], theory.Estimate], truth: float, trials: int) -> float:
+    """How often an interval holds the truth."""
+    hits = (make(random.Random(seed)) for seed in range(trials))
+    return sum(estimate.low <= truth <= estimate.high for estimate in hits) / trials
+
+
+# Of 400 intervals that cover with chance 0.95, the share falls outside these ends with chance 0.0017 (binomial).
+FAIR = (0.915, 0.98)
+
+
+def simulated(rng: random.Random) -> tuple[list[int], list[int]]:
+    """60 rounds at alpha = 0.7 with the gammas 1..6."""
+    gammas = [1 + i % 6 for i in range(60)]
+    return [play(rng, 0.7, gamma) for gamma in gammas], gammas
+
+
+def from_counts(rng: random.Random) -> theory.Estimate:
+    accepted, gammas = simulated(rng)
+    return theory.alpha_from_counts(sum(accepted), sum(map(min, (n + 1 for n in accepted), gammas)))
+
+
+def from_drafted(rng: random.Random) -> theory.Estimate:
+    accepted, gammas = simulated(rng)
+    return theory.alpha_from_counts(sum(accepted), sum(gammas))
+
+
+def from_betas(rng: random.Random) -> theory.Estimate:
+    return theory.alpha_from_betas([rng.betavariate(1.4, 0.6) for _ in range(80)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda rng: theory.alpha_from_rounds(*simulated(rng)), from_counts, from_betas],
+    ids=["rounds", "counts", "betas"],
+)
+def test_intervals_cover(make: Callable[[random.Random], theory.Estimate]) -> None:
+    assert FAIR[0] <= covered(make, 0.7, 400) <= FAIR[1]
+
+
+def test_accepted_over_drafted_is_not_alpha() -> None:
+    """The control: tokens after a refusal count as failures, and no interval finds alpha any more."""
+    assert covered(from_drafted, 0.7, 100) < 0.2
+    accepted, gammas = simulated(random.Random(1))
+    assert sum(accepted) / sum(gammas) < theory.alpha_from_rounds(accepted, gammas).low
+
+
+def requests(rng: random.Random) -> list[tuple[float, float]]:
+    """(accepted, tested) of 40 texts of 8 rounds, gamma = 4; each text is easy or hard."""
+    found = []
+    for _ in range(40):
+        alpha = rng.choice((0.3, 0.9))
+        kept = [play(rng, alpha, 4) for _ in range(8)]
+        found.append((sum(kept), sum(min(n + 1, 4) for n in kept)))
+    return found
+
+
+def test_dependent_rounds_need_the_bootstrap() -> None:
+    """Rounds of one text are alike: whole texts drawn anew cover, Wilson's interval on pooled counts does not.
+
+    Of 200 intervals that cover with chance 0.925 (40 texts are few), fewer than 0.865 do with chance 0.001.
+    """
+    accepted = sum(theory.tokens_per_round(alpha, 4) - 1 for alpha in (0.3, 0.9))
+    truth = accepted / sum(theory.tokens_per_round(alpha, 3) for alpha in (0.3, 0.9))
+    assert 0.865 <= covered(lambda rng: theory.bootstrap_ratio(requests(rng), replicates=200), truth, 200) <= 0.99
+
+    def naive(rng: random.Random) -> theory.Estimate:
+        pooled = requests(rng)
+        return theory.alpha_from_counts(int(sum(a for a, _ in pooled)), int(sum(t for _, t in pooled)))
+
+    assert covered(naive, truth, 200) < 0.8
+
+
+def test_bootstrap() -> None:
+    units = requests(random.Random(7))
+    estimate = theory.bootstrap_ratio(units)
+    ratio, size = sum(a for a, _ in units) / sum(t for _, t in units), sum(t for _, t in units)
+    assert estimate.value == ratio  # pooled, not the mean of ratios
+    delta = math.sqrt(sum((a - ratio * t) ** 2 for a, t in units)) / size  # the delta method
+    assert estimate.error == pytest.approx(delta, rel=0.15)
+    assert estimate.low < ratio < estimate.high
+    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * delta, rel=0.2)
+    assert theory.bootstrap_ratio(units) == estimate != theory.bootstrap_ratio(units, seed=1)
+    mirrored = theory.bootstrap_ratio([(t - a, t) for a, t in units])
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((estimate.low, estimate.high))
+    half = theory.bootstrap_ratio(units, level=0.5)
+    assert half.high - half.low == pytest.approx(2 * 0.6745 * delta, rel=0.2)
+    assert theory.bootstrap_ratio([(1, 2)] * 2, replicates=100) == theory.Estimate(0.5, 0, 0.5, 0.5, 0.95)
+
+
+def test_tested_positions_miss_the_easy_ones() -> None:
+    """Acceptance in runs: positions after a full acceptance go untested, and those are the easy ones."""
+    rng, easy, position, tested, everything = random.Random(3), True, 0, [], []
+    for _ in range(60_000):  # one position of the text each; `position` counts within a round of gamma = 2
+        easy = easy if rng.random() < 0.9 else not easy
+        beta = 0.95 if easy else 0.2
+        everything.append(beta)
+        if position < 2:
+            tested.append(beta)
+            position = position + 1 if rng.random() < beta else 0
+        else:
+            position = 0  # the bonus
+    whole = theory.alpha_from_betas(everything)
+    assert whole.value == pytest.approx(0.575, abs=0.02)  # five standard errors of a chain with runs of ten
+    assert theory.alpha_from_betas(tested).value < whole.value - 0.05
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: theory.beta((0.5, 0.5), (1,)), "p has 2 entries and q 1"),
+    (lambda: theory.beta((), ()), "p is no law"),
+    (lambda: theory.distance((0.5, 0.4), (1, 0)), "p is no law.* not 0.9"),
+    (lambda: theory.distance((1, 0), (1.5, -0.5)), "q is no law"),
+    (lambda: theory.beta((math.nan, 1), (1, 0)), "p is no law"),
+    (lambda: theory.beta((math.inf, 1), (1, 0)), "p is no law"),
+    (lambda: theory.rejection_constant((0.2, 0.2), (1, 0)), "p is no law"),
+    (lambda: theory.lenient_beta((1, 0), (1, 0), 0), "lenience=0 "),
+    (lambda: theory.lenient_beta((1, 0), (1, 0), 1.01), "lenience=1.01"),
+    (lambda: theory.lenient_greedy_beta((1, 0), (1, 0), math.nan), "lenience=nan"),
+    (lambda: theory.tokens_per_round(1.2, 3), "alpha=1.2 .*between 0 and 1"),
+    (lambda: theory.tokens_per_round(math.nan, 3), "alpha=nan"),
+    (lambda: theory.tokens_per_round(0.5, -1), "gamma=-1 .*whole number"),
+    (lambda: theory.tokens_per_round(0.5, 1.5), "gamma=1.5"),
+    (lambda: theory.tokens_per_round(0.5, math.nan), "gamma=nan"),
+    (lambda: theory.survival([0.5, -0.1]), "beta=-0.1"),
+    (lambda: theory.token_survival([-1]), r"p\(x\)/q\(x\)=-1"),
+    (lambda: theory.block_survival([math.inf]), r"p\(x\)/q\(x\)=inf"),
+    (lambda: theory.expected_tokens([1.1]), "chance=1.1"),
+    (lambda: theory.round_cost(-1, 0.1), "gamma=-1"),
+    (lambda: theory.round_cost(2, -0.1), "c=-0.1 .*0 or more"),
+    (lambda: theory.round_cost(2, math.inf), "c=inf"),
+    (lambda: theory.round_cost(2, 0.1, lambda rows: 0.0), r"verify\(3\)=0.0"),
+    (lambda: theory.round_cost(2, 0.1, lambda rows: math.nan), r"verify\(3\)=nan"),
+    (lambda: theory.walltime_factor(0.5, 2, -1), "c=-1"),
+    (lambda: theory.walltime_factor(0.5, math.inf, 0), "gamma=inf"),  # type: ignore[arg-type]
+    (lambda: theory.operations_factor(0.5, 2, -1), "c_hat=-1"),
+    (lambda: theory.operations_factor(0.5, math.inf, 0), "gamma=inf"),  # type: ignore[arg-type]
+    (lambda: theory.reads_factor(0.5, 2, math.nan), "draft_reads=nan"),
+    (lambda: theory.can_help(-0.5, 0.1), "alpha=-0.5"),
+    (lambda: theory.guaranteed_factor(0.5, -0.1), "c=-0.1"),
+    (lambda: theory.best_gamma(2, 0.1), "alpha=2 "),
+    (lambda: theory.best_gamma(0.5, 0.1, -3), "limit=-3"),
+    (lambda: theory.best_gamma(0.5, -0.1, 0), "c=-0.1"),
+    (lambda: theory.best_gamma_by_position([0.5, 2], 0.1), "chance=2"),
+    (lambda: theory.oracle_factor(0.5, -0.1), "c=-0.1"),
+    (lambda: theory.oracle_gain(1.5, 0.1), "alpha=1.5"),
+    (lambda: theory.alpha_from_betas([0.5]), "1 betas were given"),
+    (lambda: theory.alpha_from_betas([0.5, 1.5]), "beta=1.5"),
+    (lambda: theory.alpha_from_betas([0.5, 0.6], 1), "level=1 "),
+    (lambda: theory.alpha_from_counts(3, 2), "3 accepted of 2 tested"),
+    (lambda: theory.alpha_from_counts(0, 0), "0 accepted of 0 tested"),
+    (lambda: theory.alpha_from_counts(-1, 2), "-1 accepted"),
+    (lambda: theory.alpha_from_counts(1, 2, 0), "level=0 "),
+    (lambda: theory.alpha_from_rounds([1, 2], [3]), "2 rounds and 1 gammas"),
+    (lambda: theory.alpha_from_rounds([4], [3]), "4 accepted of gamma=3"),
+    (lambda: theory.alpha_from_rounds([0, 0], [0, 0]), "2 rounds without a tested token"),
+    (lambda: theory.bootstrap_ratio([(1, 2)]), "1 units"),
+    (lambda: theory.bootstrap_ratio([(1, 2), (1, 2)], replicates=99), "99 replicates"),
+    (lambda: theory.bootstrap_ratio([(1, 2), (0, 0)]), "positive denominator"),
+    (lambda: theory.bootstrap_ratio([(1, 2), (math.nan, 1)]), "positive denominator"),
+    (lambda: theory.bootstrap_ratio([(1, 2), (1, 2)], level=95), "level=95"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^.*{message}") as caught:
+        call()
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_a_float32_softmax_is_a_law() -> None:
+    """Rounding of a large vocabulary is no mistake of the caller's, and beta stays a chance."""
+    law = [(1 + 2e-6) / 1000] * 1000
+    assert theory.beta(law, law) == 1
+    assert theory.expected_tokens([theory.beta(law, law)]) == 2
+    assert theory.distance((1 + 2e-6, 0), (0, 1 + 2e-6)) == 1
+    assert theory.lenient_greedy_beta(law, law, 1) == 1
+    assert theory.rejection_acceptance((1 - 2e-6,), (1 + 2e-6,)) == 1
