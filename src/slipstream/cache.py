@@ -92,6 +92,11 @@ class RowCache:
         return self.lengths[self._first : self._stop]
 
     @property
+    def last_sees_all(self) -> bool:
+        """Whether every row of this pass ends at its last slot, so that a single new token may look at all slots."""
+        return len(set(self._lengths)) == 1 and self.end == self.past + self._count
+
+    @property
     def past(self) -> int:
         """The longest row of this pass, before it."""
         return max(self._lengths, default=0)

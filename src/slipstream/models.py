@@ -155,10 +155,10 @@ class CausalScorer:
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, slots: Tensor, keep: int, tree: Tree | None = None) -> Tensor:
         slots = slots.to(self.device)
-        sight = Sight.chain(slots, self._rows.end) if tree is None else Sight.tree(slots, self._rows.end, tree)
+        sight = self._sight(slots, tree)
         masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self._kinds.items()}
         positions = sight.own
-        if self.context:  # padding may stand beyond the last learned position
+        if self.context and self._rows.end > self.context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=self.context - 1)
         out = self.model(
             input_ids=tokens,
@@ -170,21 +170,34 @@ class CausalScorer:
         )
         return out.logits.to(self.device)
 
+    def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
+        if tree is not None:
+            return Sight.tree(slots, self._rows.end, tree)
+        if slots.shape[1] == 1 and self._rows.last_sees_all and not any(map(any, self._kinds.values())):
+            return Sight.everything(slots, self._rows.end)  # a drafting step: nothing to compare
+        return Sight.chain(slots, self._rows.end)
+
 
 @dataclass(frozen=True)
 class Sight:
     """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
-    in the cache, and `allowed` (rows, n, slots), before any window."""
+    in the cache, and `allowed` (rows, n, slots), before any window; None allows all `end` slots."""
 
     own: Tensor
     others: Tensor
-    allowed: Tensor
+    allowed: Tensor | None
+    end: int
+
+    @staticmethod
+    def everything(slots: Tensor, end: int) -> Sight:
+        """One token per row that sees all there is; without windows, the positions of the others do not matter."""
+        return Sight(slots, slots, None, end)
 
     @staticmethod
     def chain(slots: Tensor, end: int) -> Sight:
         """Every token sees the slots up to its own; slot and position are the same."""
         others = torch.arange(end, device=slots.device)[None]
-        return Sight(slots, others, others[:, None] <= slots[:, :, None])
+        return Sight(slots, others, others[:, None] <= slots[:, :, None], end)
 
     @staticmethod
     def tree(slots: Tensor, end: int, tree: Tree) -> Sight:
@@ -196,16 +209,18 @@ class Sight:
         others = torch.where(places < 0, places + base, base + depths[inside])
         line = seen[:, inside].transpose(0, 1) & (places < depths.shape[0])[:, None]
         own = base + depths[depths.shape[0] - seen.shape[0] :]
-        return Sight(own, others, (places < 0)[:, None] | line)
+        return Sight(own, others, (places < 0)[:, None] | line, end)
 
     def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
         """The additive mask (rows, 1, n, slots) of a layer, within its window."""
+        blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)
+        if self.allowed is None:
+            return blank.unsqueeze(1)
         own, others, seen = self.own[:, :, None], self.others[:, None], self.allowed
         if window:
             seen = seen & (others > own - window)
         if chunk:
             seen = seen & (others // chunk == own // chunk)
-        blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
 
