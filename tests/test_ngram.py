@@ -223,6 +223,16 @@ def test_online_counts_are_those_of_the_definition(
     assert model_law(model, text, online) == pytest.approx(want.law(text), abs=FLOAT)
 
 
+def test_a_short_text_knows_what_others_taught() -> None:
+    model, online, want = NgramModel.fit([[0, 1]], 3, 4), OnlineCounts(3, 4), Reference([[0, 1]], 3, 4)
+    other = [3, 0, 2, 1, 0, 2]
+    online.add(other, 4)
+    want.learned = [(tuple(other[:i]), other[i]) for i in range(2, 6)]
+    for text in ([], [2], [0, 2], [1, 0], [3, 3, 0]):
+        assert model_law(model, text, online) == pytest.approx(want.law(text), abs=FLOAT)
+    assert max(map(len, online._counts)) == 2  # no context that nobody asks for
+
+
 def test_the_reference_would_notice() -> None:
     """The comparison tells plain counts from Kneser-Ney's, and other discounts from the right ones."""
     sequences = some_texts(3)
@@ -378,7 +388,7 @@ DAMAGES: dict[str, tuple[Callable[[Arrays, About], None], str]] = {
     "another order": (_says("order", "4"), "lacks '4.starts'"),
     "a lower order": (_says("order", "2"), "order or vocabulary is not the one it names"),
     "no order": (lambda arrays, about: (about.pop("order"), None)[1], "lacks 'order'"),
-    "an order that is no number": (_says("order", "many"), "damaged"),
+    "an order that is no number": (_says("order", "many"), "is no number"),
     "another vocabulary": (_says("vocab", "7"), "vocabulary is not the one it names"),
     "no unigrams": (_without("1.unigram"), "lacks '1.unigram'"),
     "no index": (_without("2.starts"), "lacks '2.starts'"),

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream import theory
@@ -507,6 +507,8 @@ def split(played: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 @given(rounds_played)
+@example([(1, 1)] + [(0, 1)] * 200)
+@example([(0, 1)] + [(5, 6)] * 100)
 def test_maximum_likelihood(played: list[tuple[int, int]]) -> None:
     """The estimate is the maximum, its error the curvature there, its ends where log likelihood is z^2/2 lower."""
     estimate = theory.alpha_from_rounds(*split(played))
@@ -587,6 +589,14 @@ def test_the_bias_is_of_order_one_over_rounds() -> None:
         value += chance * theory.alpha_from_counts(accepted, accepted + rounds).value
         chance *= alpha * (accepted + rounds) / (accepted + 1)
     assert rounds * (value - alpha) == pytest.approx(-alpha * (1 - alpha), rel=0.02)
+
+
+def test_rounds_that_eos_cuts() -> None:
+    """alpha = 1/2, gamma = 3, an accepted token is EOS with chance 1/2: all 64 equally likely rounds."""
+    refused, cut, full = [0] * 32 + [1] * 8 + [2] * 2, [1] * 16 + [2] * 4 + [3], [3]
+    kept = refused + cut + full
+    assert theory.alpha_from_rounds(kept, [3] * 42 + cut + [3]).value == 0.5
+    assert theory.alpha_from_rounds(kept, [3] * 64).value == 42 / 104  # the control: a cut is no refusal
 
 
 def play(rng: random.Random, alpha: float, gamma: int) -> int:
@@ -680,7 +690,7 @@ def test_bootstrap() -> None:
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((estimate.low, estimate.high))
     half = theory.bootstrap_ratio(units, level=0.5)
     assert half.high - half.low == pytest.approx(2 * 0.6745 * delta, rel=0.2)
-    assert theory.bootstrap_ratio([(1, 2)] * 2, replicates=100) == theory.Estimate(0.5, 0, 0.5, 0.5, 0.95)
+    assert theory.bootstrap_ratio([(0.25, 0.5)] * 2, replicates=100) == theory.Estimate(0.5, 0, 0.5, 0.5, 0.95)
 
 
 def test_tested_positions_miss_the_easy_ones() -> None:
@@ -707,6 +717,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.beta((), ()), "p is no law"),
     (lambda: theory.distance((0.5, 0.4), (1, 0)), "p is no law.* not 0.9"),
     (lambda: theory.distance((1, 0), (1.5, -0.5)), "q is no law"),
+    (lambda: theory.beta((0.5, 0.501), (1, 0)), "p is no law.* not 1.001"),
     (lambda: theory.beta((math.nan, 1), (1, 0)), "p is no law"),
     (lambda: theory.beta((math.inf, 1), (1, 0)), "p is no law"),
     (lambda: theory.rejection_constant((0.2, 0.2), (1, 0)), "p is no law"),
@@ -727,6 +738,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.round_cost(2, math.inf), "c=inf"),
     (lambda: theory.round_cost(2, 0.1, lambda rows: 0.0), r"verify\(3\)=0.0"),
     (lambda: theory.round_cost(2, 0.1, lambda rows: math.nan), r"verify\(3\)=nan"),
+    (lambda: theory.round_cost(2, 0.1, lambda rows: math.inf), r"verify\(3\)=inf"),
     (lambda: theory.walltime_factor(0.5, 2, -1), "c=-1"),
     (lambda: theory.walltime_factor(0.5, math.inf, 0), "gamma=inf"),  # type: ignore[arg-type]
     (lambda: theory.operations_factor(0.5, 2, -1), "c_hat=-1"),
@@ -754,6 +766,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.bootstrap_ratio([(1, 2), (1, 2)], replicates=99), "99 replicates"),
     (lambda: theory.bootstrap_ratio([(1, 2), (0, 0)]), "positive denominator"),
     (lambda: theory.bootstrap_ratio([(1, 2), (math.nan, 1)]), "positive denominator"),
+    (lambda: theory.bootstrap_ratio([(1, 2), (1, math.inf)]), "positive denominator"),
     (lambda: theory.bootstrap_ratio([(1, 2), (1, 2)], level=95), "level=95"),
 ]
 

@@ -277,10 +277,10 @@ def alpha_from_counts(accepted: int, tested: int, level: float = 0.95) -> Estima
     """accepted / TESTED tokens with Wilson's interval; drafted tokens after a refusal were not tested.
 
     Unbiased for a fixed number of tests; over rounds biased as `alpha_from_rounds`. accepted / DRAFTED would estimate
-    (E(tokens) - 1) / gamma, below alpha. Raises ValueError unless 0 <= accepted <= tested and tested >= 1.
+    (E(tokens) - 1) / gamma, below alpha if gamma > 1. Raises ValueError unless 0 <= accepted <= tested and tested >= 1.
     """
     if not 0 <= accepted <= tested or tested < 1:
-        raise ValueError(f"{accepted} accepted of {tested} tested is not possible: at least 1 must be tested.")
+        raise ValueError(f"{accepted} accepted of {tested} tested: tested must be at least 1, accepted from 0 to that.")
     value = accepted / tested
     return Estimate(value, math.sqrt(value * (1 - value) / tested), *_wilson(value, tested, level), level)
 
@@ -291,8 +291,8 @@ def alpha_from_rounds(accepted: Sequence[int], gammas: Sequence[int], level: flo
     A round adds n log(alpha), and log(1 - alpha) if n < gamma, so the maximum is accepted / (accepted + refused). Error
     from Fisher's information tested / (alpha (1 - alpha)), interval by likelihood ratio. Unbiased if every gamma is 1,
     otherwise short by Cov(estimate, tested) / E(tested): about alpha (1 - alpha) / rounds for large gamma. Assumes
-    i.i.d. betas, else use `bootstrap_ratio`. A round cut by EOS counts with gamma = accepted. Raises ValueError for
-    unequal lengths, a round outside 0 <= accepted <= gamma, or if nothing was tested.
+    i.i.d. betas, else use `bootstrap_ratio`. A round cut by an accepted EOS counts with gamma = accepted. Raises
+    ValueError for unequal lengths, a round outside 0 <= accepted <= gamma, or if nothing was tested.
     """
     if len(accepted) != len(gammas):
         raise ValueError(f"{len(accepted)} rounds and {len(gammas)} gammas were given: give one per round.")

@@ -1,8 +1,8 @@
 """Draft by an n-gram model: table lookup with a full law q, so that c is about 0 (section 3.6 of the paper).
 
-The tables are smoothed by interpolated modified Kneser-Ney (Chen and Goodman 1998, section 3), the best of the
-count-based smoothings at every corpus size: its lower orders count in how many contexts a token appears, not how
-often. Counts learned while decoding are smoothed by Witten-Bell instead, which needs no counts of counts, so that
+The tables are smoothed by interpolated modified Kneser-Ney (Chen and Goodman 1998, section 3), which predicts best
+in their comparison and in ours with Witten-Bell: its lower orders count in how many contexts a token appears, not
+how often. Counts learned while decoding are smoothed by Witten-Bell instead, which needs no counts of counts, so that
 adding a token changes the law at once and in constant time.
 """
 
@@ -192,8 +192,10 @@ def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.Pa
         order, vocab = int(about["order"]), int(about["vocab"])
         tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in range(2, order + 1)]
         model = NgramModel(arrays.pop("1.unigram"), tuple(tables))
-    except (KeyError, ValueError) as error:
+    except KeyError as error:
         raise ValueError(f"{path} is damaged (it lacks {error}): build it again.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged (its order or vocabulary is no number): build it again.") from error
     contexts = [vocab + 1, *(len(table.tokens) for table in tables)]
     faults = [table.fault(count) for table, count in zip(tables, contexts, strict=False)]
     if order not in ORDERS or vocab != model.vocab or arrays:
