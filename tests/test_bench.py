@@ -14,12 +14,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from typer.testing import CliRunner, Result
 
-from slipstream import Engine, bench, load
+from slipstream import Engine, acceptance, bench, load
 from slipstream import engine as engine_room
 from slipstream.bench import ASSISTED, GENERATE, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
 from slipstream.cli import app as cli
 from slipstream.decoding import Decoder
 from slipstream.drafters.model import ModelDrafter
+from slipstream.laws import Law
+from slipstream.records import Key
+from slipstream.rules import Rule
+from slipstream.sampling import draw
 from slipstream.stats import Stats
 from toys import FAMILIES, HF_VOCAB, PAIRS, scorer, tiny
 
@@ -225,6 +229,22 @@ def test_sampling_changes_with_the_repetition_and_leaves_the_users_random_state(
     assert set(outputs) == {PLAIN, SPECULATIVE, GENERATE}
     for tokens in outputs.values():
         assert tokens[1] != tokens[2]
+
+
+def test_ours_decode_by_the_rule_of_the_engine() -> None:
+    engine, drawn = pair(), list[str]()
+
+    def seam(law: Law, key: Key) -> torch.Tensor:
+        drawn.append(key.purpose)
+        return draw(law, key)
+
+    engine.rule = Rule("ours", acceptance.match, seam)
+    plain, speculative, *_ = bench.line_up(engine, SMALL)
+    for each in (plain, speculative):
+        drawn.clear()
+        bench.timed(each, task(temperature=1.0))
+        assert "next" in drawn and "accept" not in drawn  # `match` tosses no coins
+    assert bench.environment(engine)["rule"] == "ours"
 
 
 def test_who_can_take_part() -> None:

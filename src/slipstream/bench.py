@@ -76,9 +76,8 @@ class Settings:
                 raise ValueError(f"{name}={given} cannot be measured: use {allowed} or more.")
 
 
-FULL = Settings()
-QUICK = Settings(gammas=(5,), batches=(1,), max_new_tokens=48, repetitions=3)
-"""A minute or two with the embedded pair on two cores."""
+FULL, QUICK = Settings(), Settings(gammas=(5,), batches=(1,), max_new_tokens=48, repetitions=3)
+"""The default, and what takes a minute or two with the embedded pair on two cores."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ def _check(decoder: Decoder, texts: Sequence[Sequence[int]], settings: Settings)
 
 def line_up(engine: Engine, settings: Settings) -> list[Contender]:
     """Ours, plain and speculative, and those of transformers that can run with the engine's models."""
-    decoder, gammas = engine.decoder, settings.gammas
+    decoder, gammas = replace(engine.decoder, verifier=engine.rule.verify, seam=engine.rule.seam), settings.gammas
     contenders = [ours(PLAIN, replace(decoder, drafter=NoDraft(), controller=Fixed(0)))]
     if not isinstance(decoder.drafter, NoDraft):
         contenders += [ours(SPECULATIVE, replace(decoder, controller=Fixed(gamma)), gamma) for gamma in gammas]
@@ -382,6 +381,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "load_average": [*os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "rule": engine.rule.name,
         **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         **{role: _model(scorer) for role, scorer in zip(("target", "draft"), scorers, strict=False)},
     }

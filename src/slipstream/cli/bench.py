@@ -127,7 +127,8 @@ def _show(report: Report, screen: Console) -> None:
     facts = report.environment
     place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-    screen.print(f"\n{LEGEND}\n{place}; {facts['target'].get('dtype')}; {versions}", style="dim")
+    what = f"{facts['rule']} verification, {facts['target'].get('dtype')}"
+    screen.print(f"\n{LEGEND}\n{place}; {what}; {versions}", style="dim")
     load = (facts["load_average"] or [0])[0] / (facts["cores"] or 1)
     if load > 0.5:
         screen.print(f"The machine was busy before (load {load:.1f} per core): the figures mean little.", style="bold")
