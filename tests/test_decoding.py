@@ -521,7 +521,7 @@ def test_the_controller_sees_every_round_and_its_gamma_is_obeyed() -> None:
     drafter = Scripted(right)
     decoder = Decoder(TableScorer(counting, V), drafter, controller=Cycle((3, 0, 1)), batch_size=2)
     generate(decoder, [request([1], 20, GREEDY), request([4], 20, GREEDY)])
-    assert [round.gamma for round in drafter.observed[:5]] == [3, 0, 1, 3, 0]
+    assert [round.gammas[0] for round in drafter.observed[:5]] == [3, 0, 1, 3, 0]
     assert [round.draft.lengths for round in drafter.observed[:3]] == [(3, 3), (0, 0), (1, 1)]
     assert drafter.asked[:3] == [[3, 3], [0, 0], [1, 1]]
 

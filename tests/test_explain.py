@@ -51,7 +51,7 @@ class Play:
             verdict=Verdict(torch.tensor([accepted]), Law(tokens=torch.zeros(1, 1).long()), torch.zeros(1, len(draft))),
             tokens=(emitted,),
             accepted=(accepted,),
-            gamma=len(draft),
+            gammas=(len(draft),),
             seconds={},
         )
 
@@ -209,7 +209,7 @@ def test_several_texts_have_sections_and_a_total() -> None:
         verdict=first.verdict,
         tokens=(first.tokens[0], second.tokens[0]),
         accepted=(1, 0),
-        gamma=1,
+        gammas=(1, 1),
         seconds={},
     )
     text = shown([both], names=["prompt 1", "prompt 2"])

@@ -202,15 +202,20 @@ def row(text: Sequence[int], prompt_length: int | None = None, sampler: Sampler 
 class Cycle:
     """A controller that runs through a list of gammas."""
 
-    gammas: tuple[int, ...]
+    sequence: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        """The greatest of the list."""
+        return max(self.sequence)
 
     def init(self) -> int:
         """The place in the list."""
         return 0
 
-    def gamma(self, state: int) -> int:
-        """The gamma of that place."""
-        return self.gammas[state % len(self.gammas)]
+    def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
+        """The gamma of that place, for every row."""
+        return [self.sequence[state % len(self.sequence)]] * len(rows)
 
     def update(self, state: int, round: Round) -> int:
         """The next place."""

@@ -74,7 +74,7 @@ def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
         state = decoder.controller.init()
         try:
             while _admit(decoder, waiting, running):
-                round = play_round(decoder, running, decoder.controller.gamma(state))
+                round = play_round(decoder, running, decoder.controller.gammas(state, running))
                 state = decoder.controller.update(state, round)
                 _dismiss(decoder, running)
                 yield round
@@ -83,11 +83,12 @@ def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
 
 
 @torch.inference_mode()
-def play_round(decoder: Decoder, running: Sequence[Row], gamma: int) -> Round:
+def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) -> Round:
     """One round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
     watch = Stopwatch()
     target, context = decoder.target, Context(tuple(running), decoder.seam)
-    draft = decoder.drafter.propose(context, [_room(target, row, gamma) for row in running]).to(target.device)
+    possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
+    draft = decoder.drafter.propose(context, possible).to(target.device)
     watch.lap("draft")
     pending = torch.tensor([row.tokens[-1:] for row in running], device=target.device)
     counts = [1 + length for length in draft.lengths]
@@ -101,7 +102,7 @@ def play_round(decoder: Decoder, running: Sequence[Row], gamma: int) -> Round:
         target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
     tokens, accepted = _commit(running, draft, verdict, following)
     target.rollback([len(row.tokens) - 1 for row in running])
-    round = Round(context.rows, draft, verdict, tokens, accepted, gamma, watch.laps)
+    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(gammas), watch.laps)
     decoder.drafter.observe(round)
     watch.lap("rest")
     _count(round)

@@ -169,8 +169,7 @@ class Engine:
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
         """One shape for the whole call, the same with `plain` as without."""
-        controller = self.decoder.controller
-        width = 1 + (controller.gamma(controller.init()) if asked.gamma is None else asked.gamma)
+        width = 1 + (self.decoder.controller.most if asked.gamma is None else asked.gamma)
         longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 

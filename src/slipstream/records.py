@@ -277,7 +277,8 @@ class Round:
     """One draft and its verification: the record that streams, statistics, benchmarks and controllers read.
 
     `tokens[r]` were emitted for `rows[r]` after all cuts; `accepted[r]` of them came from the draft, and one more,
-    unless a cut came before it, from the target. `seconds` has the phases `draft`, `target`, `accept` (laws,
+    unless a cut came before it, from the target. `gammas` are what the controller asked for; the room that is left and
+    the drafter may have made `draft.lengths` of it. `seconds` has the phases `draft`, `target`, `accept` (laws,
     verification and draws) and `rest`.
     """
 
@@ -286,7 +287,7 @@ class Round:
     verdict: Verdict
     tokens: tuple[tuple[int, ...], ...]
     accepted: tuple[int, ...]
-    gamma: int
+    gammas: tuple[int, ...]
     seconds: dict[str, float]
 
     def source(self, row: int, position: int) -> str:
@@ -375,10 +376,17 @@ Verifier = Callable[[Law, Draft, Callable[..., Tensor]], Verdict]
 
 
 class Controller(Protocol):
-    """Chooses gamma. Settings are immutable, the evolving state is passed in and out."""
+    """Chooses gamma per row, before anything is drafted: so any choice is exact. The state goes in and out."""
+
+    @property
+    def most(self) -> int:
+        """The greatest gamma it may ever choose."""
+        ...
 
     def init(self) -> Any: ...
 
-    def gamma(self, state: Any) -> int: ...
+    def gammas(self, state: Any, rows: Sequence[Row]) -> Sequence[int]:
+        """How many tokens to draft for each row of the next round; 0 is a plain step."""
+        ...
 
     def update(self, state: Any, round: Round) -> Any: ...

@@ -57,8 +57,8 @@ class Case:
 
     @property
     def gamma(self) -> int:
-        """Tokens drafted per round, at first."""
-        return self.decoder.controller.gamma(self.decoder.controller.init())
+        """Tokens drafted per round, at most."""
+        return self.decoder.controller.most
 
     def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:
         """So many requests, the prompts in turn (default: each once), no two alike."""
