@@ -46,6 +46,8 @@ LEVELS: dict[str, float] = {
     "models": 2,
     "decoding": 2,
     "drafters.*": 3,
+    "exits": 3.2,
+    "teach": 3.2,
     "beam": 3,
     "distill": 3,
     "engine": 4,

@@ -1,0 +1,65 @@
+"""Train parallel heads for the embedded target, on the same text as the embedded pair.
+
+    python recipes/heads.py --out build/heads --steps 600
+
+Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules kept for measuring.
+An interrupted run continues where it stopped when the same command is given again. The heads stay outside the
+repository; `slipstream generate --draft heads:build/heads` uses them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from pair import corpus
+
+from slipstream.drafters.heads import FILE, read
+from slipstream.models import EMBEDDED, load_model, load_tokenizer
+from slipstream.teach import Lesson, Teacher
+
+
+def main() -> int:
+    """Train, or go on training, and print what the heads are worth on the end of the text."""
+    args = _arguments()
+    library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
+    stream = corpus.Stream(library.train, tokenizer)
+    lesson = Lesson(args.heads, args.inner, not args.blind, args.steps, rate=args.rate, bfloat16=args.bfloat16)
+    model = load_model(EMBEDDED / "target", "float32")
+    teacher = Teacher(model, "slipstream embedded target", stream.tokens, args.out, lesson)
+    print(f"{len(library.train)} files, {len(stream.tokens):,} tokens, {torch.get_num_threads()} threads", flush=True)
+    began, first = time.perf_counter(), teacher.step
+
+    def watch(step: int, loss: float) -> None:
+        if step % 20 == 0 or step == lesson.steps:
+            pace = (step - first) * lesson.rows * lesson.length / (time.perf_counter() - began)
+            print(f"step {step}/{lesson.steps}  loss {loss:.3f}  {pace:.0f} tokens/s", flush=True)
+
+    try:
+        teacher.teach(watch)
+    except KeyboardInterrupt:
+        print(f"stopped at step {teacher.step}; the same command goes on from there")
+        return 130
+    print(json.dumps(json.loads(read(args.out / FILE)[1]["report"])["alpha"]))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the heads go")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--inner", type=int, default=0, help="hidden units of a head; 0: as a layer of the target")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument(
+        "--blind", action="store_true", help="heads that do not see the pending token, as in Stern et al."
+    )
+    parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+"""Parallel heads: several next tokens from one hidden state of the target, in one call (blockwise parallel decoding).
+
+As in Stern, Shazeer and Uszkoreit (arXiv 1811.03115): beside the target's own head, k more outputs come from one
+feed-forward layer with a residual connection, and share the target's projection to the vocabulary. Verification of one
+round and prediction of the next share one pass: the state is the one behind the last token that this pass kept.
+
+The token drawn there is pending: the state led to it, but does not know it when sampling. So its embedding goes in
+beside the state (as in Hydra, arXiv 2402.05109) unless the heads are made without. A head's law does not depend on
+the tokens drafted before, which is no loss of exactness: it is the law its token was really sampled from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.laws import Law
+from slipstream.models import CausalScorer
+from slipstream.records import Context, Draft, Round, Row, Texts
+
+FILE = "heads.safetensors"
+FORMAT = "slipstream heads 1"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`heads` outputs for hidden states of size `width`, each with `inner` hidden units; `pending`: the next token is
+    known to them. `target` is the name of the model they were trained on."""
+
+    heads: int
+    width: int
+    inner: int
+    pending: bool = True
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "width", "inner"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
+
+
+class ParallelHeads(nn.Module):
+    """Hidden states (n, width) and the embeddings of the next tokens -> states (n, heads, width), one per head.
+
+    The matrices are per head (block-diagonal in the paper's one layer), so that a head costs the same however many
+    there are. Untrained, every head is the target's own.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.up = nn.Linear(sizes.width * (1 + sizes.pending), sizes.heads * sizes.inner)
+        self.down = nn.Parameter(torch.zeros(sizes.heads, sizes.inner, sizes.width))
+
+    def forward(self, hidden: Tensor, following: Tensor) -> Tensor:
+        width = (self.sizes.width,)
+        parts = [hidden, following] if self.sizes.pending else [hidden]
+        seen = torch.cat([functional.rms_norm(part, width) for part in parts], -1)
+        inner = functional.relu(self.up(seen)).unflatten(-1, (self.sizes.heads, self.sizes.inner))
+        return hidden.unsqueeze(-2) + torch.einsum("...ki,kiw->...kw", inner, self.down)
+
+    def save(self, folder: str | Path, report: dict[str, Any] | None = None) -> Path:
+        """Write the file of the heads whole or not at all; `report` goes with it, for whoever reads it later."""
+        weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
+        notes = {"format": FORMAT, "sizes": json.dumps(asdict(self.sizes)), "report": json.dumps(report or {})}
+        return write(Path(folder) / FILE, weights, notes)
+
+    @staticmethod
+    def load(folder: str | Path) -> ParallelHeads:
+        """The heads in a folder, in float32. Raises ValueError in one sentence if there are none."""
+        weights, notes = read(Path(folder) / FILE)
+        if notes.get("format") != FORMAT:
+            raise ValueError(
+                f"{Path(folder) / FILE} holds no parallel heads: train some with `slipstream heads train`."
+            )
+        heads = ParallelHeads(Sizes(**json.loads(notes["sizes"])))
+        try:
+            heads.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{Path(folder) / FILE} does not hold what its header says: train the heads again."
+            ) from error
+        return heads.eval()
+
+
+def write(file: Path, weights: dict[str, Tensor], notes: dict[str, str]) -> Path:
+    """Beside the old file, then in its place: a kill never leaves half a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    try:
+        save_file(weights, partial, notes)
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return file
+
+
+def read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights and notes. Raises ValueError if the file is missing or damaged."""
+    if not file.is_file():
+        raise ValueError(f"there is no {file}: train heads with `slipstream heads train`.")
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+class Tap:
+    """Keeps what last went into a model's head: the hidden states (rows, n, width) of its last pass.
+
+    It hooks into the head, whose input the other hidden states of a pass never are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._box: dict[str, Tensor] = {}
+        box = self._box
+        handle = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: box.update(last=given[0]))
+        weakref.finalize(self, handle.remove)
+
+    @property
+    def hidden(self) -> Tensor:
+        """Of the last pass."""
+        assert "last" in self._box, "the model has run"
+        return self._box["last"]
+
+
+@dataclass
+class _States:
+    """The rows of the last round, and the hidden state (rows, width) behind each."""
+
+    rows: Sequence[Row] = ()
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class HeadsDrafter:
+    """Drafts up to one token per head, all from one hidden state of the target, with the request's own settings.
+
+    A text's first round is a plain step: only a pass that scores tokens gives a state.
+    """
+
+    def __init__(self, target: CausalScorer, heads: ParallelHeads) -> None:
+        """Raises ValueError if the heads were made for hidden states of another size."""
+        model, own = target.model, heads.sizes
+        self._project, self._embed = model.get_output_embeddings(), model.get_input_embeddings()
+        width = self._project.weight.shape[-1]
+        if own.width != width or (own.pending and self._embed.weight.shape[-1] != width):
+            raise ValueError(
+                f"the heads were made for {own.target or 'a target'} with hidden size {own.width}, but "
+                f"{target.name} has {width}: train heads for this target."
+            )
+        self.scorer = target
+        self.heads = heads.to(self._project.weight.device, self._project.weight.dtype)
+        self._tap = Tap(model)
+        self._states = _States()
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """At most `gammas[r]` tokens and one per head; none for rows that are new."""
+        places = {id(row): place for place, row in enumerate(self._states.rows)}
+        known = [places.get(id(row)) for row in context.rows]
+        most = self.heads.sizes.heads
+        lengths = tuple(0 if place is None else min(gamma, most) for place, gamma in zip(known, gammas, strict=True))
+        depth = max(lengths, default=0)
+        if not depth:
+            return Draft.empty(len(context.rows), self.scorer.device)
+        logits = self._logits(context, [place or 0 for place in known])[:, :depth].to(self.scorer.device)
+        tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=logits.device)
+        laws: list[Law] = []
+        for i in range(depth):  # samplers may look at the tokens before; the heads do not
+            laws.append(context.law(logits[:, i : i + 1], Texts.chain(tokens, 1), "heads").bare())
+            tokens = torch.cat([tokens, context.draw(laws[-1], "draft", start=i)], 1)
+        return Draft(tokens, Law.join(laws, 1), lengths)
+
+    def observe(self, round: Round) -> None:
+        """Keep the state behind the last token that stands: the pending token was drawn from it."""
+        verdict, count = round.verdict, len(round.rows)
+        last = verdict.accepted
+        if verdict.path is not None:  # in a tree: where the last accepted node stood in the pass
+            nodes = torch.nn.functional.pad(verdict.path + 1, (1, 0))
+            last = nodes.gather(1, last[:, None])[:, 0]
+        hidden = self._tap.hidden
+        place = torch.arange(count, device=hidden.device)
+        self._states = _States(round.rows, hidden[place, last.to(hidden.device)])
+
+    def _logits(self, context: Context, places: Sequence[int]) -> Tensor:
+        """(rows, heads, vocab) of all heads at once."""
+        pending = torch.tensor([row.tokens[-1] for row in context.rows], device=self._embed.weight.device)
+        hidden = self._states.hidden[list(places)]
+        following = self._embed(pending).to(hidden.device)
+        return self._project(self.heads(hidden, following))
