@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slipstream
-from slipstream import engine as room
+from slipstream.drafting import check_vocabularies
 from slipstream.records import Round
 from slipstream.stats import Stats
 
@@ -181,9 +181,9 @@ class Words:
 def test_the_same_size_may_still_be_another_vocabulary(engine: slipstream.Engine) -> None:
     target = engine.decoder.target
     words = [f"w{number}" for number in range(1000)]
-    room.check_vocabularies(target, target, Words(words), Words([*words[:-3], "a", "b", "c"]))
+    check_vocabularies(target, target, Words(words), Words([*words[:-3], "a", "b", "c"]))
     with pytest.raises(ValueError, match="of which only 0 agree"):
-        room.check_vocabularies(target, target, Words(words), Words(words[::-1]))
+        check_vocabularies(target, target, Words(words), Words(words[::-1]))
 
 
 def test_nothing_to_load_is_one_sentence() -> None:

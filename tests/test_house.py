@@ -50,6 +50,7 @@ LEVELS: dict[str, float] = {
     "teach": 3.2,
     "beam": 3,
     "distill": 3,
+    "drafting": 3.5,  # what users write for a draft -> a drafter
     "engine": 4,
     "check": 5.9,
     "check.watch": 5.1,

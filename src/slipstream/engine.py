@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
-from slipstream.drafters.model import ModelDrafter, TreeDrafter
-from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
-from slipstream.records import Request, Round, Scorer, Shape
+from slipstream.drafting import Site, drafter, find_tokenizer, source_name
+from slipstream.models import EMBEDDED, CausalScorer, load_model
+from slipstream.records import Request, Round, Shape
 from slipstream.rules import BLOCK, Rule, rule
 from slipstream.sampling import Sampling, request_key
 from slipstream.stats import Stats
@@ -247,9 +246,10 @@ def load(
     tokenizer: Any = None,
     **from_pretrained: Any,
 ) -> Engine:
-    """A target and a draft, as hub names, folders or loaded models -> an Engine. No target: the embedded pair.
+    """A target and a draft -> an Engine. The target is a hub name, a folder or a loaded model; none: the embedded pair.
 
-    Without a draft the engine decodes plainly. `gamma` tokens are drafted per round, or the `tree` of candidates per
+    The draft is a model too, another specification (`slipstream.drafting`: "lookup", "ngram:FILE", ...) or a Drafter.
+    Without one the engine decodes plainly. `gamma` tokens are drafted per round, or the `tree` of candidates per
     level, e.g. (3, 2, 1); `verify` is the acceptance rule or its name. `exact_shape` runs every pass of the target in
     one shape, so that plain and speculative decoding see the same bits (slower; chains only).
 
@@ -260,53 +260,21 @@ def load(
     differ by more than padding.
     """
     if target is None:
-        target, draft = EMBEDDED / "target", draft or EMBEDDED / "draft"
+        target, draft = EMBEDDED / "target", "embedded" if draft is None else draft
         dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
     if exact_shape and tree:
         raise ValueError("exact_shape works with chains of drafts, not with a tree: leave one of them out.")
     controller = Fixed(len(tree) if tree else gamma)
     chosen = rule(verify) if isinstance(verify, str) else verify
     model = load_model(target, dtype, device, **from_pretrained)
-    tokenizer = tokenizer or _find_tokenizer(target)
-    scorer = CausalScorer(model, _name(target))
+    tokenizer = tokenizer or find_tokenizer(target)
+    scorer = CausalScorer(model, source_name(target))
     if draft is None:
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
         return Engine(plain, tokenizer, _eos(model, tokenizer), chosen)
-    small = CausalScorer(load_model(draft, dtype, device), _name(draft))
-    check_vocabularies(scorer, small, tokenizer, _find_tokenizer(draft))
-    drafter = TreeDrafter(small, tree, scorer.vocab) if tree else ModelDrafter(small, scorer.vocab)
-    decoder = Decoder(scorer, drafter, controller=controller, batch_size=batch_size)
+    site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None)
+    decoder = Decoder(scorer, drafter(draft, site), controller=controller, batch_size=batch_size)
     return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape)
-
-
-def check_vocabularies(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Raises ValueError unless the same ids mean the same tokens, up to padding.
-
-    Any draft leaves the output exact; one whose ids mean other words would only never be accepted. So a few
-    different (added) tokens pass, and without tokenizers the sizes decide.
-    """
-    advice = "choose a draft of the target's own family."
-    sizes = f"{target.name} has {target.vocab} tokens and {draft.name} {draft.vocab}"
-    if target_tokenizer is None or draft_tokenizer is None:
-        if abs(target.vocab - draft.vocab) > max(1024, target.vocab // 100):
-            raise ValueError(f"{sizes}: more than padding; {advice}")
-        return
-    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    common = sum(theirs.get(token) == number for token, number in ours.items())
-    if common < 0.99 * max(len(ours), len(theirs)):
-        raise ValueError(f"{sizes}, of which only {common} agree; {advice}")
-
-
-def _find_tokenizer(source: Any) -> Any:
-    """The tokenizer that lies with a model; None for a loaded model or a draft folder that has none."""
-    try:
-        return load_tokenizer(source)
-    except ValueError:
-        return None
-
-
-def _name(source: Any) -> str | None:
-    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -15,7 +15,10 @@ def _option(panel: str, metavar: str | None, help: str, *names: str, **settings:
 
 Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
 Draft = Annotated[
-    str | None, _option(MODELS, "MODEL", "Hub name or folder (or --draft-model). Without: plain decoding.")
+    str | None,
+    _option(
+        MODELS, "DRAFT", "Hub name or folder, ngram:FILE, lookup, embedded (or --draft-model). Without: plain decoding."
+    ),
 ]
 Gamma = Annotated[int, _option(MODELS, "N", "Tokens drafted per round (or --num-speculative-tokens).", min=0)]
 Tree = Annotated[str | None, _option(MODELS, "K,K,..", "Candidates per level instead of a chain, e.g. 3,2,1.")]

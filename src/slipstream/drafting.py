@@ -1,0 +1,193 @@
+"""What users write for a draft -> a Drafter.
+
+A specification names one drafter: a model, or a kind from the table `KINDS`, with its value and options:
+
+    Qwen/Qwen2.5-0.5B      ngram:code.ngram      lookup?max_matching_ngram_size=3&prompt_lookup_num_tokens=10
+
+A prefix is a kind only if the table knows it, so hub names and folders (C:\\models\\tiny) mean themselves;
+`model:lookup` is the model of that name. A new drafter is reached from strings by a line in `KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter, TreeDrafter
+from slipstream.drafters.ngram import Ngram, NgramModel
+from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
+from slipstream.records import Drafter, Scorer
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a draft has to work: its target, and how models are loaded beside it."""
+
+    target: Scorer
+    tokenizer: Any = None
+    dtype: Any = "auto"
+    device: str | None = None
+    tree: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of draft: how it is written, what it is, the types of its options, and who builds it.
+
+    A `form` with a colon needs a value. `build(site, value, **options)` raises ValueError in one sentence.
+    """
+
+    form: str
+    about: str
+    build: Callable[..., Drafter]
+    options: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One drafter of a specification."""
+
+    kind: str
+    value: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def parse(text: str) -> Part:
+    """A specification -> its syntax. Raises ValueError for one that cannot be read."""
+    name, mark, tail = text.strip().partition("?")
+    prefix, colon, value = name.partition(":")
+    kind, value = (prefix, value) if prefix in KINDS else ("model", name)
+    if not name:
+        raise ValueError(f"draft {text!r} names nothing: use {forms()}.")
+    if (":" in KINDS[kind].form) != bool(value) or (kind != "model" and colon and not value):
+        raise ValueError(f"draft {text!r} is not possible: write {KINDS[kind].form}.")
+    pairs = [pair.partition("=") for pair in tail.split("&")] if mark else []
+    for key, equals, _ in pairs:
+        if not (key and equals):
+            raise ValueError(f"draft {text!r} has an option without a value: write {name}?name=value&name=value.")
+    return Part(kind, value, tuple((ALIASES.get(key, key), setting) for key, _, setting in pairs))
+
+
+def drafter(source: Any, site: Site) -> Drafter:
+    """A specification, a folder, a loaded model or a Drafter -> a Drafter for the target of `site`.
+
+    Raises ValueError in one sentence if it cannot be read, loaded, or used with this target.
+    """
+    if isinstance(source, str):
+        part = parse(source)
+        if site.tree and part.kind not in MODELS:
+            raise ValueError(f"a tree of candidates needs a model as draft, not {source!r}: leave one of them out.")
+        return KINDS[part.kind].build(site, part.value, **_options(part))
+    if callable(getattr(source, "propose", None)):
+        if site.tree:
+            raise ValueError("tree=... goes with a model; a Drafter is used as it is: leave one of them out.")
+        return source
+    return _model(site, source)
+
+
+def forms() -> str:
+    """What can be written, in one line."""
+    return ", ".join(kind.form for kind in KINDS.values())
+
+
+def _options(part: Part) -> dict[str, Any]:
+    """The options in their own types."""
+    known, found = KINDS[part.kind].options, {}
+    for name, text in part.options:
+        if name not in known:
+            allowed = f"it knows {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"draft {part.kind!r} has no option {name!r}: {allowed}.")
+        try:
+            found[name] = known[name](text)
+        except ValueError:
+            raise ValueError(f"draft option {name}={text!r} is no {known[name].__name__}.") from None
+    return found
+
+
+# ---- the kinds --------------------------------------------------------------------------------------------------
+
+
+def _model(site: Site, source: Any, dtype: str | None = None, device: str | None = None) -> Drafter:
+    """A hub name, a folder or a loaded model."""
+    loaded = load_model(source, dtype or site.dtype, device or site.device)
+    scorer = CausalScorer(loaded, source_name(source))
+    check_vocabularies(site.target, scorer, site.tokenizer, find_tokenizer(source))
+    if site.tree:
+        return TreeDrafter(scorer, site.tree, site.target.vocab)
+    return ModelDrafter(scorer, site.target.vocab)
+
+
+def _embedded(site: Site, value: str, **options: Any) -> Drafter:
+    return _model(site, EMBEDDED / "draft", **options)
+
+
+def _ngram(site: Site, file: str, online: bool = False) -> Drafter:
+    return Ngram(NgramModel.load(file), site.target.vocab, online)
+
+
+def _lookup(site: Site, value: str, **options: Any) -> Drafter:
+    return Lookup(**options)
+
+
+def switch(text: str) -> bool:
+    """ "true" or "false", as people write it. Raises ValueError for anything else."""
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
+PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str}
+LOOKUP: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
+    **dict.fromkeys(("factor", "offset"), float),
+}
+KINDS: dict[str, Kind] = {
+    "model": Kind(
+        "model:NAME", "a smaller model, by hub name or folder; the word model: may be left out", _model, PLACE
+    ),
+    "embedded": Kind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
+    "ngram": Kind("ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}),
+    "lookup": Kind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
+}
+"""kind -> how it is written and built."""
+MODELS = ("model", "embedded")
+ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
+"""Names of options in other engines."""
+
+
+# ---- vocabularies and names -------------------------------------------------------------------------------------
+
+
+def check_vocabularies(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Raises ValueError unless the same ids mean the same tokens, up to padding.
+
+    Any draft leaves the output exact; one whose ids mean other words would only never be accepted. So a few
+    different (added) tokens pass, and without tokenizers the sizes decide.
+    """
+    advice = "choose a draft of the target's own family."
+    sizes = f"{target.name} has {target.vocab} tokens and {draft.name} {draft.vocab}"
+    if target_tokenizer is None or draft_tokenizer is None:
+        if abs(target.vocab - draft.vocab) > max(1024, target.vocab // 100):
+            raise ValueError(f"{sizes}: more than padding; {advice}")
+        return
+    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    common = sum(theirs.get(token) == number for token, number in ours.items())
+    if common < 0.99 * max(len(ours), len(theirs)):
+        raise ValueError(f"{sizes}, of which only {common} agree; {advice}")
+
+
+def find_tokenizer(source: Any) -> Any:
+    """The tokenizer that lies with a model; None for a loaded model or a draft folder that has none."""
+    try:
+        return load_tokenizer(source)
+    except ValueError:
+        return None
+
+
+def source_name(source: Any) -> str | None:
+    """How a model is called in messages; None for a loaded one, which knows its name."""
+    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None

@@ -1,0 +1,108 @@
+"""Specifications of drafts: what is read, what is built, and every wrong one in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter, TreeDrafter
+from slipstream.drafters.ngram import Ngram, NgramModel
+from slipstream.drafting import KINDS, Part, Site, drafter, parse
+from slipstream.models import EMBEDDED
+from toys import dirichlet_table, scorer
+
+TARGET = scorer(dirichlet_table(1), "target")
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site(TARGET)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("gpt2", Part("model", "gpt2")),
+        ("Qwen/Qwen2.5-0.5B", Part("model", "Qwen/Qwen2.5-0.5B")),
+        ("./lookup", Part("model", "./lookup")),
+        (r"C:\models\tiny", Part("model", r"C:\models\tiny")),
+        ("model:lookup", Part("model", "lookup")),
+        ("tiny?dtype=bfloat16", Part("model", "tiny", (("dtype", "bfloat16"),))),
+        (" lookup ", Part("lookup")),
+        ("ngram:C:/a.ngram", Part("ngram", "C:/a.ngram")),
+        ("lookup?factor=2&offset=0", Part("lookup", "", (("factor", "2"), ("offset", "0")))),
+        ("lookup?prompt_lookup_max=3", Part("lookup", "", (("max_matching_ngram_size", "3"),))),
+    ],
+)
+def test_a_prefix_is_a_kind_only_if_the_table_knows_it(text: str, part: Part) -> None:
+    assert parse(text) == part
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names nothing: use model:NAME"),
+        ("ngram", "write ngram:FILE"),
+        ("ngram:", "write ngram:FILE"),
+        ("lookup:3", "write lookup"),
+        ("lookup?", "option without a value"),
+        ("lookup?factor", "option without a value"),
+        ("lookup?size=3", "'lookup' has no option 'size': it knows prompt_lookup_num_tokens"),
+        ("lookup?factor=much", "factor='much' is no float"),
+        ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
+        ("ngram:nowhere.ngram?online=maybe", "online='maybe'"),
+        ("./nowhere", "no such folder"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(text: str, says: str, site: Site) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        drafter(text, site)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_table_is_what_can_be_written(site: Site) -> None:
+    for name, kind in KINDS.items():
+        assert kind.form.partition(":")[0] == name and kind.about
+
+
+def test_kinds_are_built(site: Site, tmp_path: Path) -> None:
+    NgramModel.fit([[0, 1, 2, 0, 1, 1]], 2, 3).save(tmp_path / "three.ngram")
+    built = drafter(f"ngram:{tmp_path}/three.ngram?online=true", site)
+    assert isinstance(built, Ngram) and built.model.order == 2 and built.online is not None
+    copying = drafter("lookup?prompt_lookup_num_tokens=4&factor=0.5", site)
+    assert isinstance(copying, Lookup) and (copying.prompt_lookup_num_tokens, copying.factor) == (4, 0.5)
+    assert drafter(copying, site) is copying
+    with pytest.raises(ValueError, match="knows 3 token ids, the target 4"):
+        drafter(f"ngram:{tmp_path}/three.ngram", Site(scorer(dirichlet_table(1), vocab=4)))
+    with pytest.raises(FileNotFoundError, match="no n-gram model"):
+        drafter("ngram:nowhere.ngram", site)
+
+
+def test_a_tree_needs_a_model() -> None:
+    with pytest.raises(ValueError, match="a tree of candidates needs a model"):
+        slipstream.load(draft="lookup", tree=(2, 1))
+    with pytest.raises(ValueError, match="goes with a model"):
+        slipstream.load(draft=Lookup(), tree=(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "kind"),
+    [
+        (None, None, ModelDrafter),
+        (EMBEDDED / "draft", None, ModelDrafter),
+        (f"{EMBEDDED}/draft?dtype=bfloat16", (2, 1), TreeDrafter),
+        ("embedded", (2, 1), TreeDrafter),
+        ("lookup", None, Lookup),
+        (Lookup(), None, Lookup),
+    ],
+)
+def test_load_takes_them_all_and_text_stays_the_targets(draft: Any, tree: Any, kind: type) -> None:
+    engine = slipstream.load(draft=draft, tree=tree)
+    assert isinstance(engine.decoder.drafter, kind)
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n"
+    fast, slow = (engine.generate(prompt, max_new_tokens=24, plain=plain)[0] for plain in (False, True))
+    assert fast.tokens == slow.tokens and fast.stats.accepted
