@@ -1,0 +1,96 @@
+"""`slipstream exits`: which layers of the target should draft for it, by measured speed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.app import INTERRUPTED, app
+from slipstream.cli.options import OUTPUT, BatchSize, Chat, Device, Dtype, File, MaxNewTokens, Prompts, Seed, Target
+from slipstream.explain import busy, console
+from slipstream.prompts import gather
+
+if TYPE_CHECKING:
+    from slipstream.exits import Search
+
+Gamma = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted per round while every choice is tried.")]
+Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")]
+First = Annotated[bool, typer.Option("--first", help="Only exits after the first layers, no sets with skipped ones.")]
+Json = Annotated[bool, typer.Option("--json", help="The report as one JSON object.", rich_help_panel=OUTPUT)]
+
+
+@app.command()
+def exits(
+    prompts: Prompts = None,
+    file: File = None,
+    chat: Chat = False,
+    target: Target = None,
+    gamma: Gamma = 3,
+    first: First = False,
+    max_new_tokens: MaxNewTokens = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    batch_size: BatchSize = 1,
+    as_json: Json = False,
+) -> None:
+    """Search the layers with which the target drafts best for itself; plain decoding may win.
+
+    Without prompts: beginnings of programs. Then: slipstream generate --draft exit:LAYERS
+
+    Example: slipstream exits --max-new-tokens 32 --temperature 1
+    """
+    from slipstream.bench import PROMPTS
+    from slipstream.engine import load
+    from slipstream.exits import first_layers, search_exit
+    from slipstream.models import EMBEDDED, CausalScorer
+    from slipstream.records import Request
+    from slipstream.sampling import Sampling, request_key
+
+    given = gather(prompts or [], file, chat) if prompts or file else []
+    for item in given:
+        if item.error:
+            raise ValueError(f"{item.where}: {item.error}")
+    sampler = Sampling(temperature=temperature)
+    with busy(console(stderr=True), "loading"):
+        exact = "float32" if dtype == "auto" and not target else dtype  # the embedded pair is stored small
+        engine = load(target or EMBEDDED / "target", dtype=exact, device=device, batch_size=batch_size)
+    ids = [engine.encode(item.prompt) for item in given] or [engine.encode(prompt) for prompt in PROMPTS]
+    requests = [Request(one, sampler, max_new_tokens, engine.eos, seed, request_key(one)) for one in ids]
+    scorer = engine.decoder.target
+    assert isinstance(scorer, CausalScorer)
+    screen = console(stderr=True)
+    try:
+        with busy(screen, "measuring"):
+            choices = first_layers(scorer) if first else None
+            found = search_exit(engine.decoder, requests, choices, gamma, screen.print)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    print(json.dumps(found.as_dict()) if as_json else _table(found))
+
+
+def _table(found: Search) -> str:
+    """Every choice, and the answer."""
+    shown = found.as_dict()
+    rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]
+    for trial in shown["trials"]:
+        figures = (trial["alpha"], trial["mean_acceptance_length"], trial["tokens_per_second"])
+        factor = f"{trial['factor']:.2f} x" if trial["best_gamma"] else "-"
+        alpha, length, speed = figures
+        rows.append(
+            (trial["layers"], f"{alpha:.3f}", f"{length:.2f}", f"{speed:.1f}", str(trial["best_gamma"]), factor)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.append(f"plain decoding: {found.plain:.1f} tokens/s")
+    for finish in shown["race"]:
+        speed = f"{finish['tokens_per_second']:.1f} tokens/s, {finish['over_plain']:.2f} x plain"
+        lines.append(f"exit:{finish['layers']} with gamma {finish['gamma']}: {speed}")
+    best = shown["best"]
+    lines.append(
+        f"use --draft exit:{best['layers']} --gamma {best['gamma']}" if best else "do not draft with this target"
+    )
+    return "\n".join(lines)

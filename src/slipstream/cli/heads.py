@@ -1,0 +1,132 @@
+"""`slipstream heads train`: parallel heads for a target, from text files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.options import OUTPUT, Device, Dtype
+from slipstream.explain import busy, console
+
+heads = typer.Typer()
+app.add_typer(heads, name="heads")
+
+Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
+Text = Annotated[list[Path], typer.Option(metavar="FILE", help="Text to learn on: a file, or a folder. Repeatable.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Where heads and the state of their training go.")]
+Count = Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Heads, and so the most tokens of a draft.")]
+Inner = Annotated[int, typer.Option(metavar="N", min=0, help="Hidden units of a head; 0: as a layer of the target.")]
+Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the whole training.")]
+Rows = Annotated[int, typer.Option(metavar="N", min=1, help="Windows of text in a step.")]
+Length = Annotated[int, typer.Option(metavar="N", min=3, help="Tokens of a window.")]
+Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate.")]
+Blind = Annotated[bool, typer.Option("--blind", help="Heads that do not see the pending token, as in Stern et al.")]
+Bfloat16 = Annotated[bool, typer.Option("--bfloat16", help="Multiply in bfloat16: faster where the processor can.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same heads.")]
+Json = Annotated[bool, typer.Option("--json", help="The report as one JSON object.", rich_help_panel=OUTPUT)]
+
+
+@heads.callback()
+def root() -> None:
+    """Parallel heads: several drafted tokens from one hidden state of the target.
+
+    Example: slipstream heads train --text src --out my-heads
+    """
+
+
+@heads.command()
+def train(
+    target: Target = None,
+    *,
+    text: Text,
+    out: Out,
+    count: Count = 4,
+    inner: Inner = 0,
+    steps: Steps = 1000,
+    rows: Rows = 4,
+    length: Length = 256,
+    rate: Rate = 2e-3,
+    blind: Blind = False,
+    bfloat16: Bfloat16 = False,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train heads on the frozen target; the same command resumes a training that was interrupted.
+
+    Then: slipstream generate --draft heads:DIR
+
+    Example: slipstream heads train --text src --out my-heads --steps 500
+    """
+    from slipstream.models import EMBEDDED, load_model, load_tokenizer
+    from slipstream.teach import Lesson, Teacher
+
+    lesson = Lesson(count, inner, not blind, steps, rows, length, rate, seed, bfloat16)
+    texts = read_texts(text)
+    with busy(console(stderr=True), "loading"):
+        source = target or EMBEDDED / "target"
+        model = load_model(source, dtype, device)
+        tokens = tokens_of(texts, load_tokenizer(source))
+        teacher = Teacher(model, target or "the embedded target", tokens, out, lesson)
+    if teacher.step:
+        say(f"going on from step {teacher.step} of {lesson.steps}")
+    try:
+        with _bar(teacher.step, lesson.steps) as watch:
+            teacher.teach(watch)
+    except KeyboardInterrupt:
+        say(f"stopped and saved at step {teacher.step} of {lesson.steps}; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
+    report = teacher.report()
+    if as_json:
+        print(json.dumps({"out": str(out), **report}))
+        return
+    print(f"{out}: {count} heads after {report['steps']} steps; alpha on text kept aside, by position:")
+    print("  ".join(f"{position}: {alpha:.3f}" for position, alpha in enumerate(report["alpha"], 1)))
+
+
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """What is in files, and in all files below folders that are text. Raises ValueError if there is none."""
+    texts = []
+    for path in paths:
+        if path.is_dir():
+            texts += [text for file in sorted(path.rglob("*")) if file.is_file() and (text := _text(file))]
+        elif (text := _text(path)) is None:
+            raise ValueError(f"{path} is no text in UTF-8.")
+        else:
+            texts.append(text)
+    if not any(texts):
+        raise ValueError(f"there is no text in {', '.join(map(str, paths))}.")
+    return texts
+
+
+def _text(file: Path) -> str | None:
+    """None for a file that is no text; OSError if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def tokens_of(texts: Sequence[str], tokenizer: Any) -> list[int]:
+    """All texts in a row, each behind the token that ends a text, if there is one."""
+    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [token for one in ids for token in (*between, *one)]
+
+
+@contextmanager
+def _bar(done: int, steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar of the steps, if somebody watches."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("training", completed=done, total=steps)
+        yield lambda step, loss: bar.update(task, description=f"loss {loss:.3f}", completed=step)
