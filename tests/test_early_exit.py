@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from slipstream import rules
+from slipstream import drafting, rules
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, generate, plain, rounds
 from slipstream.drafters.early_exit import ExitDrafter, find_layers, kept_layers, part_of, read_layers, spell
@@ -31,9 +31,11 @@ from toys import (
     Altered,
     Cycle,
     Family,
+    dirichlet_table,
     enumerate_outcomes,
     plain_law,
     request,
+    scorer,
     tiny,
     total_variation,
 )
@@ -311,3 +313,13 @@ def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> N
     target = CausalScorer(model)
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
     assert [row.tokens for row in generate(decoder, requests())] == [row.tokens for row in plain(decoder, requests())]
+
+
+def test_it_is_reached_by_name() -> None:
+    target = CausalScorer(deep("llama"))
+    drafter = drafting.drafter("exit:0,3", drafting.Site(target))
+    assert isinstance(drafter, ExitDrafter) and drafter.layers == (0, 3)
+    with pytest.raises(ValueError, match="the target has 4, leave some out"):
+        drafting.drafter("exit:4", drafting.Site(target))
+    with pytest.raises(ValueError, match="cannot draft for itself"):
+        drafting.drafter("exit:1", drafting.Site(scorer(dirichlet_table(1))))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import rules, teach
+from slipstream import drafting, rules, teach
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, generate, plain, rounds
 from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, Tap
@@ -245,6 +245,14 @@ def test_heads_are_saved_and_loaded(tmp_path: Path, pending: bool) -> None:
     assert loaded.sizes == heads.sizes
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(heads.parameters(), loaded.parameters(), strict=True))
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_they_are_reached_by_name(tmp_path: Path) -> None:
+    some_heads(2).save(tmp_path)
+    drafter = drafting.drafter(f"heads:{tmp_path}", drafting.Site(target_of()))
+    assert isinstance(drafter, HeadsDrafter) and drafter.heads.sizes.heads == 2
+    with pytest.raises(ValueError, match="there is no"):
+        drafting.drafter(f"heads:{tmp_path}/nowhere", drafting.Site(target_of()))
 
 
 def test_a_missing_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.drafters.early_exit import ExitDrafter, read_layers
+from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter, TreeDrafter
 from slipstream.drafters.ngram import Ngram, NgramModel
@@ -132,6 +134,21 @@ def _lookup(site: Site, value: str, **options: Any) -> Drafter:
     return Lookup(**options)
 
 
+def _exit(site: Site, layers: str) -> Drafter:
+    return ExitDrafter(_own(site), read_layers(layers))
+
+
+def _heads(site: Site, folder: str) -> Drafter:
+    return HeadsDrafter(_own(site), ParallelHeads.load(folder))
+
+
+def _own(site: Site) -> CausalScorer:
+    """The target, where it drafts for itself."""
+    if not isinstance(site.target, CausalScorer):
+        raise ValueError(f"{site.target.name} is no causal language model, so it cannot draft for itself.")
+    return site.target
+
+
 def switch(text: str) -> bool:
     """ "true" or "false", as people write it. Raises ValueError for anything else."""
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -152,6 +169,10 @@ KINDS: dict[str, Kind] = {
     "embedded": Kind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
     "ngram": Kind("ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}),
     "lookup": Kind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
+    "exit": Kind(
+        "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit
+    ),
+    "heads": Kind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
 }
 """kind -> how it is written and built."""
 MODELS = ("model", "embedded")

@@ -17,7 +17,9 @@ Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or 
 Draft = Annotated[
     str | None,
     _option(
-        MODELS, "DRAFT", "Hub name or folder, ngram:FILE, lookup, embedded (or --draft-model). Without: plain decoding."
+        MODELS,
+        "DRAFT",
+        "Hub name or folder, ngram:FILE, lookup, exit:LAYERS, heads:DIR, embedded (or --draft-model). Without: plain.",
     ),
 ]
 Gamma = Annotated[int, _option(MODELS, "N", "Tokens drafted per round (or --num-speculative-tokens).", min=0)]
