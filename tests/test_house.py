@@ -32,6 +32,7 @@ LEVELS: dict[str, float] = {
     "stats": 0,
     "text": 0,
     "prompts": 0,
+    "planfile": 0,
     "laws": 0.2,
     "records": 0.5,
     "theory": 0,
@@ -58,7 +59,13 @@ LEVELS: dict[str, float] = {
     "check.samples": 5.2,
     "check.parts": 5.3,
     "check.*": 5,
-    "plan": 5,
+    "plan": 5.1,
+    "plan.figures": 5.1,
+    "plan.exports": 5.1,
+    "plan.predict": 5.1,
+    "plan.measure": 5.2,
+    "plan.run": 5.3,
+    "plan.plot": 5.4,
     "bench": 5,
     "hook": 5,  # the custom_generate hook of transformers
     "server.*": 5,
@@ -72,7 +79,7 @@ LEVELS: dict[str, float] = {
     "__main__": 8,
 }
 
-PURE = {"theory"}  # rooms without any third party
+PURE = {"theory", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
 ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
@@ -91,6 +98,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     ),
     "typer": ("cli", "cli.*"),
     "rich": ("cli", "cli.*", "explain"),
+    "matplotlib": ("plan.plot",),
 }
 
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7

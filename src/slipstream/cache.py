@@ -132,6 +132,12 @@ class RowCache:
 
     # ---- storage ----
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token takes in all layers; 0 before the first pass."""
+        stores = chain.from_iterable(self._layers.values())
+        return sum(store.element_size() * store.shape[1] * store.shape[3] for store in stores)
+
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, dim = like.shape
         return torch.zeros(self._capacity, heads, self._slots, dim, dtype=like.dtype, device=like.device)

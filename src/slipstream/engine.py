@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from slipstream.controllers import Fixed
+from slipstream.controllers import Fixed, Planned
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
 from slipstream.drafting import Site, drafter, find_tokenizer, source_name
 from slipstream.models import EMBEDDED, CausalScorer, load_model
-from slipstream.records import Request, Round, Shape
+from slipstream.planfile import Plan
+from slipstream.records import Controller, Request, Round, Shape
 from slipstream.rules import BLOCK, Rule, rule
 from slipstream.sampling import Sampling, request_key
 from slipstream.stats import Stats
 from slipstream.text import Transcript
+
+GAMMA = 5
+"""Tokens drafted per round, unless told otherwise."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat."""
@@ -238,10 +243,11 @@ def load(
     *,
     dtype: Any = "auto",
     device: str | None = None,
-    gamma: int = 5,
+    gamma: int | None = None,
     batch_size: int = 8,
     tree: Sequence[int] | None = None,
-    verify: str | Rule = BLOCK,
+    verify: str | Rule | None = None,
+    plan: Plan | str | Path | None = None,
     exact_shape: bool = False,
     tokenizer: Any = None,
     **from_pretrained: Any,
@@ -249,32 +255,47 @@ def load(
     """A target and a draft -> an Engine. The target is a hub name, a folder or a loaded model; none: the embedded pair.
 
     The draft is a model too, another specification (`slipstream.drafting`: "lookup", "ngram:FILE", ...) or a Drafter.
-    Without one the engine decodes plainly. `gamma` tokens are drafted per round, or the `tree` of candidates per
-    level, e.g. (3, 2, 1); `verify` is the acceptance rule or its name. `exact_shape` runs every pass of the target in
-    one shape, so that plain and speculative decoding see the same bits (slower; chains only).
+    Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, or the `tree` of candidates per
+    level, e.g. (3, 2, 1); `verify` is the acceptance rule (block) or its name. A `plan`, or its file, gives what is not
+    given here: target, draft, gamma by the number of rows that run together, rule and dtype. `exact_shape` runs every
+    pass of the target in one shape, so that plain and speculative decoding see the same bits (slower; chains only).
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
 
-    Raises ValueError if a model cannot be loaded, has a state that cannot be rolled back, or if the vocabularies
-    differ by more than padding.
+    Raises ValueError if a model cannot be loaded, has a state that cannot be rolled back, if the vocabularies
+    differ by more than padding, or if the plan is for another target.
     """
+    made = Plan.read(plan) if isinstance(plan, str | Path) else plan
+    if made:
+        made.check_target(source_name(target))
+        target, draft = made.target if target is None else target, made.draft if draft is None else draft
+        verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
     if target is None:
         target, draft = EMBEDDED / "target", "embedded" if draft is None else draft
         dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
     if exact_shape and tree:
         raise ValueError("exact_shape works with chains of drafts, not with a tree: leave one of them out.")
-    controller = Fixed(len(tree) if tree else gamma)
-    chosen = rule(verify) if isinstance(verify, str) else verify
+    controller = _controller(tree, gamma, made)
+    chosen = rule(verify) if isinstance(verify, str) else verify or BLOCK
     model = load_model(target, dtype, device, **from_pretrained)
     tokenizer = tokenizer or find_tokenizer(target)
     scorer = CausalScorer(model, source_name(target))
+    if made:
+        made.check_target(None, scorer.vocab)
     if draft is None:
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
         return Engine(plain, tokenizer, _eos(model, tokenizer), chosen)
     site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None)
     decoder = Decoder(scorer, drafter(draft, site), controller=controller, batch_size=batch_size)
     return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape)
+
+
+def _controller(tree: Sequence[int] | None, gamma: int | None, plan: Plan | None) -> Controller:
+    """What was asked for comes before what is planned."""
+    if tree or gamma is not None or plan is None:
+        return Fixed(len(tree) if tree else GAMMA if gamma is None else gamma)
+    return Planned(plan.gammas)
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

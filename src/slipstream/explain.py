@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from slipstream.stats import Stats
@@ -281,6 +281,15 @@ def console(stderr: bool = False) -> Console:
 def busy(console: Console, text: str) -> AbstractContextManager[Any]:
     """A sign of life, if somebody watches."""
     return console.status(text) if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar of steps, if somebody watches -> told how many are done, how many there are, and what begins."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+        yield lambda done, count, name: bar.update(task, description=name, completed=done, total=count)
 
 
 @contextmanager

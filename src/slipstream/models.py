@@ -97,6 +97,11 @@ class CausalScorer:
         """Tokens in the cache, per row."""
         return self._rows.lengths
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the cache; 0 before the first pass."""
+        return self._rows.bytes_per_token
+
     def add(self, rows: int) -> None:
         """Append empty rows."""
         self._rows.add(rows)

@@ -8,4 +8,5 @@ from slipstream.cli import check as check
 from slipstream.cli import exits as exits
 from slipstream.cli import generate as generate
 from slipstream.cli import heads as heads
+from slipstream.cli import plan as plan
 from slipstream.cli.app import main as main

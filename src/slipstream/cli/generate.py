@@ -28,6 +28,7 @@ from slipstream.cli.options import (
     MaxNewTokens,
     MinP,
     Plain,
+    PlanFile,
     PresencePenalty,
     Prompts,
     RepetitionPenalty,
@@ -44,6 +45,7 @@ from slipstream.cli.options import (
     parse_tree,
 )
 from slipstream.explain import Explanation, busy, console, progress
+from slipstream.planfile import Plan
 from slipstream.prompts import Item, gather
 from slipstream.stats import Stats
 
@@ -63,6 +65,7 @@ def generate(
     gamma: Gamma = 5,
     tree: Tree = None,
     verify: Verify = "block",
+    plan: PlanFile = None,
     lossless: Lossless = False,
     exact_shape: ExactShape = False,
     plain: Plain = False,
@@ -99,8 +102,8 @@ def generate(
             from slipstream.engine import load
 
             place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
-            how: dict[str, Any] = {"gamma": gamma, "tree": parse_tree(tree), "verify": verify}
-            engine = load(target, draft, exact_shape=exact_shape, **how, **place)
+            how = {**_how(context), "exact_shape": exact_shape}
+            engine = load(target, draft, **how, **place)
             items = [_encoded(engine, item) for item in items]
     for item in items:
         if item.error:
@@ -139,6 +142,21 @@ class Work:
         """The same under a progress bar."""
         with progress(console(stderr=True), len(self.good), self.options["max_new_tokens"]) as on_round:
             return self.run(on_round)
+
+
+def _how(context: typer.Context) -> dict[str, Any]:
+    """Gamma, tree and rule; with a plan, it stands in for those that were not given."""
+    params = context.params
+    how = {"gamma": params["gamma"], "tree": parse_tree(params["tree"]), "verify": params["verify"]}
+    if not params["plan"]:
+        return how
+    plan, temperature = Plan.read(params["plan"]), params["temperature"]
+    if plan.temperature != temperature:
+        say(
+            f"note: the plan was measured at temperature {plan.temperature:g}; at {temperature:g} others may be better."
+        )
+    sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
+    return {**how, "plan": plan, **{name: None for name, given in sources.items() if given and given.name == "DEFAULT"}}
 
 
 def _encoded(engine: Engine, item: Item) -> Item:

@@ -28,6 +28,9 @@ Verify = Annotated[
     str,
     _option(MODELS, "RULE", "token, block, match, coupled (a seed's text is the same with any draft), lenient:L."),
 ]
+PlanFile = Annotated[
+    str | None, _option(MODELS, "FILE", "A plan of `slipstream plan`; what is given beside it comes first.", "--plan")
+]
 Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output law.", "--lossless")]
 ExactShape = Annotated[
     bool, _option(MODELS, None, "Run the target in one shape: same bits with and without a draft.", "--exact-shape")

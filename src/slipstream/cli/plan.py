@@ -1,0 +1,352 @@
+"""`slipstream plan`: is it worth it here, with which draft and gamma, and does the prediction hold?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.options import (
+    MODELS,
+    OUTPUT,
+    SAMPLING,
+    Chat,
+    Device,
+    Dtype,
+    File,
+    Prompts,
+    Seed,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    Verify,
+)
+from slipstream.explain import busy, console, steps
+from slipstream.plan.figures import Figures, promise
+from slipstream.planfile import Plan
+from slipstream.prompts import gather
+
+if TYPE_CHECKING:
+    from slipstream.engine import Engine
+    from slipstream.plan.predict import Outlook
+    from slipstream.plan.run import Report, Verification
+    from slipstream.records import Drafter
+
+FIGURES = "Without models"
+QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
+QUICK_PROMPTS, PROMPTS = 8, 32
+
+
+def _option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+Drafts = Annotated[
+    list[str] | None, _option(MODELS, "As for generate. Repeatable: the best is planned.", "--draft", metavar="DRAFT")
+]
+Gammas = Annotated[
+    list[int] | None, _option(MODELS, "Try only these. Repeatable. Without: 1 to 10.", "--gamma", metavar="N", min=1)
+]
+Batches = Annotated[
+    list[int] | None, _option(MODELS, "Prompts that run together. Repeatable.", "--batch", metavar="N", min=1)
+]
+NewTokens = Annotated[int | None, _option(SAMPLING, "Tokens of every completion; 128.", metavar="N", min=2)]
+Sample = Annotated[int | None, _option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
+Repetitions = Annotated[int | None, _option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
+Quick = Annotated[bool, _option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
+Alpha = Annotated[float | None, _option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
+Cost = Annotated[float | None, _option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
+Operations = Annotated[
+    float | None, _option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
+]
+Curve = Annotated[str | None, _option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
+Save = Annotated[str | None, _option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
+Given = Annotated[str | None, _option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
+Export = Annotated[
+    list[str] | None, _option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
+]
+Plot = Annotated[str | None, _option(OUTPUT, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", metavar="FILE")]
+Json = Annotated[bool, _option(OUTPUT, "The plan with all figures as one JSON object.", "--json")]
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    prompts: Prompts = None,
+    file: File = None,
+    chat: Chat = False,
+    target: Target = None,
+    draft: Drafts = None,
+    gamma: Gammas = None,
+    batch: Batches = None,
+    verify: Verify = "block",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    max_new_tokens: NewTokens = None,
+    sample: Sample = None,
+    seed: Seed = 0,
+    repetitions: Repetitions = None,
+    quick: Quick = False,
+    alpha: Alpha = None,
+    cost: Cost = None,
+    operations_cost: Operations = None,
+    curve: Curve = None,
+    given: Given = None,
+    save: Save = None,
+    export: Export = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Measure acceptance and costs, predict the speed of every gamma, choose, and run the choice.
+
+    Example: slipstream plan --target TARGET --draft DRAFT --prompts prompts.jsonl --save plan.json
+
+    Example: slipstream plan --alpha 0.8 --cost 0.05
+    """
+    if alpha is not None or cost is not None:
+        return _from_figures((alpha, cost, operations_cost), gamma or [], curve, as_json)
+    if given:
+        return _show_plan(Plan.read(given), export or [], as_json)
+    settings = _settings(context.params)
+    texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
+    with busy(console(stderr=True), "loading"):
+        engine, drafters = _load(target, draft or [], verify=verify, dtype=dtype, device=device)
+    report = _measured(engine, drafters, texts, settings)
+    made = report.plan(target, engine.decoder.target.vocab, dtype)
+    print(json.dumps(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
+    if save:
+        made.save(save)
+    _draw(report, plot)
+    _export(made, export or [])
+    if report.interrupted:
+        say("interrupted: the choice was not run to the end.")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _settings(params: dict[str, Any]) -> Any:
+    """What to plan for, checked before anything is loaded."""
+    from slipstream.plan.run import Settings
+    from slipstream.sampling import Sampling
+
+    sampling = Sampling(**{name: params[name] for name in ("temperature", "top_k", "top_p")})
+    chosen: dict[str, Any] = dict(QUICK) if params["quick"] else {}
+    for name in ("max_new_tokens", "repetitions"):
+        chosen |= {name: params[name]} if params[name] else {}
+    lists = {"gammas": params["gamma"], "batches": params["batch"]}
+    chosen |= {name: tuple(sorted(set(values))) for name, values in lists.items() if values}
+    return Settings(**chosen, sampling=sampling, seed=params["seed"])
+
+
+def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) -> list[Any]:
+    """At most `most` prompts, evenly from all that were given; without any, the benchmark's own."""
+    if not prompts and not file:
+        from slipstream.bench import PROMPTS as OWN
+
+        return list(OWN)
+    items = gather(prompts, file, chat)
+    for item in items:
+        if item.error:
+            raise ValueError(f"{item.where}: {item.error}")
+    count = min(most, len(items))
+    return [items[place * len(items) // count].prompt for place in range(count)]
+
+
+def _load(target: str | None, drafts: Sequence[str], **how: Any) -> tuple[Engine, dict[str, Drafter]]:
+    """The engine, and the drafters by their specifications. The target is loaded once."""
+    from slipstream.drafting import Site, drafter
+    from slipstream.engine import load
+
+    if target is not None and not drafts:
+        raise ValueError("there is nothing to plan without a draft: give --draft.")
+    first, *others = drafts or ["embedded"]
+    engine = load(target, first, **how)
+    dtype = "float32" if target is None and how["dtype"] == "auto" else how["dtype"]  # as `load` has it
+    site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"])
+    return engine, {first: engine.decoder.drafter, **{name: drafter(name, site) for name in others}}
+
+
+def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> Report:
+    from slipstream.plan.run import make
+
+    try:
+        with steps(console(stderr=True)) as on_step:
+            return make(engine, drafters, texts, settings, on_step)
+    except KeyboardInterrupt:
+        say("interrupted: too little was measured for a plan.")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _draw(report: Report, file: str | None) -> None:
+    if file:
+        from slipstream.plan.plot import draw
+
+        draw(report, file)
+
+
+def _export(made: Plan, engines: Sequence[str]) -> None:
+    from slipstream.plan.exports import export
+
+    for engine in engines:
+        print(f"\n# {engine}\n{export(made, engine)}")
+
+
+def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
+    """A plan that was made before."""
+    if as_json:
+        print(json.dumps(made.as_dict(), ensure_ascii=False))
+    elif not engines:
+        gammas = ", ".join(f"{gamma} for {rows}" for rows, gamma in sorted(made.gammas.items()))
+        what = f"draft {made.draft}, gamma by rows: {gammas}" if made.speculates else "do not speculate"
+        how = f"{made.verify} verification, temperature {made.temperature:g}, {made.dtype}"
+        print(f"{made.target or 'the embedded pair'}: {what}\n{how}; measured {made.machine.get('date', 'elsewhere')}")
+    _export(made, engines)
+
+
+# ---- from figures alone -----------------------------------------------------------------------------------------
+
+
+def _from_figures(given: Sequence[float | None], gammas: Sequence[int], curve: str | None, as_json: bool) -> None:
+    alpha, cost, operations = given
+    if alpha is None or cost is None:
+        raise ValueError("--alpha and --cost go together: give both, or neither to measure them.")
+    try:
+        points = [float(part) for part in curve.split(",")] if curve else []
+    except ValueError:
+        raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
+    found = promise(alpha, cost, operations, gammas, points)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        _show_figures(found, bool(points), console())
+
+
+def _show_figures(found: Figures, curved: bool, screen: Console) -> None:
+    table = _table("gamma", "tokens per call", "x plain", "operations x plain")
+    for line in found.lines:
+        mark = "*" if line.gamma == found.best.gamma else " "
+        cells = (f"{line.tokens_per_call:.2f}", f"{line.walltime_factor:.2f}", f"{line.operations_factor:.2f}")
+        table.add_row(f"{mark} {line.gamma}", *cells)
+    screen.print(table)
+    if not found.best.gamma:
+        screen.print("\ndo not speculate: no gamma is faster than plain decoding with these figures.", style="bold")
+        return
+    best = f"gamma {found.best.gamma}: {found.best.walltime_factor:.2f} x plain"
+    screen.print(f"\nbest: {best} if rounds are alike (Theorem 3.8).", style="bold")
+    if not curved:
+        rest = f"At least {found.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {found.oracle:.2f}."
+        screen.print(f"{rest}\nA pass over gamma + 1 tokens is taken to cost one step; give --curve if it does not.")
+
+
+# ---- what was measured ------------------------------------------------------------------------------------------
+
+LEGEND = (
+    "iid, per call: tokens per target call, by Equation 1 with one alpha and from what was measured by position; "
+    "T(n)/T(1): the target's pass over gamma + 1 tokens; c: time of a drafted token over T(1); round: time of a round "
+    "over that of a plain step; x plain: predicted speed with its 95 % interval over prompts and rounds; long: the "
+    "same for endless texts."
+)
+
+
+def _show(report: Report, screen: Console) -> None:
+    """A table per number of rows and draft, the choice, how it went, and what it was measured on."""
+    settings, (least, longest) = report.settings, report.prompt_tokens
+    for rows, found in report.outlooks.items():
+        for name, outlook in found.items():
+            head = f"\ndraft {name}, {rows} {'rows' if rows > 1 else 'row'}, temperature "
+            screen.print(f"{head}{settings.sampling.temperature:g}", style="bold")
+            _show_outlook(outlook, screen)
+    screen.print(f"\n{LEGEND}", style="dim")
+    _show_memory(report, screen)
+    for rows, gamma in report.gammas.items():
+        screen.print(f"\n{_choice(report, rows, gamma)}", style="bold")
+        for each in report.verifications:
+            if each.rows == rows:
+                screen.print(_outcome(each))
+    facts = report.environment
+    place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
+    what = f"{facts['rule']} verification; prompts of {least} to {longest} tokens + {settings.max_new_tokens} new"
+    screen.print(f"\n{place}; torch {facts['torch']}; {what}", style="dim")
+
+
+def _show_outlook(outlook: Outlook, screen: Console) -> None:
+    from slipstream.plan.predict import spread
+
+    _, low, high = spread(outlook.alphas).values()
+    screen.print(f"alpha {outlook.alpha:.2f}; half of the prompts lie between {low:.2f} and {high:.2f}")
+    screen.print("kept at least i tokens: " + " ".join(f"{chance:.2f}" for chance in outlook.survival))
+    plain = f"plain step {1000 * outlook.costs.step:.1f} ms, T(1) {1000 * outlook.costs.single:.1f} ms"
+    screen.print(f"{plain}; once per text the draft reads the prompt: {1000 * outlook.costs.startup:.1f} ms")
+    table = _table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
+    for each in outlook.predictions:
+        mark = "*" if each is outlook.best else " "
+        figures = (each.iid, each.tokens_per_call, each.curve, each.c, each.round, each.factor)
+        interval = f"{each.low:.2f}-{each.high:.2f}"
+        table.add_row(f"{mark} {each.gamma}", *(f"{x:.2f}" for x in figures), interval, f"{each.long:.2f}")
+    screen.print(table)
+
+
+def _show_memory(report: Report, screen: Console) -> None:
+    table = _table("memory", "weights", "cache per token", "cache, longest texts")
+    for name, held in report.memory.items():
+        table.add_row(name, *(_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
+    screen.print()
+    screen.print(table)
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
+
+
+def _choice(report: Report, rows: int, gamma: int) -> str:
+    """The plan for so many rows, in a sentence."""
+    outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
+    best = outlook.best
+    range_ = f"{best.factor:.2f} x plain ({best.low:.2f}-{best.high:.2f})"
+    if gamma:
+        return f"{where}: draft {report.draft}, gamma {gamma}: {range_} is predicted."
+    if best.factor <= 1:
+        return f"{where}: do not speculate: the best, gamma {best.gamma}, would be {range_}."
+    return f"{where}: do not speculate: gamma {best.gamma} may be {range_}, but that is not certain to be a gain."
+
+
+def _outcome(each: Verification) -> str:
+    """Predicted against measured, and what to make of it."""
+    low, high = min(each.factors), max(each.factors)
+    text = (
+        f"measured with gamma {each.gamma}: {each.factor:.2f} x plain ({low:.2f}-{high:.2f}), {each.difference:+.1%} "
+        f"against the prediction; {each.tokens_per_call:.2f} tokens per call (predicted "
+        f"{each.predicted.tokens_per_call:.2f}), a round {each.round:.2f} plain steps ({each.predicted.round:.2f})."
+    )
+    if not each.off:
+        return text
+    tokens = abs(each.tokens_per_call / each.predicted.tokens_per_call - 1)
+    times = abs(each.round / each.predicted.round - 1)
+    why = (
+        "acceptance differed: give more prompts"
+        if tokens > times
+        else "rounds took another time: measure on a quiet machine"
+    )
+    return f"{text}\nThat is off by more than 10 %, mostly because {why}."
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table

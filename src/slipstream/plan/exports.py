@@ -1,0 +1,126 @@
+"""A plan in the words of other engines: exactly what to paste.
+
+Names are those of transformers 5, vLLM (`--speculative-config`), SGLang (`--speculative-*`) and llama.cpp
+(`--spec-*`). Their engines draft with models and by looking up the prompt; the other drafts are ours alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from slipstream.drafting import parse
+from slipstream.planfile import Plan
+
+LOOKUP = "lookup"
+THEIRS = ("model", LOOKUP)
+"""Kinds of drafts that others have, too."""
+
+
+def export(plan: Plan, engine: str) -> str:
+    """The plan for one of `ENGINES`, as text. Raises ValueError for another one, or for a draft they do not have."""
+    if engine not in ENGINES:
+        raise ValueError(f"--export {engine} is not known: use {', '.join(ENGINES)}.")
+    if plan.target is None:
+        raise ValueError("the embedded pair lives in this package: plan for models of your own to export them.")
+    if plan.draft is not None and parse(plan.draft).kind not in THEIRS:
+        raise ValueError(f"a draft like {plan.draft} is ours alone: {engine} drafts with models and by prompt lookup.")
+    return ENGINES[engine](plan)
+
+
+def _gamma(plan: Plan) -> int:
+    """The greatest planned: engines that take one number get this one, which is that of the fewest rows."""
+    return max(plan.gammas.values())
+
+
+def _is_lookup(plan: Plan) -> bool:
+    return plan.draft is not None and parse(plan.draft).kind == LOOKUP
+
+
+def _model(plan: Plan) -> str:
+    return parse(plan.draft or "").value
+
+
+def _transformers(plan: Plan) -> str:
+    """Batch size 1 is all that its assisted generation takes. The assistant's own configuration sets the length."""
+    sampling = "do_sample=False"
+    if plan.temperature:
+        sampling = f"do_sample=True, temperature={plan.temperature:g}, top_k=0, top_p=1.0"
+    head = [
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'target = AutoModelForCausalLM.from_pretrained({plan.target!r}, dtype="{plan.dtype}")',
+    ]
+    if not plan.speculates:
+        return "\n".join([*head, f"target.generate(**inputs, {sampling})  # do not speculate"])
+    if _is_lookup(plan):
+        return "\n".join([*head, f"target.generate(**inputs, prompt_lookup_num_tokens={_gamma(plan)}, {sampling})"])
+    return "\n".join(
+        [
+            *head,
+            f'draft = AutoModelForCausalLM.from_pretrained({_model(plan)!r}, dtype="{plan.dtype}")',
+            f"draft.generation_config.num_assistant_tokens = {_gamma(plan)}",
+            'draft.generation_config.num_assistant_tokens_schedule = "constant"',
+            "draft.generation_config.assistant_confidence_threshold = 0.0",
+            f"target.generate(**inputs, assistant_model=draft, {sampling})",
+        ]
+    )
+
+
+def _vllm(plan: Plan) -> str:
+    """The table of gammas by batch size goes along if there is more than one entry."""
+    command = f"vllm serve {_quoted(plan.target)} --dtype {plan.dtype}"
+    if not plan.speculates:
+        return f"{command}  # do not speculate"
+    config: dict[str, Any] = {"method": "draft_model", "model": _model(plan)}
+    if _is_lookup(plan):
+        config = {"method": "ngram"}
+    elif plan.temperature:
+        config["draft_sample_method"] = "probabilistic"
+    config["num_speculative_tokens"] = _gamma(plan)
+    if len(set(plan.gammas.values())) > 1:
+        starts = pairwise([0, *sorted(plan.gammas)])
+        table = [[last + 1, rows, plan.gammas[rows]] for last, rows in starts]
+        config["num_speculative_tokens_per_batch_size"] = table
+    return f"{command} --speculative-config {shlex.quote(json.dumps(config))}"
+
+
+def _sglang(plan: Plan) -> str:
+    """A chain of gamma tokens is gamma steps of one candidate; the pending token counts among its draft tokens."""
+    command = f"python -m sglang.launch_server --model-path {_quoted(plan.target)} --dtype {plan.dtype}"
+    if not plan.speculates:
+        return f"{command}  # do not speculate"
+    size = f"--speculative-num-draft-tokens {_gamma(plan) + 1}"
+    if _is_lookup(plan):
+        return f"{command} --speculative-algorithm NGRAM {size}"
+    chain = f"--speculative-num-steps {_gamma(plan)} --speculative-eagle-topk 1 {size}"
+    draft = f"--speculative-algorithm STANDALONE --speculative-draft-model-path {_quoted(_model(plan))}"
+    exact = " --speculative-use-rejection-sampling" if plan.temperature else ""
+    return f"{command} {draft} {chain}{exact}"
+
+
+def _llama_cpp(plan: Plan) -> str:
+    """Both models as GGUF files, made by its convert_hf_to_gguf.py."""
+    command = f"llama-server -m {_quoted(f'{plan.target}.gguf')}"
+    if not plan.speculates:
+        return f"{command}  # do not speculate"
+    if _is_lookup(plan):
+        return f"{command} --spec-type ngram-simple --spec-ngram-simple-size-m {_gamma(plan)}"
+    draft = f"--spec-type draft-simple --spec-draft-model {_quoted(f'{_model(plan)}.gguf')}"
+    sampling = " --spec-draft-sampling probabilistic" if plan.temperature else ""
+    return f"{command} {draft} --spec-draft-n-max {_gamma(plan)} --spec-draft-p-min 0.0{sampling}"
+
+
+def _quoted(text: str | None) -> str:
+    return shlex.quote(text or "")
+
+
+ENGINES: dict[str, Callable[[Plan], str]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llama.cpp": _llama_cpp,
+}

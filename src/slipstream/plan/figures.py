@@ -1,0 +1,82 @@
+"""What known figures promise: alpha and costs -> gamma, tokens per target call, speed. No model, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.theory import (
+    Curve,
+    best_gamma,
+    flat,
+    guaranteed_factor,
+    operations_factor,
+    oracle_factor,
+    tokens_per_round,
+    walltime_factor,
+)
+
+AROUND = 4
+"""Lines shown on each side of the best gamma."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One gamma: Equation 1, Theorem 3.8 and Theorem 3.11."""
+
+    gamma: int
+    tokens_per_call: float
+    walltime_factor: float
+    operations_factor: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that follows from alpha, c and c_hat; `best` is 0 if plain decoding is fastest.
+
+    `guaranteed` is what Corollary 3.9 promises and `oracle` what drafting just the tokens that will be kept would
+    reach (section 3.5); both take the verify cost to be flat.
+    """
+
+    alpha: float
+    c: float
+    c_hat: float
+    lines: tuple[Line, ...]
+    best: Line
+    guaranteed: float
+    oracle: float
+
+
+def promise(
+    alpha: float, c: float, c_hat: float | None = None, gammas: Sequence[int] = (), curve: Sequence[float] = ()
+) -> Figures:
+    """The table for `gammas`, or for those around the best one.
+
+    `c` is the time of a draft step over that of a target step, `c_hat` the same for operations (without: c), `curve`
+    holds T(1)/T(1), T(2)/T(1), ... as measured; beyond its end it goes on as between its last two entries. Raises
+    ValueError for alpha outside [0, 1], negative costs, and a curve that does not begin with 1.
+    """
+    c_hat = c if c_hat is None else c_hat
+    verify = as_curve(curve) if curve else flat
+
+    def line(gamma: int) -> Line:
+        times = walltime_factor(alpha, gamma, c, verify)
+        return Line(gamma, tokens_per_round(alpha, gamma), times, operations_factor(alpha, gamma, c_hat))
+
+    best = best_gamma(alpha, c, verify=verify)
+    shown = gammas or range(max(1, best - AROUND), max(1, best) + AROUND + 1)
+    lines = tuple(line(gamma) for gamma in shown)
+    return Figures(alpha, c, c_hat, lines, line(best), guaranteed_factor(alpha, c), oracle_factor(alpha, c))
+
+
+def as_curve(points: Sequence[float]) -> Curve:
+    """T(1)/T(1), T(2)/T(1), ... -> rows -> T(rows)/T(1). Raises ValueError unless the first is 1, all positive."""
+    if not points or abs(points[0] - 1) > 1e-9 or min(points) <= 0:
+        raise ValueError(f"the curve {list(points)} is not possible: it begins with 1 and has positive entries.")
+    slope = max(0.0, points[-1] - points[-2]) if len(points) > 1 else 0.0
+
+    def verify(rows: int) -> float:
+        beyond = max(0, rows - len(points))
+        return points[min(rows, len(points)) - 1] + beyond * slope
+
+    return verify

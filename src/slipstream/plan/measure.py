@@ -1,0 +1,253 @@
+"""Acceptance, costs and memory, measured in real rounds on the caches that decoding uses.
+
+Plain runs and runs of every drafter take turns, text by text, so that a drift of the machine meets all alike. A run of
+a drafter sweeps: every third round asks for the most tokens, the others for 1, 2, ... in turn. So one run tells how
+many tokens are kept and what rounds of every width cost.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from statistics import median
+from time import perf_counter
+
+from slipstream.controllers import Fixed
+from slipstream.decoding import Decoder, NoDraft, rounds
+from slipstream.plan.predict import Beat, Costs, Tally, between
+from slipstream.records import Controller, Drafter, Request, Round, Row, Scorer
+from slipstream.sampling import Sampling, request_key
+from slipstream.stats import Stats
+
+Step = Callable[[str], None]
+"""Told the name of what begins."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A controller that asks for the most in every third round and for 1, 2, ... in turn in the others.
+
+    `start` is the place in that cycle where it begins.
+    """
+
+    most: int
+    start: int = 0
+
+    def init(self) -> int:
+        """The place in the cycle."""
+        return self.start
+
+    def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
+        """The same for every row."""
+        third, rest = divmod(state, 3)
+        return [1 + (2 * third + rest - 1) % self.most if rest else self.most] * len(rows)
+
+    def update(self, state: int, round: Round) -> int:
+        """The next place."""
+        return state + 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is decoded: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored."""
+
+    texts: tuple[tuple[int, ...], ...]
+    rows: int
+    length: int
+    sampler: Sampling
+    seed: int = 0
+
+    def requests(self, places: Sequence[int], seed: int = 0) -> list[Request]:
+        """Of some of the texts. A text draws the same random numbers whatever runs beside it."""
+        return [
+            Request(
+                self.texts[place],
+                self.sampler,
+                self.length,
+                seed=self.seed + seed,
+                key=request_key(self.texts[place], place),
+            )
+            for place in places
+        ]
+
+    def parts(self) -> list[range]:
+        """Texts that are decoded in one call: one, or enough that new rows join while others run."""
+        size = 1 if self.rows == 1 else 2 * self.rows
+        return [range(start, min(start + size, len(self.texts))) for start in range(0, len(self.texts), size)]
+
+
+def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round, Beat]]:
+    """Decode, timing every round from outside; the target's prefill is left out, the draft's is part of its round."""
+    seen, last = set[int](), perf_counter()
+    for round in rounds(decoder, requests):
+        wall = perf_counter() - last
+        new = [row for row in round.rows if row.index not in seen]
+        seen |= {row.index for row in new}
+        wall -= sum(row.stats.seconds["prefill"] for row in new)
+        draft, target = round.seconds["draft"], round.seconds["target"]
+        width = 1 + max(round.draft.lengths)
+        yield round, Beat(len(round.rows), len(new), width, draft, target, wall - draft - target)
+        last = perf_counter()
+
+
+@dataclass
+class Ledger:
+    """Counts of one text: `tested` and `kept` by position, see `Tally`."""
+
+    tested: list[int]
+    kept: list[int]
+    stats: Stats = field(default_factory=Stats)
+
+    def add(self, room: int, accepted: int) -> None:
+        """A round that had room for so many tokens."""
+        for place in range(min(room, accepted + 1)):
+            self.tested[place] += 1
+            self.kept[place] += place < accepted
+
+    @property
+    def tally(self) -> Tally:
+        """The counts for good."""
+        return Tally(tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
+
+
+class Record:
+    """What is learned of one drafter while it sweeps. `beats` come with the number of their part."""
+
+    def __init__(self, most: int, texts: int, rows: int, context: int | None) -> None:
+        self.most, self.rows, self.context = most, rows, context
+        self.ledgers = [Ledger([0] * most, [0] * most) for _ in range(texts)]
+        self.beats: list[tuple[int, Beat]] = []
+        self.lengths: list[int] = []
+
+    def take(self, round: Round, beat: Beat, part: int, places: Sequence[int]) -> None:
+        """Count a round; its time counts if the batch was full."""
+        if beat.rows == self.rows:
+            self.beats.append((part, beat))
+        for r, row in enumerate(round.rows):
+            before = len(row.tokens) - len(round.tokens[r])
+            room = row.room + len(round.tokens[r])
+            if self.context is not None:
+                room = min(room, self.context - before)
+            given = max(0, min(round.gammas[r], room - 1))
+            ledger = self.ledgers[places[row.index]]
+            ledger.add(given, round.accepted[r])
+            ledger.stats = row.stats
+            if given == self.most:
+                self.lengths.append(round.draft.lengths[r])
+
+    def costs(self, calm: Sequence[tuple[int, Beat]]) -> Costs:
+        """The rounds beside the plain ones, at one pace. What a new row costs the drafter is the median of what its
+        round took more."""
+        pace = paces(calm)
+        plain, ours = at_one_pace(calm, pace), at_one_pace(self.beats, pace)
+        usual = Costs(self.rows, plain, ours, tuple(self.lengths) or (0,))
+        known = {width: median(beat.draft for beat in found) for width, found in usual.by_width.items()}
+        more = [(beat.draft - between(known, beat.width)) / beat.new for beat in ours if beat.new and known]
+        return replace(usual, startup=max(0.0, median(more)) if more else 0.0)
+
+    @property
+    def tallies(self) -> list[Tally]:
+        """Per text that was decoded."""
+        return [ledger.tally for ledger in self.ledgers if any(ledger.tested)]
+
+
+def paces(calm: Sequence[tuple[int, Beat]]) -> dict[int, float]:
+    """Part -> how much slower than usual the machine was: its median plain round over the median of all parts."""
+    parts: dict[int, list[float]] = {}
+    for part, beat in calm:
+        parts.setdefault(part, []).append(beat.seconds)
+    medians = {part: median(seconds) for part, seconds in parts.items()}
+    usual = median(medians.values()) if medians else 1.0
+    return {part: value / usual for part, value in medians.items()}
+
+
+def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tuple[Beat, ...]:
+    """Rounds as if the machine had been at its usual pace: what ran within the same second is compared."""
+    return tuple(beat.scaled(1 / pace.get(part, 1.0)) for part, beat in found)
+
+
+def sweep(
+    decoder: Decoder, drafters: Sequence[Drafter], task: Task, most: int, step: Step
+) -> tuple[list[tuple[int, Beat]], list[Record]]:
+    """Measure plain decoding and every drafter by turns -> plain rounds of full batches, a record per drafter."""
+    context = decoder.target.context
+    records = [Record(most, len(task.texts), task.rows, context) for _ in drafters]
+    calm: list[tuple[int, Beat]] = []
+    warm_up(decoder, drafters, task, most, step)
+    for number, part in enumerate(task.parts()):
+        requests = task.requests(part)
+        gc.collect()
+        step("plain")
+        timed = beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests)
+        calm += [(number, beat) for _, beat in timed if beat.rows == task.rows]
+        for record, drafter in zip(records, drafters, strict=True):
+            step("acceptance and costs")
+            for round, beat in beats(using(decoder, drafter, Sweep(most, 4 * number), task.rows), requests):
+                record.take(round, beat, number, part)
+    return calm, records
+
+
+def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: Task, most: int, step: Step) -> None:
+    """One untimed run of each, through every width: allocation, compilation, caches."""
+    requests = task.requests(range(len(task.texts)))
+    for drafter in (NoDraft(), *drafters):
+        step("warm-up")
+        controller = Fixed(0) if isinstance(drafter, NoDraft) else Sweep(most)
+        for count, _ in enumerate(rounds(using(decoder, drafter, controller, task.rows), requests)):
+            if count > 2 * most:
+                break
+
+
+def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int) -> Decoder:
+    """The decoder with another drafter, controller and batch size."""
+    return replace(decoder, drafter=drafter, controller=controller, batch_size=rows)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What ran in full batches: tokens, seconds, rounds, and rows times rounds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    rounds: int = 0
+    calls: int = 0
+
+    def __add__(self, other: Speed) -> Speed:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Speed(*(mine + theirs for mine, theirs in pairs))
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def per_call(self) -> float:
+        """Tokens per target call."""
+        return self.tokens / self.calls
+
+    @property
+    def per_round(self) -> float:
+        """Seconds per round."""
+        return self.seconds / self.rounds
+
+
+def race(decoders: Sequence[Decoder], task: Task, seed: int) -> list[Speed]:
+    """Decode all texts with every decoder, taking turns part by part."""
+    totals = [Speed() for _ in decoders]
+    for number, part in enumerate(task.parts()):
+        gc.collect()
+        order = range(len(decoders))
+        for place in order if (number + seed) % 2 else reversed(order):
+            for round, beat in beats(decoders[place], task.requests(part, seed)):
+                if beat.rows == task.rows:
+                    totals[place] += Speed(sum(map(len, round.tokens)), beat.seconds, 1, beat.rows)
+    return totals
+
+
+def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:
+    """Bytes of a model's weights, of its cache for one token, and for `tokens`; zeros for what is no model."""
+    model, each = getattr(scorer, "model", None), int(getattr(scorer, "bytes_per_token", 0))
+    held = {id(part): part.numel() * part.element_size() for part in model.parameters()} if model is not None else {}
+    return {"weights": sum(held.values()), "cache_per_token": each, "cache": each * tokens}

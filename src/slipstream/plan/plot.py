@@ -1,0 +1,40 @@
+"""The plan as a picture: predicted speed by gamma with its interval, and what a pass over more tokens costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.plan.predict import Outlook
+from slipstream.plan.run import Report
+
+
+def draw(report: Report, file: str) -> None:
+    """Write a PNG, SVG or PDF file. Raises ValueError if matplotlib is missing or does not know the kind of file."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install slipstream[plot].") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, curve = figure.subplots(1, 2)
+    for rows, found in report.outlooks.items():
+        for name, outlook in found.items():
+            _lines(speed, curve, outlook, f"{name}, {rows} {'rows' if rows > 1 else 'row'}")
+    for each in report.verifications:
+        speed.plot(each.gamma, each.factor, "k*", label=f"measured, {each.rows} rows" if each.rows > 1 else "measured")
+    speed.axhline(1, color="grey", linewidth=0.8)
+    speed.set(xlabel="gamma", ylabel="speed over plain decoding", title="predicted, with 95 % interval")
+    curve.axhline(1, color="grey", linewidth=0.8)
+    curve.set(xlabel="tokens per row in one pass", ylabel="T(n) / T(1)", title="cost of verification")
+    speed.legend()
+    try:
+        figure.savefig(file)
+    except ValueError as error:
+        raise ValueError(f"--plot {file}: {str(error).splitlines()[0]}") from error
+
+
+def _lines(speed: Any, curve: Any, outlook: Outlook, label: str) -> None:
+    gammas = [each.gamma for each in outlook.predictions]
+    (line,) = speed.plot(gammas, [each.factor for each in outlook.predictions], "o-", label=label)
+    bounds = zip(*((each.low, each.high) for each in outlook.predictions), strict=True)
+    speed.fill_between(gammas, *bounds, color=line.get_color(), alpha=0.15)
+    curve.plot([gamma + 1 for gamma in gammas], [each.curve for each in outlook.predictions], "o-", label=label)

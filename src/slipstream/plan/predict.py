@@ -1,0 +1,335 @@
+"""From measured acceptance and costs to a choice. Pure Python; every formula is in docs/planning.md.
+
+Acceptance is kept per prompt, so that a bootstrap over prompts tells how far other prompts may differ. Costs are those
+of whole rounds as they really ran, by the width of the target's pass; times are in seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
+from statistics import median, quantiles
+from typing import Any
+
+from slipstream.theory import expected_tokens, tokens_per_round
+
+LEVEL, REPLICATES = 0.95, 1000
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one prompt's rounds kept.
+
+    Entry i - 1 of `tested` counts the rounds that had room for i tokens and kept i - 1, of `kept` those of them that
+    kept i; a drafter that offers fewer tokens counts as refused there. `beta` is summed over `positions` tokens.
+    """
+
+    tested: tuple[int, ...]
+    kept: tuple[int, ...]
+    beta: float = 0.0
+    positions: int = 0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One round: rows that ran, how many of them were new, tokens per row that the target saw, seconds by phase.
+
+    `rest` is all that is neither drafting nor the target's pass: laws, verification, draws, bookkeeping.
+    """
+
+    rows: int
+    new: int
+    width: int
+    draft: float
+    target: float
+    rest: float
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the round, without the target's prefill."""
+        return self.draft + self.target + self.rest
+
+    def scaled(self, by: float) -> Beat:
+        """The round on a machine that is slower by that factor."""
+        return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)
+
+
+def survival(tallies: Sequence[Tally]) -> list[float]:
+    """S_i = chance that at least i drafted tokens stand, i = 1..gamma, pooled over prompts.
+
+    S_i = prod_{j<=i} kept_j / tested_j: the product-limit estimate, so rounds that were given less room count as far
+    as they went. No independence of positions is assumed.
+    """
+    size = max((len(tally.tested) for tally in tallies), default=0)
+
+    def total(counts: Callable[[Tally], tuple[int, ...]], place: int) -> int:
+        return sum(counts(tally)[place] for tally in tallies if place < len(counts(tally)))
+
+    tested = [total(lambda tally: tally.tested, place) for place in range(size)]
+    kept = [total(lambda tally: tally.kept, place) for place in range(size)]
+    return list(accumulate((k / t if t else 0.0 for k, t in zip(kept, tested, strict=True)), mul))
+
+
+def emitting(survives: Sequence[float], gamma: int, length: int, cost: Callable[[int], float]) -> tuple[float, float]:
+    """Rounds and seconds that `length` tokens take, expected, when each round drafts up to gamma.
+
+    Renewal equation: R(n) = 1 + sum_k P(k tokens kept) R(n - k - 1), R(0) = 0, and the same with `cost(drafted)` in
+    place of 1. The last rounds have room for n - 1 drafted tokens only, as in decoding.
+    """
+    calls, seconds = [0.0], [0.0]
+    chances = [1.0, *survives]
+    for left in range(1, length + 1):
+        room = min(gamma, left - 1)
+        exactly = [chances[k] - chances[k + 1] for k in range(room)] + [chances[room]]
+        calls.append(1 + sum(chance * calls[left - k - 1] for k, chance in enumerate(exactly)))
+        seconds.append(cost(room) + sum(chance * seconds[left - k - 1] for k, chance in enumerate(exactly)))
+    return calls[length], seconds[length]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rounds of one drafter at one number of rows, and those of plain decoding beside them.
+
+    `lengths` are the drafts it made when it was asked for the most; `startup` is what a new row costs the drafter once
+    (its prefill), beyond an ordinary round.
+    """
+
+    rows: int
+    plain: tuple[Beat, ...]
+    speculative: tuple[Beat, ...]
+    lengths: tuple[int, ...]
+    startup: float = 0.0
+
+    @cached_property
+    def by_width(self) -> Mapping[int, list[Beat]]:
+        """The speculative rounds, without those that prefill the draft."""
+        found: dict[int, list[Beat]] = {}
+        for beat in self.speculative:
+            if not beat.new:
+                found.setdefault(beat.width, []).append(beat)
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def step(self) -> float:
+        """A plain round: median seconds."""
+        return median(beat.seconds for beat in self.plain)
+
+    @cached_property
+    def single(self) -> float:
+        """T(1): median seconds of the target's pass over one token per row."""
+        return median(beat.target for beat in self.plain)
+
+    def round(self, gamma: int) -> float:
+        """Expected seconds of a round that asks for gamma tokens; the widest row decides the width."""
+        return self._expected(self.widths(gamma), self._round)
+
+    def target(self, gamma: int) -> float:
+        """The same of the target's pass."""
+        return self._expected(self.widths(gamma), self._target)
+
+    def draft(self, gamma: int) -> float:
+        """The same of drafting."""
+        return self._expected(self.widths(gamma), self._draft)
+
+    def widths(self, gamma: int) -> dict[int, float]:
+        """Width -> its chance, when every row drafts the lesser of gamma and what the drafter offers."""
+        sizes = sorted(self.lengths)
+
+        def within(length: int) -> float:
+            return 1.0 if length >= gamma else (bisect_right(sizes, length) / len(sizes)) ** self.rows
+
+        chances = {length + 1: within(length) - within(length - 1) for length in range(gamma + 1)}
+        return {width: chance for width, chance in chances.items() if chance > 0}
+
+    @cached_property
+    def _round(self) -> dict[int, float]:
+        return {width: median(beat.seconds for beat in beats) for width, beats in self.by_width.items()}
+
+    @cached_property
+    def _target(self) -> dict[int, float]:
+        return {width: median(beat.target for beat in beats) for width, beats in self.by_width.items()}
+
+    @cached_property
+    def _draft(self) -> dict[int, float]:
+        return {width: median(beat.draft for beat in beats) for width, beats in self.by_width.items()}
+
+    @staticmethod
+    def _expected(chances: Mapping[int, float], measured: Mapping[int, float]) -> float:
+        return sum(chance * between(measured, width) for width, chance in chances.items())
+
+    def resampled(self, rng: random.Random) -> Costs:
+        """Rounds drawn anew with replacement, among those of the same width."""
+        again = [beat for beats in self.by_width.values() for beat in rng.choices(beats, k=len(beats))]
+        plain = tuple(rng.choices(self.plain, k=len(self.plain)))
+        return Costs(self.rows, plain, tuple(again), self.lengths, self.startup)
+
+
+def between(measured: Mapping[int, float], width: int) -> float:
+    """The cost of a width; one that did not occur lies on the line between its neighbours, or is the nearest's."""
+    if width in measured:
+        return measured[width]
+    below = max((known for known in measured if known < width), default=None)
+    above = min((known for known in measured if known > width), default=None)
+    if below is None or above is None:
+        return measured[above if below is None else below]  # type: ignore[index]
+    share = (width - below) / (above - below)
+    return measured[below] + share * (measured[above] - measured[below])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one gamma will bring.
+
+    `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for long texts; `tokens_per_call` is for texts of
+    the planned length. `curve` is T(gamma + 1) / T(1), `c` the time of drafting a token over T(1), and `round` the time
+    of a round over that of a plain step. `long` is tokens / round; `factor` is for the planned length, the draft's
+    prefill included, and lies between `low` and `high` with chance 0.95.
+    """
+
+    gamma: int
+    iid: float
+    tokens: float
+    tokens_per_call: float
+    curve: float
+    c: float
+    round: float
+    long: float
+    factor: float
+    low: float = 0.0
+    high: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One drafter at one number of rows: its acceptance, its costs, and a prediction for every gamma.
+
+    Nobody should speculate unless even the low end of the best gamma's interval is above 1.
+    """
+
+    rows: int
+    alpha: float
+    alphas: tuple[float, ...]  # per prompt, sorted
+    survival: tuple[float, ...]
+    costs: Costs
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def best(self) -> Prediction:
+        """The gamma with the largest predicted factor."""
+        return max(self.predictions, key=lambda each: each.factor)
+
+    @property
+    def worth(self) -> bool:
+        """Whether to speculate."""
+        return self.best.low > 1
+
+    @property
+    def gamma(self) -> int:
+        """What to plan: the best gamma, or 0."""
+        return self.best.gamma if self.worth else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for JSON."""
+        costs, milliseconds = self.costs, dict[str, Any]()
+        for width, beats in {0: costs.plain, **costs.by_width}.items():
+            phases = {name: spread([1000 * getattr(beat, name) for beat in beats]) for name in PHASES}
+            milliseconds["plain" if not width else str(width)] = {"rounds": len(beats), **phases}
+        return {
+            "rows": self.rows,
+            "alpha": self.alpha,
+            "alpha_by_prompt": spread(self.alphas),
+            "survival": list(self.survival),
+            "milliseconds_by_width": milliseconds,
+            "startup_milliseconds": 1000 * costs.startup,
+            "predictions": [asdict(each) for each in self.predictions],
+            "best": self.best.gamma,
+            "speculate": self.worth,
+        }
+
+
+PHASES = ("draft", "target", "rest", "seconds")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return dict.fromkeys(("median", "quartile_1", "quartile_3"), values[0] if values else 0.0)
+    first, middle, third = quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "quartile_1": first, "quartile_3": third}
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What predictions are for: gammas up to `most`, and texts of `length` tokens."""
+
+    most: int
+    length: int
+    seed: int = 0
+    replicates: int = REPLICATES
+    gammas: tuple[int, ...] = ()
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The gammas that are predicted."""
+        return self.gammas or tuple(range(1, self.most + 1))
+
+
+def predict(tallies: Sequence[Tally], costs: Costs, outline: Outline) -> Outlook:
+    """Acceptance per prompt and costs -> what every gamma will bring.
+
+    Raises ValueError for fewer than 2 prompts, and if nothing was measured.
+    """
+    if len(tallies) < 2 or not costs.by_width or not costs.plain:
+        raise ValueError(f"{len(tallies)} prompts with {len(costs.by_width)} kinds of rounds: a plan needs 2 prompts.")
+    positions = sum(tally.positions for tally in tallies)
+    alpha = sum(tally.beta for tally in tallies) / positions if positions else 0.0
+    kept = survival(tallies)
+    points = [_point(gamma, alpha, kept, costs, outline.length) for gamma in outline.wanted]
+    alphas = sorted(tally.beta / tally.positions for tally in tallies if tally.positions)
+    predictions = _with_intervals(points, tallies, costs, outline)
+    return Outlook(costs.rows, alpha, tuple(alphas), tuple(kept), costs, tuple(predictions))
+
+
+def _point(gamma: int, alpha: float, kept: Sequence[float], costs: Costs, length: int) -> Prediction:
+    kept = [*kept, *[0.0] * gamma][:gamma]
+    alone = costs.rows == 1  # beside others, a row that nears its end does not make the round narrower
+    rounds = [costs.round(drafted) if alone else costs.round(gamma) for drafted in range(gamma + 1)]
+    calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
+    tokens, times = expected_tokens(kept), costs.round(gamma) / costs.step
+    return Prediction(
+        gamma,
+        tokens_per_round(alpha, gamma),
+        tokens,
+        length / calls,
+        costs.target(gamma) / costs.single,
+        costs.draft(gamma) / gamma / costs.single,
+        times,
+        tokens / times,
+        length * costs.step / (seconds + costs.rows * costs.startup),
+    )
+
+
+def _with_intervals(
+    points: Sequence[Prediction], tallies: Sequence[Tally], costs: Costs, outline: Outline
+) -> list[Prediction]:
+    """Percentiles over prompts and rounds drawn anew; what the end of the texts costs is taken as in the point."""
+    rng, factors = random.Random(outline.seed), list[list[float]]()
+    for _ in range(outline.replicates):
+        kept = survival(rng.choices(tallies, k=len(tallies)))
+        again = costs.resampled(rng)
+        factors.append([_long(point.gamma, kept, again) * point.factor / point.long for point in points])
+    found = []
+    tail = int(outline.replicates * (1 - LEVEL) / 2)
+    for point, column in zip(points, zip(*factors, strict=True), strict=True):
+        ranked = sorted(column)
+        found.append(replace(point, low=ranked[tail], high=ranked[-1 - tail]))
+    return found
+
+
+def _long(gamma: int, kept: Sequence[float], costs: Costs) -> float:
+    return expected_tokens([*kept, *[0.0] * gamma][:gamma]) * costs.step / costs.round(gamma)
