@@ -15,10 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.drafters.datastore import MEMORY, Datastore, Settings, fingerprint, open_corpus, open_memory
 from slipstream.drafters.early_exit import ExitDrafter, read_layers
+from slipstream.drafters.embedding import InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.memory import Limits
 from slipstream.drafters.model import ModelDrafter, TreeDrafter
+from slipstream.drafters.nearest import Embedder
 from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
 from slipstream.records import Drafter, Scorer
@@ -149,6 +153,42 @@ def _own(site: Site) -> CausalScorer:
     return site.target
 
 
+def _datastore(
+    site: Site,
+    folder: str,
+    namespace: str = "default",
+    learn: bool = False,
+    sentence: str | None = None,
+    entries: int = Limits.entries,
+    **settings: Any,
+) -> Drafter:
+    """The corpus and the memory of a folder, whichever are there; with `learn`, the memory is made."""
+    name, target = fingerprint(site.tokenizer), site.target
+    corpus = open_corpus(folder, target.vocab, name)
+    memory = None
+    if learn or (Path(folder) / MEMORY).exists():
+        memory = open_memory(folder, _embedder(site, sentence), name, Limits(entries), make=learn)
+    if corpus is None and memory is None:
+        raise ValueError(
+            f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`, or let it "
+            f"learn responses: datastore:{folder}?learn=true."
+        )
+    return Datastore(target.vocab, corpus, memory, namespace, learn, Settings(**settings))
+
+
+def _embedder(site: Site, sentence: str | None) -> Embedder:
+    """How requests are compared: by a sentence model, or by the target's own input embeddings."""
+    if sentence:
+        if site.tokenizer is None:
+            raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
+        return SentenceEmbedder(sentence, site.tokenizer.decode, site.device)
+    if not isinstance(site.target, CausalScorer):
+        raise ValueError(
+            f"{site.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
+        )
+    return InputEmbeddings(site.target.model.get_input_embeddings().weight)
+
+
 def switch(text: str) -> bool:
     """ "true" or "false", as people write it. Raises ValueError for anything else."""
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -162,12 +202,26 @@ LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
     **dict.fromkeys(("factor", "offset"), float),
 }
+STORE: dict[str, Callable[[str], Any]] = {
+    "namespace": str,
+    "learn": switch,
+    "sentence": str,
+    "entries": int,
+    "factor": float,
+    "offset": float,
+    "chance": float,
+    "nearest": int,
+    "own": switch,
+}
 KINDS: dict[str, Kind] = {
     "model": Kind(
         "model:NAME", "a smaller model, by hub name or folder; the word model: may be left out", _model, PLACE
     ),
     "embedded": Kind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
     "ngram": Kind("ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}),
+    "datastore": Kind(
+        "datastore:DIR", "copies from documents and from responses to similar requests", _datastore, STORE
+    ),
     "lookup": Kind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
     "exit": Kind(
         "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit

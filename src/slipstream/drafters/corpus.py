@@ -57,7 +57,7 @@ class Corpus:
         self.text, self.suffixes = text, suffixes
         self._width = text.shape[1]
         self._tokens = text.reshape(-1).view(f">u{self._width}")
-        self._bytes, self._order = memoryview(text.reshape(-1)), memoryview(suffixes)
+        self._bytes, self._order = text.reshape(-1).data, suffixes.data
 
     def __len__(self) -> int:
         """Tokens, the ends of documents included."""
@@ -168,14 +168,21 @@ class Corpus:
 def _ended(documents: Iterable[Any], vocab: int, marks: int) -> Iterator[Array]:
     """The documents that hold something, each with the id that ends it."""
     for document in documents:
-        ids = np.asarray(document)
+        ids = as_ids(document)
         if not ids.size:
             continue
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"a document has shape {ids.shape} of {ids.dtype}: give token ids, one array per document.")
-        if ids.min() < 0 or ids.max() > vocab + marks or bool((ids == vocab).any()):
-            raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab}.")
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most > vocab + marks or bool((ids == vocab).any()):
+            raise ValueError(f"token ids {least}..{most} do not fit a vocabulary of {vocab}.")
         yield np.append(ids, vocab).astype(np.int32)
+
+
+def as_ids(document: Any) -> Array:
+    """A document's token ids (length,). Raises ValueError for anything else."""
+    ids = np.asarray(document)
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise ValueError(f"a document has shape {ids.shape} of {ids.dtype}: give token ids, one array per document.")
+    return ids.astype(np.int64 if ids.dtype.itemsize > 4 else np.int32)
 
 
 def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) -> Array:
@@ -197,7 +204,7 @@ def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) ->
     del keys
     on_progress(done, len(tied))
     while done < depth and len(tied):
-        starts = order[tied]
+        starts: Array = order[tied]
         beyond = np.where(starts < count - done, rank[np.minimum(starts, count - done - 1) + done] + 1, 0)
         keys = rank[starts].astype(np.int64) * (count + 1) + beyond
         by_key = np.argsort(keys)

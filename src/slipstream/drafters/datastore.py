@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ import torch
 
 from slipstream.drafters.corpus import Corpus, Match
 from slipstream.drafters.lookup import SuffixAutomaton
-from slipstream.drafters.memory import Memory
+from slipstream.drafters.memory import Limits, Memory
+from slipstream.drafters.nearest import Embedder
 from slipstream.laws import Law
 from slipstream.records import Context, Draft, Request, Round, Row
 
@@ -175,6 +177,40 @@ class Datastore:
         if match.length > len(row.output):  # all of the text so far is how one of them began
             return replace(match, length=match.length + self.settings.begin - 1)
         return match
+
+
+def open_corpus(folder: str | os.PathLike[str], vocab: int, tokenizer: str = "") -> Corpus | None:
+    """The corpus of a datastore's folder; None if it has none.
+
+    Raises ValueError if it is damaged or was built with another tokenizer (names as `fingerprint` gives them).
+    """
+    path = Path(folder) / CORPUS
+    if not path.exists():
+        return None
+    corpus = Corpus.load(path)
+    if tokenizer and corpus.tokenizer and corpus.tokenizer != tokenizer:
+        raise ValueError(
+            f"{path} was built with another tokenizer ({corpus.tokenizer}, the target has {tokenizer}): "
+            "build it again with --target."
+        )
+    if corpus.vocab > vocab:
+        raise ValueError(f"{path} has {corpus.vocab} token ids, the target {vocab}: build it again with --target.")
+    return corpus
+
+
+def open_memory(
+    folder: str | os.PathLike[str],
+    embed: Embedder,
+    tokenizer: str = "",
+    limits: Limits | None = None,
+    make: bool = False,
+) -> Memory | None:
+    """The memory of a datastore's folder; None if it has none and none is to be made. Errors as of `Memory`."""
+    path = Path(folder) / MEMORY
+    if not (path.exists() or make):
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Memory(path, embed, tokenizer, limits)
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -17,6 +17,7 @@ DIMENSION = 256
 WINDOW, HALF_LIFE = 512, 128
 """Tokens that are looked at, and the distance from the end of the request at which a token counts half."""
 
+
 class InputEmbeddings:
     """The mean of the target's own input embeddings: no further model, some microseconds.
 
@@ -68,7 +69,7 @@ class SentenceEmbedder:
             raise ValueError(f"cannot load the sentence model {model!r}: {str(error).splitlines()[0]}") from error
         self._decode = decode
         self.name = f"sentence:{model}"
-        self.dimension = int(self._model.get_sentence_embedding_dimension())
+        self.dimension = len(self([]))
 
     def __call__(self, tokens: Sequence[int]) -> Array:
         """The vector of a request."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -40,6 +41,10 @@ CREATE TABLE IF NOT EXISTS totals (
     namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
     clock INTEGER NOT NULL DEFAULT 0, removals INTEGER NOT NULL DEFAULT 0);
 """
+FORGET = (
+    "DELETE FROM entries WHERE namespace = ?",
+    "UPDATE totals SET entries = 0, bytes = 0, removals = removals + 1 WHERE namespace = ?",
+)
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,8 @@ class Memory:
     def forget(self, namespace: str) -> None:
         """Remove all entries of a namespace; their bytes on disk are overwritten."""
         with self._writing() as run:
-            run("DELETE FROM entries WHERE namespace = ?", namespace)
-            run("UPDATE totals SET entries = 0, bytes = 0, removals = removals + 1 WHERE namespace = ?", namespace)
+            for statement in FORGET:
+                run(statement, namespace)
 
     def totals(self) -> list[Totals]:
         """What every namespace holds."""
@@ -152,9 +157,7 @@ class Memory:
         """A connection to a file that is a memory of our kind."""
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         try:
-            connection = sqlite3.connect(
-                self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
+            connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             _settle(connection)
             _create(connection, self._about)
             found = dict(connection.execute("SELECT name, value FROM about"))
@@ -167,8 +170,9 @@ class Memory:
             if theirs != ours and (theirs and ours):
                 connection.close()
                 raise ValueError(
-                    f"{self.path} was made with another {name} ({theirs}, here {ours}): use another folder, or remove it."
+                    f"{self.path} was made with another {name} ({theirs}, here {ours}): remove it or use another."
                 )
+        finalize(self, _close, connection, os.getpid())
         return connection
 
     def _run(self, sql: str, *values: Any) -> list[Any]:
@@ -240,6 +244,45 @@ class Memory:
             loaded.removals = removals[0][0]
         loaded.version = version
         return loaded
+
+
+def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
+    """What the namespaces of a file hold, without opening it for drafting. Raises ValueError if it is no memory."""
+    try:
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS)
+        try:
+            rows = connection.execute("SELECT namespace, entries, bytes FROM totals ORDER BY namespace").fetchall()
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} is damaged or no memory ({error}).") from error
+    return [Totals(*row) for row in rows]
+
+
+def forget(path: str | os.PathLike[str], namespace: str) -> None:
+    """`Memory.forget` of a file. Raises FileNotFoundError, and ValueError if it has no such namespace."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no memory at {path}.")
+    if namespace not in (names := [total.namespace for total in read_totals(path)]):
+        raise ValueError(f"{path} has no namespace {namespace!r}: it has {', '.join(names) or 'none'}.")
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+    try:
+        _settle(connection)
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in FORGET:
+            connection.execute(statement, (namespace,))
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        raise OSError(f"cannot use the memory {path}: {error}.") from error
+    finally:
+        connection.close()
+
+
+def _close(connection: sqlite3.Connection, process: int) -> None:
+    """Only where it was opened: a forked process must leave the other's locks alone."""
+    if process == os.getpid():
+        connection.close()
 
 
 def _settle(connection: sqlite3.Connection) -> None:

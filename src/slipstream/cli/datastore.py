@@ -1,0 +1,130 @@
+"""`slipstream datastore`: index documents to draft from, look at what a folder holds, and forget responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.app import app
+from slipstream.cli.options import Json, Target
+from slipstream.documents import read
+from slipstream.explain import busy, console
+
+if TYPE_CHECKING:
+    from slipstream.documents import Document
+
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder of the datastore.")]
+Sources = Annotated[
+    list[str], typer.Argument(metavar="SOURCE...", help="Text files, .jsonl, .npy (token ids), folders of them.")
+]
+Field = Annotated[str | None, typer.Option("--field", metavar="NAME", help="Of JSON lines: where the document is.")]
+Name = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Whose responses.")]
+
+group = typer.Typer(help="Drafts from documents and past responses.", no_args_is_help=True)
+app.add_typer(group, name="datastore")
+
+
+@group.command()
+def build(folder: Folder, sources: Sources, target: Target = None, field: Field = None, as_json: Json = False) -> None:
+    """Index documents; generate with --draft datastore:DIR then copies from them.
+
+    JSON lines hold "text", "tokens" (ids) or "messages" (every assistant's content is a document). The corpus appears
+    in the folder when it is whole; an interrupted build leaves the one before.
+
+    Example: slipstream datastore build store src/ answers.jsonl --target Qwen/Qwen2.5-7B
+    """
+    from slipstream.drafters.corpus import Corpus
+    from slipstream.drafters.datastore import CORPUS, fingerprint
+    from slipstream.models import EMBEDDED, load_tokenizer
+
+    screen = console(stderr=True)
+    with busy(screen, "reading") as status:
+        tokenizer = load_tokenizer(target or EMBEDDED / "target")
+        vocab = max(tokenizer.get_vocab().values()) + 1
+
+        def on_progress(depth: int, left: int) -> None:
+            if status:
+                status.update(f"sorting: {depth} tokens deep, {left} suffixes left")
+
+        documents = list(_encoded(read(sources, field), tokenizer, status))
+        corpus = Corpus.build(documents, vocab, fingerprint(tokenizer), on_progress=on_progress)
+        if status:
+            status.update("writing")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        corpus.save(Path(folder) / CORPUS)
+    _show(folder, as_json)
+
+
+@group.command()
+def info(folder: Folder, as_json: Json = False) -> None:
+    """What a folder holds: the corpus, and the memory by namespace.
+
+    Example: slipstream datastore info store --json
+    """
+    _show(folder, as_json)
+
+
+@group.command()
+def forget(folder: Folder, namespace: Name, as_json: Json = False) -> None:
+    """Remove all responses of a namespace; their bytes on disk are overwritten.
+
+    Example: slipstream datastore forget store --namespace alice
+    """
+    from slipstream.drafters.datastore import MEMORY
+    from slipstream.drafters.memory import forget as remove
+
+    remove(Path(folder) / MEMORY, namespace)
+    _show(folder, as_json)
+
+
+def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any) -> Iterator[Any]:
+    """The token ids of documents."""
+    from slipstream.drafters.corpus import as_ids
+
+    total = 0
+    for number, (where, document) in enumerate(found, 1):
+        if isinstance(document, str):
+            document = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = as_ids(document)
+        total += len(ids)
+        if status and not number % 64:
+            status.update(f"reading: {number} documents, {total} tokens ({where})")
+        yield ids
+
+
+def _show(folder: str, as_json: bool) -> None:
+    """The contents, as a few lines or as one object."""
+    from slipstream.drafters.corpus import Corpus
+    from slipstream.drafters.datastore import CORPUS, MEMORY
+    from slipstream.drafters.memory import read_totals
+
+    paths = {name: Path(folder) / name for name in (CORPUS, MEMORY)}
+    if not any(path.exists() for path in paths.values()):
+        raise ValueError(f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`.")
+    record: dict[str, Any] = {"folder": folder, "corpus": None, "memory": None}
+    if paths[CORPUS].exists():
+        corpus = Corpus.load(paths[CORPUS])
+        record["corpus"] = {
+            "documents": corpus.documents,
+            "tokens": len(corpus) - corpus.documents,
+            "vocab": corpus.vocab,
+            "tokenizer": corpus.tokenizer,
+            "bytes": paths[CORPUS].stat().st_size,
+        }
+    if paths[MEMORY].exists():
+        totals = read_totals(paths[MEMORY])
+        record["memory"] = {total.namespace: {"entries": total.entries, "bytes": total.bytes} for total in totals}
+    print(json.dumps(record) if as_json else _as_text(record))
+
+
+def _as_text(record: dict[str, Any]) -> str:
+    lines = []
+    if corpus := record["corpus"]:
+        lines.append("corpus: {documents} documents, {tokens} tokens, {bytes} bytes".format_map(corpus))
+    for name, total in (record["memory"] or {}).items():
+        lines.append(f"memory of {name}: {total['entries']} responses, {total['bytes']} bytes")
+    return "\n".join(lines or ["memory: empty"])
