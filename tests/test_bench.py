@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from typer.testing import CliRunner, Result
 
 from slipstream import Engine, acceptance, bench, load
 from slipstream import engine as engine_room
-from slipstream.bench import ASSISTED, GENERATE, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
+from slipstream.bench import PLAIN, SPECULATIVE, Contender, Output, Settings, Side, Task, contenders, machine, race
+from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, COMPILED, GENERATE, LOOKUP
 from slipstream.cli import app as cli
+from slipstream.cli import bench as command_room
 from slipstream.decoding import Decoder
 from slipstream.drafters.model import ModelDrafter
 from slipstream.laws import Law
@@ -35,7 +38,7 @@ SMALL = Settings(gammas=(2, 3), batches=(1, 3), temperatures=(0.0, 1.0), max_new
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever garbage would be collected, which takes most of the time of runs as short as these."""
     calls: list[int] = []
-    monkeypatch.setattr(bench.gc, "collect", lambda: calls.append(1))
+    monkeypatch.setattr(race.gc, "collect", lambda: calls.append(1))
     return calls
 
 
@@ -46,7 +49,7 @@ def pair(draft_seed: int = 1, **changes: Any) -> Engine:
 
 def models(engine: Engine) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Its target and its draft."""
-    target, draft = bench._scorers(engine.decoder)
+    target, draft = contenders.scorers(engine.decoder)
     return target.model, draft.model  # type: ignore[attr-defined]
 
 
@@ -62,7 +65,7 @@ def task(**changes: Any) -> Task:
 def test_rows_are_complete() -> None:
     report = bench.measure(pair(), PROMPTS, SMALL)
     single = [(PLAIN, None), (SPECULATIVE, 2), (SPECULATIVE, 3), (GENERATE, None), (ASSISTED, 2), (ASSISTED, 3)]
-    names = {1: single, 3: single[:4]}
+    names = {1: [*single, (ASSISTED_AUTO, None), (LOOKUP, 2), (LOOKUP, 3)], 3: single[:4]}
     expected = [(*name, batch, heat) for batch in (1, 3) for heat in (0.0, 1.0) for name in names[batch]]
     assert [(row.contender, row.gamma, row.batch, row.temperature) for row in report.rows] == expected
     assert not report.interrupted
@@ -88,8 +91,8 @@ def test_figures_of_ours_fit_each_other() -> None:
 
 def test_figures_inside_a_round_leave_the_prefill_out() -> None:
     seconds = {"prefill": 1.0, "draft": 1.0, "target": 2.0, "accept": 0.5, "rest": 0.1}
-    run = Output([[1] * 12], Stats(emitted=12, target_calls=4, seconds=seconds), rounds=4, seconds=5.0)
-    figures = bench._inside([run, run])
+    run = Output([[1] * 12], Stats(emitted=12, target_calls=4, seconds=seconds), calls=4, seconds=5.0)
+    figures = race.inside([run, run])
     assert figures["milliseconds"] == {"draft": 250, "target": 500, "accept": 125, "rest": 125, "round": 1000}
     assert figures["overhead"] == pytest.approx(1 / 3)
     assert figures["mean_acceptance_length"] == 3
@@ -99,11 +102,11 @@ def test_figures_inside_a_round_leave_the_prefill_out() -> None:
 def test_all_contenders_emit_the_same_greedy_tokens(batch: int) -> None:
     engine, rows = pair(), set[int]()
     able = [each for each in bench.line_up(engine, SMALL) if batch <= each.largest_batch]
-    expected = bench.timed(able[0], task()).tokens
+    expected = race.timed(able[0], task()).tokens
     models(engine)[0].register_forward_hook(lambda *args: rows.add(args[-1].logits.shape[0]))
-    assert len(able) == (6 if batch == 1 else 4)
+    assert len(able) == (9 if batch == 1 else 4)
     for each in able:
-        assert bench.timed(each, task(batch=batch)).tokens == expected
+        assert race.timed(each, task(batch=batch)).tokens == expected
         assert max(rows) == batch
         rows.clear()
 
@@ -112,16 +115,16 @@ def test_all_contenders_emit_the_same_greedy_tokens(batch: int) -> None:
 def test_all_contenders_end_at_eos(batch: int) -> None:
     engine = pair()
     able = [each for each in bench.line_up(engine, SMALL) if batch <= each.largest_batch]
-    whole = bench.timed(able[0], task(batch=batch)).tokens
+    whole = race.timed(able[0], task(batch=batch)).tokens
     eos = frozenset({whole[0][2], whole[1][1]})
-    cut = [bench.until_eos(new, eos) for new in whole]
+    cut = [race.until_eos(new, eos) for new in whole]
     assert len(cut[0]) <= 3 and len(cut[1]) <= 2
     calls: list[int] = []
     models(engine)[0].register_forward_hook(lambda *_: calls.append(1))
     for each in able:
-        bench.timed(each, task(batch=batch))
+        race.timed(each, task(batch=batch))
         all_calls, calls[:] = len(calls), []
-        assert bench.timed(each, task(batch=batch, eos=eos)).tokens == cut, each.name
+        assert race.timed(each, task(batch=batch, eos=eos)).tokens == cut, each.name
         assert len(calls) < all_calls  # nobody goes on after EOS
         calls.clear()
 
@@ -129,7 +132,7 @@ def test_all_contenders_end_at_eos(batch: int) -> None:
 def test_eos_is_ignored_by_all_or_by_none() -> None:
     engine = pair()
     settings = replace(SMALL, batches=(1,), temperatures=(0.0,))
-    greedy = bench.timed(bench.line_up(engine, settings)[0], task()).tokens
+    greedy = race.timed(bench.line_up(engine, settings)[0], task()).tokens
     engine.eos = frozenset({greedy[0][2]})
     models(engine)[0].generation_config.eos_token_id = greedy[0][2]
     ignoring = bench.measure(engine, PROMPTS, settings).rows
@@ -162,9 +165,9 @@ def test_both_draft_exactly_gamma_tokens(place: int) -> None:
     target, _ = models(engine)
     widths: list[int] = []
     target.register_forward_hook(lambda *args: widths.append(args[-1].logits.shape[1]))
-    contender = bench.line_up(engine, replace(SMALL, gammas=(3,)))[[0, 1, 2, 2, 3][place]]
+    contender = bench.line_up(engine, replace(SMALL, gammas=(3,)))[place - (place > 1)]
     assert contender.gamma == 3
-    bench.timed(contender, task(prompts=((5, 9, 2),), max_new_tokens=12))
+    race.timed(contender, task(prompts=((5, 9, 2),), max_new_tokens=12))
     assert [width for width in widths if width > 1] == [4, 4, 4]
 
 
@@ -173,9 +176,9 @@ def test_a_run_leaves_no_warm_draft_cache() -> None:
     fed: list[int] = []
     models(engine)[1].get_input_embeddings().register_forward_hook(lambda *args: fed.append(args[1][0].numel()))
     speculative = bench.line_up(engine, SMALL)[1]
-    bench.timed(speculative, task())
+    race.timed(speculative, task())
     first, fed[:] = list(fed), []
-    bench.timed(speculative, task())
+    race.timed(speculative, task())
     assert fed == first != []
 
 
@@ -188,8 +191,8 @@ def test_settings_of_the_user_neither_leak_in_nor_change() -> None:
         model.generation_config = config
         model.register_forward_hook(lambda module, *_: seen.append(module.generation_config.to_dict()))
     theirs = [each for each in bench.line_up(engine, SMALL) if each.name in (GENERATE, ASSISTED)]
-    outputs = [bench.timed(each, task(temperature=1.0)).tokens for each in theirs]
-    assert len(outputs) == 3
+    outputs = [race.timed(each, task(temperature=1.0)).tokens for each in theirs]
+    assert len(outputs) == 3  # generate, and assisted with two gammas
     assert {(config["temperature"], config["top_k"], config["top_p"]) for config in seen[:3]} == {(1.0, 0, 1.0)}
     assert not any(config.get("repetition_penalty") == 9 or config.get("top_k") == 1 for config in seen)
     assert [model.generation_config for model in models(engine)] == own
@@ -201,8 +204,7 @@ def test_settings_of_the_user_come_back_after_an_error() -> None:
     engine = pair()
     kept = [model.generation_config for model in models(engine)]
     models(engine)[0].register_forward_hook(lambda *_: 1 / 0)
-    theirs = bench.line_up(engine, SMALL)[-1]
-    assert theirs.name == ASSISTED
+    theirs = next(each for each in bench.line_up(engine, SMALL) if each.name == ASSISTED)
     with pytest.raises(ZeroDivisionError):
         theirs.run(task())
     assert all(model.generation_config is config for model, config in zip(models(engine), kept, strict=True))
@@ -242,9 +244,48 @@ def test_ours_decode_by_the_rule_of_the_engine() -> None:
     plain, speculative, *_ = bench.line_up(engine, SMALL)
     for each in (plain, speculative):
         drawn.clear()
-        bench.timed(each, task(temperature=1.0))
+        race.timed(each, task(temperature=1.0))
         assert "next" in drawn and "accept" not in drawn  # `match` tosses no coins
     assert bench.environment(engine)["rule"] == "ours"
+
+
+def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
+    engine = pair()
+    shared = models(engine)[0]
+    others = [Side(load(shared, tiny(FAMILIES["llama"], seed=2)), "second"), Side(pair(), "first", COMPILED)]
+    settings = replace(SMALL, gammas=(2,), batches=(1,), temperatures=(0.0,), rules=("token", "match"))
+    rivals = bench.line_up(engine, settings, others)
+    kinds = [(each.name, each.draft, each.rule, each.execution) for each in rivals if each.execution]
+    own = engine.decoder.drafter.scorer.name  # type: ignore[attr-defined]
+    assert kinds == [
+        (PLAIN, None, None, "eager"),
+        (PLAIN, None, None, "compiled"),
+        *[(SPECULATIVE, own, rule, "eager") for rule in ("token", "match")],
+        *[(SPECULATIVE, "second", rule, "eager") for rule in ("token", "match")],
+        *[(SPECULATIVE, "first", rule, "compiled") for rule in ("token", "match")],
+    ]
+    rows = bench.measure(engine, PROMPTS, settings, rivals).rows
+    assert [(row.draft, row.rule, row.execution) for row in rows][2:4] == [
+        (own, "token", "eager"),
+        (own, "match", "eager"),
+    ]
+    assert {row.matches_plain for row in rows} == {4}
+    names = list(map(command_room._names(rows), rows))
+    assert len(set(names)) == len(names) and names[4] == "slipstream speculative 2 second token eager"
+    assert command_room._names(rows[:1])(rows[0]) == PLAIN
+
+
+def test_theirs_count_the_passes_of_the_target() -> None:
+    engine = pair(draft_seed=0)
+    rivals = {each.name: each for each in bench.line_up(engine, replace(SMALL, gammas=(3,)))}
+    one = task(prompts=((5, 9, 2),), max_new_tokens=12)
+    calls = {name: race.timed(each, one).calls for name, each in rivals.items()}
+    assert calls[GENERATE] == calls[PLAIN] == 12
+    assert calls[ASSISTED] == calls[SPECULATIVE] == 3  # everything is accepted: rounds of 1 + 3
+    assert calls[ASSISTED_AUTO] == 1 or calls[ASSISTED_AUTO] < 12
+    row = bench.measure(engine, PROMPTS[:1], replace(SMALL, gammas=(3,), batches=(1,), max_new_tokens=12)).rows[3]
+    assert row.contender == ASSISTED and row.mean_acceptance_length == 4
+    assert row.milliseconds_per_call and row.milliseconds_per_call["min"] > 0
 
 
 def test_who_can_take_part() -> None:
@@ -253,9 +294,9 @@ def test_who_can_take_part() -> None:
 
     target, draft = PAIRS["generic"]
     tables = Engine(Decoder(scorer(target), ModelDrafter(scorer(draft))))
-    assert names(pair()) == [PLAIN, SPECULATIVE, GENERATE, ASSISTED]
-    assert names(load(tiny(FAMILIES["llama"]))) == [PLAIN, GENERATE]
-    assert names(pair(vocab_size=HF_VOCAB + 3)) == [PLAIN, SPECULATIVE, GENERATE]
+    assert names(pair()) == [PLAIN, SPECULATIVE, GENERATE, ASSISTED, ASSISTED_AUTO, LOOKUP]
+    assert names(load(tiny(FAMILIES["llama"]))) == [PLAIN, GENERATE, LOOKUP]
+    assert names(pair(vocab_size=HF_VOCAB + 3)) == [PLAIN, SPECULATIVE, GENERATE, LOOKUP]
     assert names(tables) == [PLAIN, SPECULATIVE]
     rows = bench.measure(tables, [[0], [1, 2]], replace(SMALL, batches=(2,))).rows
     assert {row.ratio_to_transformers for row in rows} == {None}
@@ -278,7 +319,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock that `bench` reads."""
     clock = Clock()
-    monkeypatch.setattr(bench, "perf_counter", clock)
+    monkeypatch.setattr(race, "perf_counter", clock)
     return clock
 
 
@@ -292,24 +333,24 @@ def runner(name: str, clock: Clock, durations: Iterator[float], gamma: int | Non
     return Contender(name, run, gamma)
 
 
-def race(contenders: list[Contender], **changes: Any) -> tuple[bench.Report, list[str]]:
+def raced(rivals: list[Contender], **changes: Any) -> tuple[bench.Report, list[str]]:
     """Measure at one batch and temperature -> the report, and the names in the order they ran."""
     order: list[str] = []
     settings = replace(SMALL, batches=(1,), temperatures=(0.0,), **changes)
     engine = Engine(Decoder(scorer(PAIRS["generic"][0])))
     prompts = [[0], [1], [2], [0, 1]]
-    report = bench.measure(engine, prompts, settings, contenders, lambda done, count, name: order.append(name))
+    report = bench.measure(engine, prompts, settings, rivals, lambda done, count, name: order.append(name))
     return report, order
 
 
 def test_the_order_rotates(clock: Clock, collected: list[int]) -> None:
-    _, order = race([runner(name, clock, iter([1.0] * 9)) for name in "abc"], repetitions=4)
+    _, order = raced([runner(name, clock, iter([1.0] * 9)) for name in "abc"], repetitions=4)
     assert order == [*"abc", *"abc", *"bca", *"cab", *"abc"]
     assert len(collected) == len(order)  # nobody pays for the garbage of another
 
 
 def test_speed_is_tokens_by_seconds_without_the_warm_up(clock: Clock) -> None:
-    (row,) = race([runner(PLAIN, clock, iter([1000.0, 2.0, 4.0, 3.0]))], repetitions=3)[0].rows
+    (row,) = raced([runner(PLAIN, clock, iter([1000.0, 2.0, 4.0, 3.0]))], repetitions=3)[0].rows
     assert row.speeds == [12.0, 6.0, 8.0]  # 4 prompts of 6 tokens
     assert row.tokens_per_second == {"median": 8.0, "min": 6.0, "max": 12.0}
     assert row.tokens == 72
@@ -318,7 +359,7 @@ def test_speed_is_tokens_by_seconds_without_the_warm_up(clock: Clock) -> None:
 def test_ratios_are_paired(clock: Clock) -> None:
     # The machine changes its pace; ratios to plain are 2, 2 and 8, but of the medians the ratio is 4.
     slow = [(PLAIN, [9.0, 2.0, 8.0, 4.0]), (GENERATE, [9.0, 1.0, 2.0, 4.0]), ("fast", [9.0, 1.0, 4.0, 0.5])]
-    rows = race([runner(name, clock, iter(seconds)) for name, seconds in slow], repetitions=3)[0].rows
+    rows = raced([runner(name, clock, iter(seconds)) for name, seconds in slow], repetitions=3)[0].rows
     fast = rows[2]
     assert fast.ratio_to_plain == {"median": 2.0, "min": 2.0, "max": 8.0}
     assert fast.ratio_to_transformers == {"median": 1.0, "min": 0.5, "max": 8.0}
@@ -329,7 +370,7 @@ def test_ratios_are_paired(clock: Clock) -> None:
 
 def test_contenders_of_one_name_are_told_apart_by_gamma(clock: Clock) -> None:
     seconds = {2: 3.0, 3: 6.0}
-    rows = race([runner(SPECULATIVE, clock, iter([s] * 3), gamma) for gamma, s in seconds.items()])[0].rows
+    rows = raced([runner(SPECULATIVE, clock, iter([s] * 3), gamma) for gamma, s in seconds.items()])[0].rows
     assert {row.gamma: row.speeds for row in rows} == {2: [8.0, 8.0], 3: [4.0, 4.0]}
 
 
@@ -349,7 +390,7 @@ def interrupted_after(runs: int, contender: Contender) -> Contender:
 @pytest.mark.parametrize(("runs", "kept"), [(0, None), (1, None), (2, 1), (3, 2)])
 def test_an_interrupted_run_keeps_whole_repetitions(clock: Clock, runs: int, kept: int | None) -> None:
     steady, stopped = (runner(name, clock, iter([1.0] * 9)) for name in (PLAIN, "stopped"))
-    report, _ = race([steady, interrupted_after(runs, stopped)], repetitions=3)
+    report, _ = raced([steady, interrupted_after(runs, stopped)], repetitions=3)
     assert report.interrupted
     assert [len(row.speeds) for row in report.rows] == ([] if kept is None else [kept, kept])
 
@@ -360,7 +401,7 @@ def test_an_interrupted_run_keeps_finished_races() -> None:
     contenders[0] = interrupted_after(3, contenders[0])  # warm-up and two repetitions of the first race
     report = bench.measure(engine, PROMPTS, SMALL, contenders)
     assert report.interrupted
-    assert [(row.batch, row.temperature) for row in report.rows] == [(1, 0.0)] * 6
+    assert [(row.batch, row.temperature) for row in report.rows] == [(1, 0.0)] * 9
     assert bench.measure(engine, PROMPTS, replace(SMALL, batches=(1,))).rows  # the engine is still of use
 
 
@@ -368,22 +409,22 @@ def test_an_interrupted_run_keeps_finished_races() -> None:
 def test_who_does_less_or_more_is_refused(change: Callable[[list[int]], list[int]]) -> None:
     cheat = Contender("cheat", lambda task: Output([change([1] * task.max_new_tokens) for _ in task.prompts]))
     with pytest.raises(ValueError, match="cheat returned"):
-        bench.timed(cheat, task())
+        race.timed(cheat, task())
 
 
 def test_a_missing_output_is_refused() -> None:
     cheat = Contender("cheat", lambda task: Output([[1] * task.max_new_tokens for _ in task.prompts[1:]]))
     with pytest.raises(ValueError, match="cheat returned"):
-        bench.timed(cheat, task())
+        race.timed(cheat, task())
 
 
 def test_what_follows_eos_does_not_count() -> None:
-    assert bench.until_eos([4, 7, 5, 9, 5], {9, 5}) == [4, 7, 5]
-    assert bench.until_eos([4, 7], {9}) == [4, 7]
+    assert race.until_eos([4, 7, 5, 9, 5], {9, 5}) == [4, 7, 5]
+    assert race.until_eos([4, 7], {9}) == [4, 7]
     padding = Contender("padding", lambda task: Output([[3, 2, 0, 0, 0, 0] for _ in task.prompts]))
-    assert bench.timed(padding, task(eos=frozenset({2}))).tokens == [[3, 2]] * 4
+    assert race.timed(padding, task(eos=frozenset({2}))).tokens == [[3, 2]] * 4
     with pytest.raises(ValueError, match="padding returned"):
-        bench.timed(replace(padding, run=lambda task: Output([[3, 0]] * 4)), task(eos=frozenset({2})))
+        race.timed(replace(padding, run=lambda task: Output([[3, 0]] * 4)), task(eos=frozenset({2})))
 
 
 # ---- settings and report ----------------------------------------------------------------------------------------
@@ -426,7 +467,7 @@ def test_json_round_trip_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> Non
         f"--draft={folder}/draft",
         "--quick",
     ]
-    monkeypatch.setattr(bench.sys, "argv", command)
+    monkeypatch.setattr(machine.sys, "argv", command)
     engine = pair()
     engine.decoder.target.name = f"{folder}/target"  # type: ignore[misc]
     report = bench.measure(engine, PROMPTS, replace(SMALL, batches=(1,))).as_dict()
@@ -500,7 +541,7 @@ class Measured(Exception):
 def asked(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Measured]:
     """What the command asks to measure."""
 
-    def measure(engine: Engine, prompts: list[Any], settings: Settings, **_: Any) -> None:
+    def measure(engine: Engine, prompts: list[Any], settings: Settings, *_: Any, **__: Any) -> None:
         raise Measured(prompts, settings)
 
     monkeypatch.setattr(bench, "measure", measure)
@@ -521,10 +562,10 @@ def test_command_prints_every_row_in_80_columns(command: Callable[..., Result], 
     assert result.exit_code == 0
     assert "batch 1, temperature 0: 4 prompts x 5 new tokens x 2 repetitions" in result.stdout
     assert "batch 1, temperature 1: 4 prompts" in result.stdout
-    names = [PLAIN, f"{SPECULATIVE} 5", GENERATE, f"{ASSISTED} 5"]
+    names = [PLAIN, f"{SPECULATIVE} 5", GENERATE, f"{ASSISTED} 5", ASSISTED_AUTO, f"{LOOKUP} 5"]
     lines = result.stdout.splitlines()
-    assert [sum(line.startswith(name) for line in lines) for name in names] == [4, 4, 2, 2]  # ours in two tables
-    assert result.stdout.count("4, 4") == 4
+    assert [sum(line.startswith(name) for line in lines) for name in names] == [4] * 6  # two tables
+    assert result.stdout.count("4, 4") == 6
     assert "…" not in result.stdout
     assert max(map(len, lines)) <= 80
 
@@ -532,7 +573,14 @@ def test_command_prints_every_row_in_80_columns(command: Callable[..., Result], 
 def test_command_prints_json_and_nothing_else(command: Callable[..., Result], prompts_file: str) -> None:
     result = command("--quick", "--prompts", prompts_file, *SHORT, "--temperature", "0", "--json")
     report = json.loads(result.stdout)
-    assert [row["contender"] for row in report["rows"]] == [PLAIN, SPECULATIVE, GENERATE, ASSISTED]
+    assert [row["contender"] for row in report["rows"]] == [
+        PLAIN,
+        SPECULATIVE,
+        GENERATE,
+        ASSISTED,
+        ASSISTED_AUTO,
+        LOOKUP,
+    ]
     assert report["settings"]["max_new_tokens"] == 5
     assert {row["prompts"] for row in report["rows"]} == {4}
 
@@ -560,12 +608,42 @@ def test_ctrl_c_prints_the_rows_so_far(
     result = command("--quick", "--prompts", prompts_file, *SHORT)
     assert result.exit_code == 130
     assert "temperature 0:" in result.stdout and "temperature 1:" not in result.stdout
-    assert "interrupted: 4 rows were measured" in result.stderr
+    assert "interrupted: 6 rows were measured" in result.stderr
+
+
+def test_several_drafts_on_the_command_line(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, prompts_file: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    loaded: list[tuple[Any, ...]] = []
+    engines = [pair(), pair(draft_seed=2)]
+    monkeypatch.setattr(engine_room, "load", lambda *args, **_: (loaded.append(args), engines[len(loaded) - 1])[1])
+    picture = tmp_path / "speed.svg"
+    drafts = ["--target", "T", "--draft", "a", "--draft", "b", "--verify", "token", "--temperature", "0"]
+    result = command("--quick", "--prompts", prompts_file, *SHORT, *drafts, "--plot", str(picture), "--json")
+    assert loaded == [("T", "a"), (models(engines[0])[0], "b")]  # one target for both
+    rows = [row for row in json.loads(result.stdout)["rows"] if row["draft"]]
+    assert [(row["draft"], row["rule"]) for row in rows] == [("LlamaForCausalLM", "token"), ("b", "token")]
+    assert picture.read_text().startswith("<?xml") and "wrote" in result.stderr
+
+
+def test_a_plot_is_refused_before_anything_is_measured(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert "has no kind of picture" in command("--plot", str(tmp_path / "speed.doc")).stderr
+    assert "there is no such folder" in command("--plot", str(tmp_path / "none" / "speed.png")).stderr
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    missing = command("--plot", str(tmp_path / "speed.png"))
+    assert missing.exit_code == 2 and missing.stderr == (
+        "slipstream: a plot needs matplotlib: pip install 'slipstream[plot]'.\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--verify", "nonsense"], "slipstream: "),
         (["--gamma", "0"], "slipstream: Invalid value for '--gamma'"),
         (["--prompts", "nowhere"], "slipstream: cannot read nowhere"),
         (["--quick", "--batch", "9"], "slipstream: a batch of 9 needs as many prompts, but there are 8."),
@@ -592,8 +670,8 @@ def test_a_prompt_that_cannot_be_read_is_named(command: Callable[..., Result], t
 def test_a_busy_machine_is_named(
     command: Callable[..., Result], prompts_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     arguments = ["--quick", "--prompts", prompts_file, "--max-new-tokens", "1", "--repetitions", "1"]
     for average, warned in ((1.9, True), (0.2, False)):
-        monkeypatch.setattr(bench.os, "getloadavg", lambda average=average: (average, 0.0, 0.0))
+        monkeypatch.setattr(machine.os, "getloadavg", lambda average=average: (average, 0.0, 0.0))
         assert ("busy before" in command(*arguments).stdout) is warned

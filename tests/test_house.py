@@ -72,7 +72,13 @@ LEVELS: dict[str, float] = {
     "plan.measure": 5.2,
     "plan.run": 5.3,
     "plan.plot": 5.4,
-    "bench": 5,
+    "bench": 5.09,
+    "bench.records": 5.01,
+    "bench.peers": 5.02,
+    "bench.race": 5.02,
+    "bench.contenders": 5.03,
+    "bench.machine": 5.04,
+    "bench.*": 5.05,
     "hook": 5,  # the custom_generate hook of transformers
     "server.*": 5,
     "paper.*": 6,
@@ -95,7 +101,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "models",
         "sampling",
         "hook",
-        "bench",
+        "bench.peers",
         "distill",
         "drafters.early_exit",
         "drafters.heads",
@@ -106,7 +112,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "faiss": ("drafters.nearest",),
     "typer": ("cli", "cli.*"),
     "rich": ("cli", "cli.*", "explain"),
-    "matplotlib": ("plan.plot",),
+    "matplotlib": ("plan.plot", "bench.plot"),
 }
 
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7

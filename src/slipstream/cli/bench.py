@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,20 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Device, Draft, Dtype, File, Target
+from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Device, Dtype, File, Target
 from slipstream.explain import busy, console
 from slipstream.prompts import gather
 
 if TYPE_CHECKING:
-    from slipstream.bench import Report, Result, Settings
+    from slipstream.bench import Report, Result, Settings, Side
+    from slipstream.engine import Engine
 
 
 def _option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-Quick = Annotated[bool, _option(None, "A minute or two: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
+Quick = Annotated[bool, _option(None, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
 Repetitions = Annotated[int | None, _option(None, "How often everything is measured.", metavar="N", min=1)]
+Drafts = Annotated[
+    list[str] | None, _option(MODELS, "As in other commands. Repeatable: each is measured.", "--draft", metavar="MODEL")
+]
+Rules = Annotated[list[str] | None, _option(MODELS, "Acceptance rule of ours. Repeatable.", "--verify", metavar="RULE")]
 Gammas = Annotated[
     list[int] | None, _option(MODELS, "Tokens drafted per round. Repeatable.", "--gamma", metavar="N", min=1)
 ]
@@ -39,6 +45,7 @@ Temperatures = Annotated[
 ]
 NewTokens = Annotated[int | None, _option(SAMPLING, "Tokens of every completion.", metavar="N", min=1)]
 StopAtEos = Annotated[bool, _option(SAMPLING, "End at EOS instead of the same length for all.", "--stop-at-eos")]
+Plot = Annotated[Path | None, _option(OUTPUT, "Also draw the speeds, as .png, .svg or .pdf.", "--plot", metavar="FILE")]
 Json = Annotated[bool, _option(OUTPUT, "The whole report as one JSON object, nothing else.", "--json")]
 
 
@@ -47,8 +54,9 @@ def bench(
     quick: Quick = False,
     file: File = None,
     target: Target = None,
-    draft: Draft = None,
+    draft: Drafts = None,
     gamma: Gammas = None,
+    verify: Rules = None,
     batch: Batches = None,
     temperature: Temperatures = None,
     max_new_tokens: NewTokens = None,
@@ -56,30 +64,56 @@ def bench(
     repetitions: Repetitions = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Measure speed: plain and speculative, ours and transformers', the same prompts counted by the same code.
 
-    Example: slipstream bench --quick
+    Example: slipstream bench --quick --plot speed.png
     """
-    from slipstream.bench import FULL, QUICK, measure
-    from slipstream.engine import load
+    from slipstream.bench import FULL, QUICK, line_up, measure
+    from slipstream.bench.plot import check_plot
 
-    lists = {"gammas": tuple(gamma or ()), "batches": tuple(batch or ()), "temperatures": tuple(temperature or ())}
-    given: dict[str, Any] = {**lists, "max_new_tokens": max_new_tokens, "repetitions": repetitions}
+    lists = {"gammas": gamma, "batches": batch, "temperatures": temperature, "rules": verify}
+    given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetitions": repetitions}
     chosen = {name: value for name, value in given.items() if value}
+    chosen |= {name: tuple(values) for name, values in lists.items() if values}
     settings = replace(QUICK if quick else FULL, ignore_eos=not stop_at_eos, **chosen)
+    if plot:
+        check_plot(plot)
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
-        engine = load(target, draft, dtype=dtype, device=device)
+        engine, others = _engines(target, draft or [], dtype=dtype, device=device)
     if target and not draft:
-        say("note: without --draft there is only plain decoding to measure.")
+        say("note: without --draft there is only plain decoding and prompt lookup to measure.")
     with _progress(console(stderr=True)) as on_run:
-        report = measure(engine, prompts, settings, on_run=on_run)
+        report = measure(engine, prompts, settings, line_up(engine, settings, others), on_run=on_run)
+    _publish(report, plot, as_json)
+
+
+def _engines(target: str | None, drafts: Sequence[str], **where: Any) -> tuple[Engine, list[Side]]:
+    """The engine with the first draft, and those with the other drafts, around the same target model."""
+    from slipstream.bench import Side
+    from slipstream.engine import load
+
+    engine = load(target, drafts[0] if drafts else None, **where)
+    shared = getattr(engine.decoder.target, "model", None)
+    if where["dtype"] == "auto" and not target:
+        where["dtype"] = "float32"  # as the embedded target
+    return engine, [Side(load(shared, each, tokenizer=engine.tokenizer, **where), each) for each in drafts[1:]]
+
+
+def _publish(report: Report, picture: Path | None, as_json: bool) -> None:
+    """Print the report, draw it, and exit as interrupted if it is not whole."""
+    from slipstream.bench.plot import plot
+
     if as_json:
         print(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         _show(report, console())
+    if picture:
+        plot(report, picture, _names(report.rows))
+        say(f"wrote {picture}")
     if report.interrupted:
         say(f"interrupted: {len(report.rows)} rows were measured.")
         raise typer.Exit(INTERRUPTED)
@@ -108,30 +142,39 @@ def _progress(screen: Console) -> Iterator[Callable[[int, int, str], None]]:
 # ---- printing ---------------------------------------------------------------------------------------------------
 
 
-SPEED = ("tokens/s", "min-max", "x plain", "x generate", "same text")
-ROUND = ("alpha", "kept", "per call", "ms per round", "overhead")
+SPEED = ("tokens/s", "min-max", "x plain", "x generate", "same")
+ROUND = ("alpha", "kept", "per call", "ms per round", "over")
 LEGEND = (
-    "x: speed / that of our plain decoding and of transformers' generate, the median over repetitions; same text: "
-    "prompts with the same tokens as these two; kept: accepted / drafted tokens; per call: tokens per target call; "
-    "ms per round: draft + target + accept + rest; overhead: round / (draft + target) - 1."
+    "x: speed / that of our plain decoding and of transformers' generate, the median over repetitions; same: prompts "
+    "with the same tokens as these two; kept: accepted / drafted tokens; per call: tokens per target call; ms per "
+    "round: draft + target + accept + rest, theirs: wall time / target calls; over: round / (draft + target) - 1; "
+    "transformers auto: assisted generation with its own draft length and confidence threshold."
 )
 
 
 def _show(report: Report, screen: Console) -> None:
-    """Two tables per batch and temperature, speed and what happens in our rounds, and what they were measured on."""
+    """Two tables per batch and temperature, speed and what happens in a round, and what they were measured on."""
+    name = _names(report.rows)
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
         rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
         screen.print(f"\nbatch {batch}, temperature {temperature:g}: {_amount(rows[0], report.settings)}", style="bold")
-        screen.print(_table(SPEED, {_name(row): _speed(row) for row in rows}))
-        screen.print(_table(ROUND, {_name(row): _round(row) for row in rows if row.milliseconds}))
+        screen.print(_table(SPEED, {name(row): _speed(row) for row in rows}))
+        screen.print(_table(ROUND, {name(row): _round(row) for row in rows if row.milliseconds_per_call}))
     facts = report.environment
     place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
     what = f"{facts['rule']} verification, {facts['target'].get('dtype')}"
     screen.print(f"\n{LEGEND}\n{place}; {what}; {versions}", style="dim")
+    for warning in _warnings(facts):
+        screen.print(warning, style="bold")
+
+
+def _warnings(facts: dict[str, Any]) -> Iterator[str]:
     load = (facts["load_average"] or [0])[0] / (facts["cores"] or 1)
     if load > 0.5:
-        screen.print(f"The machine was busy before (load {load:.1f} per core): the figures mean little.", style="bold")
+        yield f"The machine was busy before (load {load:.1f} per core): the figures mean little."
+    if facts["device"] == "cpu" and facts["bfloat16"] == "emulated" and "bfloat16" in str(facts["target"].get("dtype")):
+        yield "This processor does not multiply bfloat16 itself: float32 may be faster."
 
 
 def _amount(row: Result, settings: Settings) -> str:
@@ -149,8 +192,15 @@ def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
     return table
 
 
-def _name(row: Result) -> str:
-    return row.contender + (f" {row.gamma}" if row.gamma else "")
+def _names(rows: Sequence[Result]) -> Callable[[Result], str]:
+    """What to call each row: contender and gamma, and of draft, rule and execution what differs between ours."""
+    told = [what for what in ("draft", "rule", "execution") if len({getattr(row, what) for row in rows} - {None}) > 1]
+
+    def name(row: Result) -> str:
+        facts = (getattr(row, what) for what in told)
+        return " ".join([row.contender, *(str(row.gamma) for _ in [0] if row.gamma), *(x for x in facts if x)])
+
+    return name
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -166,6 +216,8 @@ def _speed(row: Result) -> list[str]:
 
 
 def _round(row: Result) -> list[str]:
-    phases = [_number((row.milliseconds or {})[phase], 1) for phase in ("draft", "target", "accept", "rest")]
     figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
-    return [*figures, " + ".join(phases), f"{row.overhead:.1%}"]
+    if row.milliseconds is None:
+        return [*figures, _number((row.milliseconds_per_call or {}).get("median"), 1), "-"]
+    phases = [_number(row.milliseconds[phase], 1) for phase in ("draft", "target", "accept", "rest")]
+    return [*figures, " + ".join(phases), f"{row.overhead:.0%}"]

@@ -1,0 +1,92 @@
+"""Prompts x settings -> rows: speculative decoding against its baselines, measured like a sceptic.
+
+A *contender* continues the prompts it is given. All get the same token ids, limit and end of text, run one after the
+other in one process, and are timed from outside by the same code: emitted tokens / wall time of the whole call, prefill
+included. A repetition runs every contender once, in an order that rotates; ratios are taken within a repetition, and
+the median over the repetitions is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slipstream.bench.contenders import Side, line_up, ours, scorers
+from slipstream.bench.machine import environment, without_folder
+from slipstream.bench.race import run_race
+from slipstream.bench.records import (
+    COMPILED,
+    EAGER,
+    FULL,
+    PLAIN,
+    PROMPTS,
+    QUICK,
+    SPECULATIVE,
+    Contender,
+    Output,
+    Report,
+    Result,
+    Settings,
+    Task,
+)
+from slipstream.decoding import Decoder
+from slipstream.engine import Engine, Prompt
+
+__all__ = [
+    "COMPILED",
+    "EAGER",
+    "FULL",
+    "PLAIN",
+    "PROMPTS",
+    "QUICK",
+    "SPECULATIVE",
+    "Contender",
+    "Output",
+    "Report",
+    "Result",
+    "Settings",
+    "Side",
+    "Task",
+    "environment",
+    "line_up",
+    "measure",
+    "ours",
+]
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    settings: Settings = FULL,
+    contenders: Sequence[Contender] = (),
+    on_run: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Measure the contenders (default: `line_up`) at every batch and temperature of the settings -> Report.
+
+    Ctrl-C ends it early: the report holds the repetitions that were completed and says `interrupted`.
+    `on_run(done, all, name)` is called before every run. Raises ValueError if prompts, models and settings disagree.
+    """
+    everyone = contenders or line_up(engine, settings)
+    texts = tuple(engine.encode(prompt) for prompt in prompts)
+    _check(engine.decoder, texts, settings)
+    eos = frozenset() if settings.ignore_eos else engine.eos
+    races = [(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]
+    able = {batch: [each for each in everyone if batch <= each.largest_batch] for batch in settings.batches}
+    count = sum(len(able[batch]) for batch, _ in races) * (1 + settings.repetitions)
+    steps, report = iter(range(count)), Report(environment(engine), settings)
+    try:
+        for batch, temperature in races:
+            task = Task(texts, batch, temperature, settings.max_new_tokens, eos, settings.seed)
+            run_race(report, task, able[batch], lambda name: on_run(next(steps), count, name) if on_run else None)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def _check(decoder: Decoder, texts: Sequence[Sequence[int]], settings: Settings) -> None:
+    """All must be able to do the same work: whole batches, and texts within every context."""
+    if len(texts) < (batch := max(settings.batches)):
+        raise ValueError(f"a batch of {batch} needs as many prompts, but there are {len(texts)}.")
+    longest = max(map(len, texts)) + settings.max_new_tokens
+    for name, context in ((scorer.name, scorer.context) for scorer in scorers(decoder)):
+        if context and longest > context:
+            raise ValueError(f"prompt and new tokens are up to {longest}, but {without_folder(name)} holds {context}.")

@@ -1,0 +1,99 @@
+"""Who takes part: ours, plain and speculative, with every draft, rule and gamma; and what transformers offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.bench import peers
+from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
+from slipstream.controllers import Fixed
+from slipstream.decoding import Decoder, NoDraft, rounds
+from slipstream.drafters.model import ModelDrafter
+from slipstream.engine import Engine
+from slipstream.models import CausalScorer
+from slipstream.records import Request, Row, Scorer
+from slipstream.rules import Rule, rule
+from slipstream.sampling import Sampling, request_key
+from slipstream.stats import Stats
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine of ours that takes part, what its draft is called, and how it runs ("eager", "compiled")."""
+
+    engine: Engine
+    draft: str | None = None
+    execution: str = EAGER
+
+
+def line_up(engine: Engine, settings: Settings, others: Sequence[Side] = ()) -> list[Contender]:
+    """Ours, and those of transformers that can run with the engine's models.
+
+    `others` are further engines of ours, with the same target: other drafts, or compiled.
+    """
+    sides = [Side(engine, _draft_name(engine)), *others]
+    plain = {side.execution: side for side in reversed(sides)}  # one of each kind, the first
+    runs = [side for side in sides if side is plain[side.execution]]
+    contenders = [_plain(side) for side in runs]
+    for side in sides:
+        if not isinstance(side.engine.decoder.drafter, NoDraft):
+            rules = [rule(name) for name in settings.rules] or [side.engine.rule]
+            contenders += [_speculative(side, each, gamma) for each in rules for gamma in settings.gammas]
+    return contenders + _transformers(engine, settings)
+
+
+def _plain(side: Side) -> Contender:
+    decoder = replace(side.engine.decoder, drafter=NoDraft(), controller=Fixed(0))
+    return replace(ours(PLAIN, _ruled(decoder, side.engine.rule)), execution=side.execution)
+
+
+def _speculative(side: Side, chosen: Rule, gamma: int) -> Contender:
+    decoder = replace(_ruled(side.engine.decoder, chosen), controller=Fixed(gamma))
+    contender = ours(SPECULATIVE, decoder, gamma)
+    return replace(contender, draft=side.draft, rule=chosen.name, execution=side.execution)
+
+
+def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
+    return replace(decoder, verifier=chosen.verify, seam=chosen.seam)
+
+
+def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
+    """Those that can run with the same model objects."""
+    everyone = scorers(engine.decoder)
+    models = [scorer.model for scorer in everyone if isinstance(scorer, CausalScorer)]
+    if len(models) < len(everyone):
+        return []
+    contenders = [peers.generate(models[0])]
+    if len({model.config.get_text_config().vocab_size for model in models}) == 1 < len(models):
+        contenders += [peers.assisted(models[0], models[1], gamma) for gamma in settings.gammas]
+        contenders.append(peers.assisted_auto(models[0], models[1]))
+    return contenders + [peers.lookup(models[0], gamma) for gamma in settings.gammas]
+
+
+def ours(name: str, decoder: Decoder, gamma: int | None = None) -> Contender:
+    """A decoder of ours, with whatever drafter, verifier and controller it has."""
+
+    def run(task: Task) -> Output:
+        sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0
+        requests = [
+            Request(prompt, sampler, task.max_new_tokens, task.eos, task.seed, request_key(prompt, index))
+            for index, prompt in enumerate(task.prompts)
+        ]
+        for round in rounds(replace(decoder, batch_size=task.batch), requests):
+            rows |= {row.index: row for row in round.rows}
+            count += 1
+        done = [rows[index] for index in range(len(requests))]
+        return Output([row.output for row in done], sum((row.stats for row in done), Stats()), count)
+
+    return Contender(name, run, gamma)
+
+
+def scorers(decoder: Decoder) -> list[Scorer]:
+    """The target and, if a model drafts, the draft."""
+    return [decoder.target, *([decoder.drafter.scorer] if isinstance(decoder.drafter, ModelDrafter) else [])]
+
+
+def _draft_name(engine: Engine) -> str | None:
+    models = scorers(engine.decoder)[1:]
+    return models[0].name if models else None

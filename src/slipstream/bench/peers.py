@@ -1,0 +1,90 @@
+"""transformers as contenders: `generate`, assisted generation and prompt lookup, each at its best usual settings.
+
+All run with the very model objects of our eager contenders, and with a generation configuration of ours that is lent
+for the call: what a model brings along (top-k 50, penalties, end tokens) would be other work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, Contender, Output, Task
+from slipstream.models import padded
+
+
+def generate(model: PreTrainedModel) -> Contender:
+    """transformers' plain decoding, batches padded on the left."""
+    return Contender(GENERATE, lambda task: _generate(model, task))
+
+
+def assisted(target: PreTrainedModel, draft: PreTrainedModel, gamma: int) -> Contender:
+    """transformers' assisted generation, always with gamma drafted tokens; it takes one row at a time."""
+    constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return _assisted(ASSISTED, target, draft, {"num_assistant_tokens": gamma, **constant})
+
+
+def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
+    """Assisted generation as it comes: transformers' own draft length and confidence threshold."""
+    return _assisted(ASSISTED_AUTO, target, draft, {})
+
+
+def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> Contender:
+    def run(task: Task) -> Output:
+        # Read from the assistant's own configuration: arguments of `generate` do not reach it. A fresh one for every
+        # call, for some schedules write into it.
+        with _configured(draft, **settings):
+            return _generate(target, task, assistant_model=draft)
+
+    return Contender(name, run, settings.get("num_assistant_tokens"), largest_batch=1)
+
+
+def lookup(model: PreTrainedModel, gamma: int) -> Contender:
+    """transformers' prompt lookup: up to gamma tokens copied from the text, without a draft model."""
+
+    def run(task: Task) -> Output:
+        return _generate(model, task, prompt_lookup_num_tokens=gamma)
+
+    return Contender(LOOKUP, run, gamma, largest_batch=1)
+
+
+def _generate(model: PreTrainedModel, task: Task, **arguments: Any) -> Output:
+    """Run `generate` on all prompts, and count the target's passes."""
+    eos, tokens = sorted(task.eos), list[list[int]]()
+    limits = {"max_new_tokens": task.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": (eos or [0])[0]}
+    sampling = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
+    with (
+        _configured(model, **limits, **(sampling if task.temperature else {"do_sample": False})),
+        _counted(model) as calls,
+    ):
+        for start in range(0, len(task.prompts), task.batch):
+            texts = task.prompts[start : start + task.batch]
+            ids = padded([text[::-1] for text in texts], model.device).flip(1)
+            mask = padded([[1] * len(text) for text in texts], model.device).flip(1)
+            out = model.generate(input_ids=ids, attention_mask=mask, **arguments)
+            tokens += out[:, ids.shape[1] :].tolist()
+    return Output(tokens, calls=len(calls))
+
+
+@contextmanager
+def _counted(model: PreTrainedModel) -> Iterator[list[None]]:
+    """Grows with every forward pass of the model."""
+    calls: list[None] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(None))
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _configured(model: PreTrainedModel, **settings: Any) -> Iterator[None]:
+    """Lend a model another configuration: what is None in arguments of `generate` would come from its own."""
+    kept, model.generation_config = model.generation_config, GenerationConfig(**settings)
+    try:
+        yield
+    finally:
+        model.generation_config = kept

@@ -1,0 +1,44 @@
+"""A report as a picture: a bar per contender, with the spread over the repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.bench.records import Report, Result
+
+
+def check_plot(path: Path) -> None:
+    """Raises ValueError in one sentence, before anything is measured, if no picture can be written there."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("a plot needs matplotlib: pip install 'slipstream[plot]'.") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"{path.name} has no kind of picture at its end: use one of {', '.join(sorted(kinds))}.")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no such folder.")
+
+
+def plot(report: Report, path: Path, label: Callable[[Result], str]) -> None:
+    """Write tokens per second, a panel per batch and temperature; `label` names a row."""
+    from matplotlib.figure import Figure
+
+    races = list(dict.fromkeys((row.batch, row.temperature) for row in report.rows))
+    most = max((sum((row.batch, row.temperature) == race for row in report.rows) for race in races), default=1)
+    figure = Figure(figsize=(9, max(1, len(races)) * (0.32 * most + 0.9)), layout="constrained")
+    panels = figure.subplots(max(1, len(races)), squeeze=False)[:, 0]
+    for panel, (batch, temperature) in zip(panels, races, strict=False):
+        rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
+        middles = [row.tokens_per_second["median"] for row in rows]
+        below = [row.tokens_per_second["median"] - row.tokens_per_second["min"] for row in rows]
+        above = [row.tokens_per_second["max"] - row.tokens_per_second["median"] for row in rows]
+        colors = ["tab:blue" if row.contender.startswith("slipstream") else "tab:gray" for row in rows]
+        panel.barh([label(row) for row in rows], middles, xerr=[below, above], color=colors, ecolor="black")
+        panel.invert_yaxis()
+        panel.set_title(f"batch {batch}, temperature {temperature:g}", loc="left", fontsize=10)
+    panels[-1].set_xlabel("tokens per second (median; the line is min to max)")
+    facts = report.environment
+    figure.suptitle(f"{facts['target']['name']}: {facts['cpu']}, {facts['threads']} threads", fontsize=9)
+    figure.savefig(path)

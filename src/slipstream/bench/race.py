@@ -1,0 +1,125 @@
+"""Contenders against each other on one task: timed from outside by the same code, in an order that rotates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from operator import eq
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from slipstream.bench.records import GENERATE, PLAIN, Contender, Output, Report, Result, Spread, Task
+from slipstream.stats import Stats
+
+Repetition = dict[Contender, Output]
+
+
+def run_race(report: Report, task: Task, contenders: Sequence[Contender], step: Callable[[str], None]) -> None:
+    """Warm up, then repeat. Whole repetitions are reported even if a later one breaks off."""
+    repetitions: list[Repetition] = []
+    try:
+        for contender in contenders:
+            step(contender.name)
+            timed(contender, replace(task, prompts=task.prompts[: task.batch]))
+        for number in range(report.settings.repetitions):
+            runs = {}
+            for contender in rotated(contenders, number):
+                step(contender.name)
+                runs[contender] = timed(contender, replace(task, seed=task.seed + number))
+            repetitions.append(runs)
+    finally:
+        if repetitions:
+            report.rows += [result(contender, task, repetitions) for contender in contenders]
+
+
+def rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    """The order of a repetition: everybody is first, second, ... in turn, so that a drift favours nobody."""
+    first = number % max(1, len(contenders))
+    return [*contenders[first:], *contenders[:first]]
+
+
+def timed(contender: Contender, task: Task) -> Output:
+    """Run, time and count. Raises ValueError if the contender did less or more than the others have to do."""
+    gc.collect()  # nobody pays for the garbage of another
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(task.seed)
+        start = perf_counter()
+        output = contender.run(task)
+        seconds = perf_counter() - start
+    tokens = [until_eos(new, task.eos) for new in output.tokens]
+    done = [len(new) == task.max_new_tokens or task.eos.intersection(new[-1:]) for new in tokens]
+    if len(done) != len(task.prompts) or not all(done):
+        wanted = f"{len(task.prompts)} times {task.max_new_tokens}"
+        raise ValueError(f"{contender.name} returned {[len(new) for new in tokens]} tokens instead of {wanted}.")
+    return replace(output, tokens=tokens, seconds=seconds)
+
+
+def until_eos(tokens: Sequence[int], eos: Collection[int]) -> list[int]:
+    """The tokens that count: up to the first EOS token, and that one. What follows is padding."""
+    return list(tokens[: min((tokens.index(end) + 1 for end in eos if end in tokens), default=len(tokens))])
+
+
+def result(contender: Contender, task: Task, repetitions: Sequence[Repetition]) -> Result:
+    """The row of a contender; ratios are to the first of its rivals that decodes plainly, ours and transformers'."""
+
+    def runs_of(name: str) -> list[Output]:
+        found = next((each for each in repetitions[0] if each.name == name), None)
+        return [outputs[found] for outputs in repetitions] if found else []
+
+    runs, plain, generate = [outputs[contender] for outputs in repetitions], runs_of(PLAIN), runs_of(GENERATE)
+    return Result(
+        *(contender.name, task.batch, task.temperature, contender.gamma),
+        *(contender.draft, contender.rule, contender.execution, len(task.prompts)),
+        tokens=sum(run.emitted for run in runs),
+        speeds=(speeds := [run.speed for run in runs]),
+        tokens_per_second=spread(speeds),
+        ratio_to_plain=paired(runs, plain),
+        ratio_to_transformers=paired(runs, generate),
+        matches_plain=None if task.temperature or not plain else _matches(runs, plain),
+        matches_transformers=None if task.temperature or not generate else _matches(runs, generate),
+        **_calls(runs, task.batch) | inside(runs),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, smallest and largest."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def paired(runs: Sequence[Output], baseline: Sequence[Output]) -> Spread | None:
+    """Ratios of speeds, each within one repetition; None without a baseline."""
+    return spread([run.speed / base.speed for run, base in zip(runs, baseline, strict=True)]) if baseline else None
+
+
+def _matches(runs: Sequence[Output], baseline: Sequence[Output]) -> int:
+    same = [map(eq, run.tokens, base.tokens) for run, base in zip(runs, baseline, strict=True)]
+    return sum(map(all, zip(*same, strict=True)))
+
+
+def _calls(runs: Sequence[Output], batch: int) -> dict[str, Any]:
+    """What the passes of the target tell about any contender that counts them."""
+    if not all(run.calls for run in runs):
+        return {}
+    figures: dict[str, Any] = {"milliseconds_per_call": spread([1000 * run.seconds / run.calls for run in runs])}
+    if batch == 1:  # in a larger one a call serves rows that end at different times
+        figures["mean_acceptance_length"] = sum(run.emitted for run in runs) / sum(run.calls for run in runs)
+    return figures
+
+
+def inside(runs: Sequence[Output]) -> dict[str, Any]:
+    """Figures that only our own contenders know, pooled over the repetitions (sum / sum)."""
+    count, stats = sum(run.calls for run in runs), sum((run.stats for run in runs), Stats())
+    if not stats.target_calls:
+        return {}
+    whole = sum(run.seconds for run in runs) - stats.seconds["prefill"]
+    phases = {phase: stats.seconds[phase] for phase in ("draft", "target", "accept")}
+    phases |= {"rest": whole - sum(phases.values()), "round": whole}
+    return {
+        **{name: getattr(stats, name) for name in ("alpha", "mean_acceptance_length", "draft_acceptance_rate")},
+        "milliseconds": {phase: 1000 * seconds / count for phase, seconds in phases.items()},
+        "overhead": whole / (phases["draft"] + phases["target"]) - 1,
+    }
