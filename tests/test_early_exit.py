@@ -122,6 +122,12 @@ def test_weights_are_shared_not_copied() -> None:
     assert len(model.model.layers) == 4 and model.config.num_hidden_layers == 4
 
 
+def test_a_compiled_pass_of_all_layers_is_not_the_draft_s() -> None:
+    target = CausalScorer(deep("llama"))
+    vars(target)["execution"] = object()
+    assert vars(part_of(target, (0, 1)))["execution"] is None
+
+
 def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:
     """Layers that add nothing may be left out: every draft is kept."""
     model = deep("llama")

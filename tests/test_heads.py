@@ -223,6 +223,14 @@ def test_heads_of_another_width_are_refused() -> None:
         HeadsDrafter(target_of(), some_heads(width=8))
 
 
+def test_a_compiled_target_is_refused() -> None:
+    """Its passes show no hidden states."""
+    target = target_of()
+    vars(target)["execution"] = object()
+    with pytest.raises(ValueError, match="use heads without compiling"):
+        HeadsDrafter(target, some_heads())
+
+
 def test_the_tap_leaves_with_its_owner() -> None:
     target = target_of()
     hooks = target.model.lm_head._forward_pre_hooks

@@ -117,8 +117,8 @@ def part_of(target: CausalScorer, kept: Sequence[int]) -> CausalScorer:
     Raises ValueError if the model does not run without the other layers.
     """
     part = copy.copy(target)
-    part.name = f"{target.name} with layers {spell(kept)}"
-    part.model = _with_layers(target.model, kept, target.name)
+    name, model = f"{target.name} with layers {spell(kept)}", _with_layers(target.model, kept, target.name)
+    vars(part).update(name=name, model=model, execution=None)  # a compiled pass would be one of all layers
     try:
         with torch.inference_mode():
             part.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)

@@ -151,17 +151,19 @@ class HeadsDrafter:
     """
 
     def __init__(self, target: CausalScorer, heads: ParallelHeads) -> None:
-        """Raises ValueError if the heads were made for hidden states of another size."""
+        """Raises ValueError if the heads were made for hidden states of another size, or the target is compiled."""
         model, own = target.model, heads.sizes
+        if getattr(target, "execution", None) is not None:
+            raise ValueError(f"{target.name} is compiled, which hides its hidden states: use heads without compiling.")
         self._project, self._embed = model.get_output_embeddings(), model.get_input_embeddings()
-        width = self._project.weight.shape[-1]
+        width = getattr(self._project, "in_features", None) or self._project.weight.shape[-1]
         if own.width != width or (own.pending and self._embed.weight.shape[-1] != width):
             raise ValueError(
                 f"the heads were made for {own.target or 'a target'} with hidden size {own.width}, but "
                 f"{target.name} has {width}: train heads for this target."
             )
         self.scorer = target
-        self.heads = heads.to(self._project.weight.device, self._project.weight.dtype)
+        self.heads = heads.to(self._embed.weight.device, model.dtype)
         self._tap = Tap(model)
         self._states = _States()
 
@@ -196,6 +198,6 @@ class HeadsDrafter:
     def _logits(self, context: Context, places: Sequence[int]) -> Tensor:
         """(rows, heads, vocab) of all heads at once."""
         pending = torch.tensor([row.tokens[-1] for row in context.rows], device=self._embed.weight.device)
-        hidden = self._states.hidden[list(places)]
-        following = self._embed(pending).to(hidden.device)
+        following = self._embed(pending)
+        hidden = self._states.hidden[list(places)].to(following.device)
         return self._project(self.heads(hidden, following))
