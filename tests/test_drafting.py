@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter, TreeDrafter
 from slipstream.drafters.ngram import Ngram, NgramModel
-from slipstream.drafting import KINDS, Part, Site, drafter, parse
+from slipstream.drafting import KINDS, Chain, OneOf, Part, Site, drafter, parse
 from slipstream.models import EMBEDDED
 from toys import dirichlet_table, scorer
 
@@ -42,10 +44,43 @@ def test_a_prefix_is_a_kind_only_if_the_table_knows_it(text: str, part: Part) ->
     assert parse(text) == part
 
 
+A, B, C = Part("model", "a"), Part("model", "b"), Part("lookup")
+
+
+@pytest.mark.parametrize(
+    ("text", "syntax"),
+    [
+        ("a>b", Chain((A, B))),
+        ("a > b > x/y", Chain((A, B, Part("model", "x/y")))),
+        ("lookup|a>b", OneOf((C, Chain((A, B))))),
+        ("lookup|a||b", OneOf((OneOf((C, A)), B), measured=True)),
+        ("lookup?gamma=2>a", Chain((Part("lookup", "", (("gamma", "2"),)), A))),
+    ],
+)
+def test_chains_bind_tighter_than_choices(text: str, syntax: Any) -> None:
+    assert parse(text) == syntax
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "names nothing: use model:NAME"),
+        ("embedded>", "has no name: use model:NAME"),
+        ("|embedded", "has no name"),
+        ("embedded>lookup", "'lookup' cannot be drafted for: only a model"),
+        ("lookup?gamma=0>embedded", "gamma=0 is not possible within a chain"),
+        ("lookup?gamma=few>embedded", "gamma='few' is no int"),
+        ("lookup?gamma=3", "'lookup' has no option 'gamma'"),
+    ],
+)
+def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        slipstream.load(draft=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no name: use model:NAME"),
         ("ngram", "write ngram:FILE"),
         ("ngram:", "write ngram:FILE"),
         ("lookup:3", "write lookup"),
@@ -97,6 +132,9 @@ def test_a_tree_needs_a_model() -> None:
         (f"{EMBEDDED}/draft?dtype=bfloat16", (2, 1), TreeDrafter),
         ("embedded", (2, 1), TreeDrafter),
         ("lookup", None, Lookup),
+        ("lookup?gamma=2>embedded", None, ChainDrafter),
+        ("lookup|embedded", None, Choice),
+        ("lookup|embedded||plain", None, Bandit),
         (Lookup(), None, Lookup),
     ],
 )

@@ -53,6 +53,8 @@ LEVELS: dict[str, float] = {
     "drafters.corpus": 2.8,
     "drafters.*": 3,
     "drafters.datastore": 3.1,
+    "drafters.chain": 3.1,  # a draft that is drafted
+    "drafters.choice": 3.1,
     "exits": 3.2,
     "teach": 3.2,
     "beam": 3,

@@ -1,20 +1,27 @@
 """What users write for a draft -> a Drafter.
 
-A specification names one drafter: a model, or a kind from the table `KINDS`, with its value and options:
+A specification names a drafter: a model, or a kind from the table `KINDS`, with its value and options.
 
     Qwen/Qwen2.5-0.5B      ngram:code.ngram      lookup?max_matching_ngram_size=3&prompt_lookup_num_tokens=10
+    ngram:code.ngram>tiny>small       a chain: each drafts for the next, the last for the target
+    lookup|small                      a choice: the first that has something to say, row by row
+    lookup|small||plain               whichever has given the most tokens per second
 
-A prefix is a kind only if the table knows it, so hub names and folders (C:\\models\\tiny) mean themselves;
-`model:lookup` is the model of that name. A new drafter is reached from strings by a line in `KINDS`.
+`>` binds tighter than `|`, and that tighter than `||`. A prefix is a kind only if the table knows it, so hub names and
+folders (C:\\models\\tiny) mean themselves; `model:lookup` is the model of that name, and a path object is never read as
+a specification. A new drafter is reached from strings by a line in `KINDS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.decoding import NoDraft
+from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.datastore import MEMORY, Datastore, Settings, fingerprint, open_corpus, open_memory
 from slipstream.drafters.early_exit import ExitDrafter, read_layers
 from slipstream.drafters.embedding import InputEmbeddings, SentenceEmbedder
@@ -61,13 +68,39 @@ class Part:
     options: tuple[tuple[str, str], ...] = ()
 
 
-def parse(text: str) -> Part:
+@dataclass(frozen=True)
+class Chain:
+    """Drafters of drafters, the fastest first; the last one drafts for the target."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Several, of which one drafts: the first that can, or (`measured`) the fastest so far."""
+
+    among: tuple[Syntax, ...]
+    measured: bool = False
+
+
+Syntax = Part | Chain | OneOf
+
+
+def parse(text: str) -> Syntax:
     """A specification -> its syntax. Raises ValueError for one that cannot be read."""
-    name, mark, tail = text.strip().partition("?")
+    for mark in ("||", "|"):
+        if mark in text:
+            return OneOf(tuple(parse(part) for part in text.split(mark)), measured=mark == "||")
+    parts = tuple(_part(part.strip()) for part in text.split(">"))
+    return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def _part(text: str) -> Part:
+    name, mark, tail = text.partition("?")
     prefix, colon, value = name.partition(":")
     kind, value = (prefix, value) if prefix in KINDS else ("model", name)
     if not name:
-        raise ValueError(f"draft {text!r} names nothing: use {forms()}.")
+        raise ValueError(f"a draft has no name: use {forms()}, chains a>b and choices a|b of them.")
     if (":" in KINDS[kind].form) != bool(value) or (kind != "model" and colon and not value):
         raise ValueError(f"draft {text!r} is not possible: write {KINDS[kind].form}.")
     pairs = [pair.partition("=") for pair in tail.split("&")] if mark else []
@@ -83,15 +116,44 @@ def drafter(source: Any, site: Site) -> Drafter:
     Raises ValueError in one sentence if it cannot be read, loaded, or used with this target.
     """
     if isinstance(source, str):
-        part = parse(source)
-        if site.tree and part.kind not in MODELS:
+        syntax = parse(source)
+        if site.tree and not (isinstance(syntax, Part) and syntax.kind in MODELS):
             raise ValueError(f"a tree of candidates needs a model as draft, not {source!r}: leave one of them out.")
-        return KINDS[part.kind].build(site, part.value, **_options(part))
+        return _build(syntax, site)
     if callable(getattr(source, "propose", None)):
         if site.tree:
             raise ValueError("tree=... goes with a model; a Drafter is used as it is: leave one of them out.")
         return source
     return _model(site, source)
+
+
+def _build(syntax: Syntax, site: Site) -> Drafter:
+    if isinstance(syntax, OneOf):
+        among = [_build(one, site) for one in syntax.among]
+        return Bandit(among) if syntax.measured else Choice(among)
+    if isinstance(syntax, Chain):
+        return _chain(syntax.parts, site)
+    return KINDS[syntax.kind].build(site, syntax.value, **_options(syntax))
+
+
+def _chain(parts: Sequence[Part], site: Site) -> Drafter:
+    """The last part drafts for the target, with the chain before it as its own draft."""
+    *faster, last = parts
+    if not faster:
+        return _build(last, site)
+    if last.kind not in MODELS:
+        raise ValueError(f"{last.kind!r} cannot be drafted for: only a model can stand behind a >.")
+    model = _build(last, site)
+    assert isinstance(model, ModelDrafter)
+    options = dict(faster[-1].options)
+    step = {"gamma": _typed("gamma", options.pop("gamma"), int)} if "gamma" in options else {}
+    faster[-1] = replace(faster[-1], options=tuple(options.items()))
+    inside = replace(site, target=model.scorer, tokenizer=find_tokenizer(_source(last)) or site.tokenizer)
+    return ChainDrafter(model.scorer, _chain(faster, inside), model.vocab, **step)
+
+
+def _source(part: Part) -> Any:
+    return EMBEDDED / "draft" if part.kind == "embedded" else part.value
 
 
 def forms() -> str:
@@ -106,11 +168,15 @@ def _options(part: Part) -> dict[str, Any]:
         if name not in known:
             allowed = f"it knows {', '.join(known)}" if known else "it has none"
             raise ValueError(f"draft {part.kind!r} has no option {name!r}: {allowed}.")
-        try:
-            found[name] = known[name](text)
-        except ValueError:
-            raise ValueError(f"draft option {name}={text!r} is no {known[name].__name__}.") from None
+        found[name] = _typed(name, text, known[name])
     return found
+
+
+def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"draft option {name}={text!r} is no {kind.__name__}.") from None
 
 
 # ---- the kinds --------------------------------------------------------------------------------------------------
@@ -222,6 +288,7 @@ KINDS: dict[str, Kind] = {
     "datastore": Kind(
         "datastore:DIR", "copies from documents and from responses to similar requests", _datastore, STORE
     ),
+    "plain": Kind("plain", "no draft: plain decoding, as one of several", lambda site, value: NoDraft()),
     "lookup": Kind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
     "exit": Kind(
         "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from slipstream.cache import RowCache
 from slipstream.records import Shape, Tree
@@ -363,6 +370,15 @@ def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerB
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {_first_sentence(error)}") from error
+
+
+def vocabulary(source: str | Path) -> int:
+    """The size of a model's logits by its configuration, without loading it. ValueError if there is none."""
+    try:
+        return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        reason = _first_sentence(error)
+        raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}") from error
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

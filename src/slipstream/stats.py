@@ -12,7 +12,8 @@ class Stats:
 
     `target_calls` counts forward passes of the target after prefill; a pass that serves a batch counts once for
     each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
-    round in equal parts, so that sums stay true.
+    round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
+    model, with that model in the place of the target.
     """
 
     emitted: int = 0
@@ -27,6 +28,7 @@ class Stats:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    levels: dict[str, Stats] = field(default_factory=dict)
 
     def __add__(self, other: Stats) -> Stats:
         def padded(left: list[int], right: list[int]) -> list[int]:
@@ -39,6 +41,10 @@ class Stats:
             drafted_by_position=padded(self.drafted_by_position, other.drafted_by_position),
             accepted_by_position=padded(self.accepted_by_position, other.accepted_by_position),
             seconds={name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in phases},
+            levels={
+                name: self.levels.get(name, Stats()) + other.levels.get(name, Stats())
+                for name in {**self.levels, **other.levels}
+            },
         )
 
     @property
@@ -85,7 +91,8 @@ class Stats:
             *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "tokens_per_second"),
             *("relaxed", "mean_distance"),
         )
-        return {**{name: getattr(self, name) for name in names}, "seconds": dict(self.seconds)}
+        levels = {name: stats.as_dict() for name, stats in self.levels.items()}
+        return {**{name: getattr(self, name) for name in names}, "seconds": dict(self.seconds), "levels": levels}
 
 
 COUNTS = ("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "relaxed", "distance")

@@ -19,7 +19,8 @@ Draft = Annotated[
     _option(
         MODELS,
         "DRAFT",
-        "Hub name or folder, ngram:FILE, lookup, exit:LAYERS, heads:DIR, embedded (or --draft-model). Without: plain.",
+        "Hub name or folder, ngram:FILE, lookup, exit:LAYERS, heads:DIR, embedded; chains 'a>b', choices 'a|b' and "
+        "'a||b' (docs/drafts.md). Or --draft-model. Without: plain.",
     ),
 ]
 Gamma = Annotated[int, _option(MODELS, "N", "Tokens drafted per round (or --num-speculative-tokens).", min=0)]

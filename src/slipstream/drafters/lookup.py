@@ -179,6 +179,9 @@ class Lookup:
         if not gamma:
             return []
         automaton = self._texts[id(row)][1]
+        if automaton.text != row.tokens[: len(automaton.text)]:  # the text of a draft, which was cut
+            automaton = SuffixAutomaton(self.max_matching_ngram_size)
+            self._texts[id(row)] = (self._texts[id(row)][0], automaton)
         automaton.extend(row.tokens[len(automaton.text) :])
         if automaton.length < self.min_matching_ngram_size:
             return []

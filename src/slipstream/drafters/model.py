@@ -50,6 +50,13 @@ class Follower:
         logits = self.scorer.extend(fed, counts.tolist())
         return logits[torch.arange(len(missing), device=counts.device), counts - 1].unsqueeze(1)
 
+    def cover(self, room: int) -> None:
+        """Feed what the cache lacks but the last token, leaving room for more: as a target's cache before a round."""
+        self._slide(room)
+        missing = [tokens[:-1] for tokens in self._missing()]
+        if any(missing):
+            self.scorer.prefill(missing)
+
     def rollback(self, round: Round) -> None:
         """Forget drafted tokens that were not kept; in a tree, move the accepted ones together."""
         if not self._rows:

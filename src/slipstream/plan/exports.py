@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from slipstream.drafting import parse
+from slipstream.drafting import Part, parse
 from slipstream.planfile import Plan
 
 LOOKUP = "lookup"
@@ -26,7 +26,7 @@ def export(plan: Plan, engine: str) -> str:
         raise ValueError(f"--export {engine} is not known: use {', '.join(ENGINES)}.")
     if plan.target is None:
         raise ValueError("the embedded pair lives in this package: plan for models of your own to export them.")
-    if plan.draft is not None and parse(plan.draft).kind not in THEIRS:
+    if plan.draft is not None and _part(plan.draft).kind not in THEIRS:
         raise ValueError(f"a draft like {plan.draft} is ours alone: {engine} drafts with models and by prompt lookup.")
     return ENGINES[engine](plan)
 
@@ -37,11 +37,17 @@ def _gamma(plan: Plan) -> int:
 
 
 def _is_lookup(plan: Plan) -> bool:
-    return plan.draft is not None and parse(plan.draft).kind == LOOKUP
+    return plan.draft is not None and _part(plan.draft).kind == LOOKUP
 
 
 def _model(plan: Plan) -> str:
-    return parse(plan.draft or "").value
+    return _part(plan.draft or "").value
+
+
+def _part(draft: str) -> Part:
+    """The draft, if it is a single one; chains and choices are a kind that no other engine has."""
+    syntax = parse(draft)
+    return syntax if isinstance(syntax, Part) else Part(type(syntax).__name__)
 
 
 def _transformers(plan: Plan) -> str:

@@ -1,0 +1,178 @@
+"""A draft that is drafted itself: n-gram -> tiny -> draft -> target, any depth.
+
+The gamma tokens of a draft model are themselves made by speculative rounds: a faster drafter proposes, the model scores
+in one call, the exact rule keeps a prefix. It is THE LOOP, one level down, so the tokens follow the model's own law q
+jointly, whatever drafts inside; q at every position is the law the inner round verified against. The outer rule
+therefore stays exact. How many tokens a row hands up is fixed before anything is sampled: what rows of a batch make
+beyond it, while others still work, is cut by position alone, which leaves the law of the others as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.decoding import Decoder, play_round
+from slipstream.drafters.model import Follower, fit
+from slipstream.laws import Law
+from slipstream.records import Context, Draft, Drafter, Key, Round, Row, Scorer, Seam, Tree, Verdict
+from slipstream.rules import MATCH, TOKEN
+from slipstream.sampling import draw_coupled
+
+ENDLESS = 1 << 62
+"""The limit of texts inside a draft: the rounds know how many tokens they want."""
+
+
+class ChainDrafter:
+    """Samples a chain from a Scorer by speculative rounds with a faster drafter, which drafts `gamma` at a time.
+
+    The drafts are those that `drafters.model.ModelDrafter` would make, in law. Counts and seconds of the inner rounds
+    are in the rows' `stats.levels`, under the scorer's name, with that scorer in the place of the target.
+    """
+
+    def __init__(self, scorer: Scorer, inner: Drafter, vocab: int | None = None, gamma: int = 3) -> None:
+        """`vocab`: size of the target's logits. Raises ValueError for a gamma below 1."""
+        if gamma < 1:
+            raise ValueError(f"gamma={gamma} is not possible within a chain of drafts: it must be 1 or more.")
+        self.scorer, self.inner, self.gamma = scorer, inner, gamma
+        self.vocab = vocab or scorer.vocab
+        self._fitted: Any = scorer if scorer.vocab == self.vocab else _Fitted(scorer, self.vocab)
+        self._follower = Follower(scorer)
+        self._shadows: dict[int, Shadow] = {}
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Up to `gammas[r]` tokens per row, each from the model's law given all before it."""
+        self._follower.follow(context.rows)
+        if not max(gammas, default=0):
+            return Draft.empty(len(context.rows), self.scorer.device)
+        self._follower.cover(2 * max(gammas) + 1)
+        shadows = self._cast(context.rows)
+        made = self._rounds(context, shadows, gammas)
+        laws = [Law.join(parts, 1).first(max(gammas)) for parts in made]
+        bases = [len(shadow.outer.tokens) - shadow.start for shadow in shadows]
+        new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
+        tokens = torch.tensor([[*some, *[0] * (max(gammas) - len(some))] for some in new], device=self.scorer.device)
+        windowed = tuple(gamma if shadow.start else 0 for gamma, shadow in zip(gammas, shadows, strict=True))
+        return Draft(tokens, Law.join(laws, 0), tuple(gammas), windowed)
+
+    def observe(self, round: Round) -> None:
+        """Forget drafted tokens that were not kept, here and further in."""
+        self._follower.rollback(round)
+        shadows = [self._shadows[id(row)] for row in round.rows if id(row) in self._shadows]
+        for shadow in shadows:
+            shadow.reset()
+        if len(shadows) == len(round.rows):  # further in the text was cut, and nothing is new
+            rows = tuple(shadow.row for shadow in shadows)
+            self.inner.observe(replace(round, rows=rows, tokens=((),) * len(rows)))
+
+    def _cast(self, rows: Sequence[Row]) -> list[Shadow]:
+        """Our view of every row; a new one where the window of the text has moved."""
+        kept = {}
+        for row, start in zip(rows, self._follower.starts, strict=True):
+            shadow = self._shadows.get(id(row))
+            if shadow is None or shadow.outer is not row or shadow.start != start:
+                shadow = Shadow(row, start, _inside(row, start))
+                shadow.row.stats = row.stats.levels.setdefault(self.scorer.name, shadow.row.stats)
+            shadow.reset()
+            kept[id(row)] = shadow
+        self._shadows = kept
+        return list(kept.values())
+
+    def _rounds(self, context: Context, shadows: Sequence[Shadow], gammas: Sequence[int]) -> list[list[Law]]:
+        """Play rounds until every row has its tokens -> the laws of each row's tokens, round by round."""
+        made: list[list[Law]] = [[] for _ in shadows]
+        left, number = list(gammas), 0
+        rule = MATCH if _root(context.seam) is draw_coupled else TOKEN
+        while max(left) > 0:
+            seen: list[Law] = []
+
+            def verify(p: Law, draft: Draft, draw: Callable[..., Tensor], seen: list[Law] = seen) -> Verdict:
+                seen.append(p.bare())
+                return rule.verify(p, draft, draw)
+
+            seam = Nested(context.seam, f"inner.{number}", tuple(shadow.origin for shadow in shadows))
+            decoder = Decoder(self._fitted, self.inner, verify, seam=seam)
+            round = play_round(decoder, [shadow.row for shadow in shadows], [min(self.gamma, n - 1) for n in left])
+            for r, new in enumerate(round.tokens):
+                made[r].append(seen[0].select(torch.tensor([r], device=seen[0].device)).first(len(new)))
+                left[r] -= len(new)
+            number += 1
+        width = max(gammas)
+        return [_padded(laws, width) for laws in made]
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A row as it looks inside the draft: its text from `start` on, and what has been drafted behind it."""
+
+    outer: Row
+    start: int
+    row: Row
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """Length of the outer text, and where ours begins in it."""
+        return len(self.outer.tokens), self.start
+
+    def reset(self) -> None:
+        """Back to the outer text."""
+        self.row.tokens[:] = self.outer.tokens[self.start :]
+
+
+def _inside(row: Row, start: int) -> Row:
+    """A row that never ends by itself: what is cut is decided outside."""
+    request = replace(
+        row.request, prompt=row.request.prompt[start:], max_new_tokens=ENDLESS, eos=frozenset(), stop=None
+    )
+    return Row(request, row.index, row.tokens[start:])
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The seam inside a draft: its draws have names that no draw outside has.
+
+    A text inside is longer than the outer one, so its length could come up again as the origin of a later round. The
+    outer origin and the number of the inner round name a draw once and for all.
+    """
+
+    outer: Seam
+    name: str
+    origins: tuple[tuple[int, int], ...]
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        positions = tuple(place + start for place, (_, start) in zip(key.positions, self.origins, strict=True))
+        origins = tuple(origin for origin, _ in self.origins)
+        return self.outer(law, replace(key, origins=origins, positions=positions, purpose=f"{self.name}.{key.purpose}"))
+
+
+def _root(seam: Seam) -> Seam:
+    """The seam of the outermost level: coupled draws need the rule that goes with them."""
+    while isinstance(seam, Nested):
+        seam = seam.outer
+    return seam
+
+
+def _padded(laws: list[Law], width: int) -> list[Law]:
+    """Laws (1, ...) of one row, padded to `width` positions with a copy of the last."""
+    missing = width - sum(law.positions for law in laws)
+    last = laws[-1]
+    end = torch.tensor([last.positions - 1], device=last.device)
+    return [*laws, *[last.at(end)] * missing]
+
+
+class _Fitted:
+    """A scorer with the target's vocabulary: it never proposes ids of its own, and is fed none that it lacks."""
+
+    def __init__(self, scorer: Scorer, vocab: int) -> None:
+        self._scorer, self.vocab = scorer, vocab
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Logits (rows, n, vocab of the target)."""
+        return fit(self._scorer.extend(tokens.clamp(max=self._scorer.vocab - 1), counts, first, tree), self.vocab)

@@ -1,0 +1,209 @@
+"""Several drafters, one choice per round: the first that has something to say, or the one that has been fastest.
+
+Any choice is exact that is made before a token is sampled, or that looks only at which rows got no draft at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.drafters.model import TreeDrafter
+from slipstream.laws import Law
+from slipstream.records import Context, Draft, Drafter, Key, Round, Seam
+
+
+class Choice:
+    """For every row the first drafter that drafts anything for it: copy where the text repeats itself, else a model.
+
+    Rows with and without a match share a round. Every drafter observes every round, so its caches follow.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        """In order of preference. Raises ValueError for fewer than two, and for trees."""
+        self.drafters = _checked(drafters)
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Up to `gammas[r]` tokens for each row, by the first drafter that has some."""
+        left, drafts = list(gammas), list[Draft]()
+        for place, drafter in enumerate(self.drafters):
+            if not any(left):
+                break
+            draft = drafter.propose(replace(context, seam=Apart(context.seam, f"choice{place}")), left)
+            left = [0 if length else gamma for gamma, length in zip(left, draft.lengths, strict=True)]
+            drafts.append(draft)
+        return merge(drafts) if drafts else Draft.empty(len(gammas), torch.device("cpu"))
+
+    def observe(self, round: Round) -> None:
+        """Everyone sees the round."""
+        for drafter in self.drafters:
+            drafter.observe(round)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The seam of one drafter among several, which may draw for the same positions."""
+
+    outer: Seam
+    name: str
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        return self.outer(law, replace(key, purpose=f"{self.name}.{key.purpose}"))
+
+
+def merge(drafts: Sequence[Draft]) -> Draft:
+    """Drafts of the same rows, of which at most one has tokens for a row -> one draft.
+
+    Point masses become dense laws beside dense ones.
+    """
+    full = [draft for draft in drafts if any(draft.lengths)]
+    if len(full) < 2:
+        return full[0] if full else drafts[0]
+    device = next((draft.tokens.device for draft in full if draft.law and not draft.law.point), full[0].tokens.device)
+    width, vocab = max(draft.tokens.shape[1] for draft in full), _vocab(full)
+    laws, tokens = list[Law](), list[Tensor]()
+    lengths = [max(row) for row in zip(*(draft.lengths for draft in full), strict=True)]
+    windowed = [0] * len(lengths)
+    for row in range(len(lengths)):
+        owner = next((draft for draft in full if draft.lengths[row]), full[0])
+        tokens.append(torch.nn.functional.pad(owner.tokens[row : row + 1].to(device), _right(owner, width)))
+        laws.append(_law(owner.to(device), row, width, vocab))
+        windowed[row] = owner.windowed[row] if owner.windowed else 0
+    return Draft(torch.cat(tokens), Law.join(laws, 0), tuple(lengths), tuple(windowed))
+
+
+def _vocab(drafts: Sequence[Draft]) -> Tensor | None:
+    """An empty row of the dense laws; None if all are point masses."""
+    return next((draft.law.dense[:1, :1] * 0 for draft in drafts if draft.law and not draft.law.point), None)
+
+
+def _right(draft: Draft, width: int) -> tuple[int, int]:
+    return 0, width - draft.tokens.shape[1]
+
+
+def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:
+    """The law of one row (1, width); padding has no weight."""
+    assert draft.law is not None
+    law, missing = draft.law, width - draft.tokens.shape[1]
+    if blank is None:
+        assert law.tokens is not None
+        return Law(tokens=torch.nn.functional.pad(law.tokens[row : row + 1], (0, missing)))
+    if law.tokens is not None:
+        probs = blank.repeat(1, law.positions, 1).scatter_(-1, law.tokens[row : row + 1].unsqueeze(-1), 1.0)
+    else:
+        probs = law.dense[row : row + 1]
+    return Law(probs=torch.nn.functional.pad(probs, (0, 0, 0, missing)))
+
+
+# ---- the fastest so far -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is remembered of one drafter: rounds, tokens and seconds, older ones with less weight."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """The state of a bandit: its arms, the one that is used, and for how many more rounds."""
+
+    arms: tuple[Arm, ...]
+    current: int = 0
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Ucb:
+    """Discounted upper confidence bounds (Garivier and Moulines 2011, arXiv 0805.3415) on tokens per second.
+
+    The arm with the largest speed + explore * (best speed) * sqrt(ln n / n_arm) is used for `hold` rounds; a round's
+    weight falls by `discount` with every later one. Raises ValueError for settings that cannot be.
+    """
+
+    discount: float = 0.995
+    explore: float = 0.15
+    hold: int = 4
+
+    def __post_init__(self) -> None:
+        if not (0 < self.discount <= 1 and 0 <= self.explore < math.inf and self.hold >= 1):
+            raise ValueError(f"{self} is not possible: use 0 < discount <= 1, explore >= 0 and hold >= 1.")
+
+    def init(self, arms: int) -> Pulls:
+        """Nothing is known yet."""
+        return Pulls((Arm(),) * arms)
+
+    def choose(self, state: Pulls) -> Pulls:
+        """The state with the arm of the next round as `current`: each once, then by the bound."""
+        if state.left:
+            return replace(state, left=state.left - 1)
+        bounds = self.bounds(state)
+        return replace(state, current=bounds.index(max(bounds)), left=self.hold - 1)
+
+    def bounds(self, state: Pulls) -> list[float]:
+        """Of every arm; infinite for one that has not been used."""
+        everything = sum(arm.rounds for arm in state.arms)
+        scale = self.explore * max(arm.speed for arm in state.arms)
+        return [
+            arm.speed + scale * math.sqrt(math.log(max(everything, 1.0)) / arm.rounds) if arm.rounds else math.inf
+            for arm in state.arms
+        ]
+
+    def update(self, state: Pulls, tokens: int, seconds: float) -> Pulls:
+        """What the current arm did in a round."""
+        arms = [
+            Arm(arm.rounds * self.discount, arm.tokens * self.discount, arm.seconds * self.discount)
+            for arm in state.arms
+        ]
+        arm = arms[state.current]
+        arms[state.current] = Arm(arm.rounds + 1, arm.tokens + tokens, arm.seconds + seconds)
+        return replace(state, arms=tuple(arms))
+
+
+class Bandit:
+    """Uses the drafter with the most tokens per second, measured while decoding; `decoding.NoDraft` may be one.
+
+    The output law is exact, but which tokens a seed gives depends on times measured, unless decoding is greedy or
+    coupled. A model that has not drafted for a while reads what it missed when it is tried, and that time counts.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], settings: Ucb | None = None, clock: Callable[[Round], float] | None = None
+    ) -> None:
+        """`clock` gives the seconds of a round (default: as measured). Raises ValueError as `Choice` does."""
+        self.drafters = _checked(drafters)
+        self.settings = settings or Ucb()
+        self.state = self.settings.init(len(self.drafters))
+        self._clock = clock or (lambda round: sum(round.seconds.values()))
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """By the drafter that is chosen for this round."""
+        self.state = self.settings.choose(self.state)
+        return self.drafters[self.state.current].propose(context, gammas)
+
+    def observe(self, round: Round) -> None:
+        """Everyone sees the round, and the chosen one is judged by it; plain rounds by request say nothing."""
+        for drafter in self.drafters:
+            drafter.observe(round)
+        if any(round.gammas):
+            self.state = self.settings.update(self.state, sum(map(len, round.tokens)), self._clock(round))
+
+
+def _checked(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    if len(drafters) < 2:
+        raise ValueError(f"a choice among {len(drafters)} drafters is not possible: give two or more.")
+    if any(isinstance(drafter, TreeDrafter) for drafter in drafters):
+        raise ValueError("a choice among drafters takes chains only: leave the tree out.")
+    return tuple(drafters)
