@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -91,24 +91,30 @@ def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round
         last = perf_counter()
 
 
-@dataclass
 class Ledger:
-    """Counts of one text: `tested` and `kept` by position, see `Tally`."""
+    """Counts of one text, see `Tally`."""
 
-    tested: list[int]
-    kept: list[int]
-    stats: Stats = field(default_factory=Stats)
+    def __init__(self, most: int) -> None:
+        self.tested, self.kept = [0] * most, [0] * most
+        self.flow_tested, self.flow_kept = [0] * most, [0] * most
+        self.flowing = False  # the round before kept all it asked for
+        self.stats = Stats()
 
     def add(self, room: int, accepted: int) -> None:
-        """A round that had room for so many tokens."""
+        """A round that asked for so many tokens, and had room for them."""
         for place in range(min(room, accepted + 1)):
+            kept = place < accepted
             self.tested[place] += 1
-            self.kept[place] += place < accepted
+            self.kept[place] += kept
+            self.flow_tested[place] += self.flowing
+            self.flow_kept[place] += self.flowing and kept
+        self.flowing = 0 < room == accepted
 
     @property
     def tally(self) -> Tally:
         """The counts for good."""
-        return Tally(tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
+        counts = (tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
+        return Tally(*counts, tuple(self.flow_tested), tuple(self.flow_kept))
 
 
 class Record:
@@ -116,7 +122,7 @@ class Record:
 
     def __init__(self, most: int, texts: int, rows: int, context: int | None) -> None:
         self.most, self.rows, self.context = most, rows, context
-        self.ledgers = [Ledger([0] * most, [0] * most) for _ in range(texts)]
+        self.ledgers = [Ledger(most) for _ in range(texts)]
         self.beats: list[tuple[int, Beat]] = []
         self.lengths: list[int] = []
 

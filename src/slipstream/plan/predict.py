@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import mul
 from statistics import median, quantiles
 from typing import Any
@@ -26,13 +26,16 @@ class Tally:
     """What one prompt's rounds kept.
 
     Entry i - 1 of `tested` counts the rounds that had room for i tokens and kept i - 1, of `kept` those of them that
-    kept i; a drafter that offers fewer tokens counts as refused there. `beta` is summed over `positions` tokens.
+    kept i; a drafter that offers fewer tokens counts as refused there. `flow_tested` and `flow_kept` count the part of
+    them that came after a round that kept all it asked for. `beta` is summed over `positions` tokens.
     """
 
     tested: tuple[int, ...]
     kept: tuple[int, ...]
     beta: float = 0.0
     positions: int = 0
+    flow_tested: tuple[int, ...] = ()
+    flow_kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,36 +62,85 @@ class Beat:
         return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)
 
 
-def survival(tallies: Sequence[Tally]) -> list[float]:
-    """S_i = chance that at least i drafted tokens stand, i = 1..gamma, pooled over prompts.
+@dataclass(frozen=True)
+class Survival:
+    """S_i = chance that at least i drafted tokens stand, i = 1..gamma, in two states of the text.
 
-    S_i = prod_{j<=i} kept_j / tested_j: the product-limit estimate, so rounds that were given less room count as far
-    as they went. No independence of positions is assumed.
+    `pause` holds after a round that refused something (and at the start), `flow` after one that kept all it asked for.
+    Easy stretches of text make the second larger. How often a round begins in flow depends on gamma, so a figure pooled
+    over gammas fits none of them.
     """
-    size = max((len(tally.tested) for tally in tallies), default=0)
 
-    def total(counts: Callable[[Tally], tuple[int, ...]], place: int) -> int:
-        return sum(counts(tally)[place] for tally in tallies if place < len(counts(tally)))
+    pause: tuple[float, ...]
+    flow: tuple[float, ...]
 
-    tested = [total(lambda tally: tally.tested, place) for place in range(size)]
-    kept = [total(lambda tally: tally.kept, place) for place in range(size)]
-    return list(accumulate((k / t if t else 0.0 for k, t in zip(kept, tested, strict=True)), mul))
+    def mixed(self, gamma: int) -> list[float]:
+        """S_1..S_gamma of an endless text that is decoded with gamma: the share of rounds in flow is stationary."""
+        pause, flow = self.upto(gamma)
+        into, leaving = pause[-1], 1 - flow[-1]
+        share = into / (into + leaving) if into + leaving > 0 else 0.0
+        return [min(1.0, (1 - share) * p + share * f) for p, f in zip(pause, flow, strict=True)]
+
+    def upto(self, gamma: int) -> tuple[list[float], list[float]]:
+        """Both, of exactly gamma entries."""
+        pause, flow = ([*chances, *[0.0] * gamma][:gamma] for chances in (self.pause, self.flow))
+        return pause, flow
 
 
-def emitting(survives: Sequence[float], gamma: int, length: int, cost: Callable[[int], float]) -> tuple[float, float]:
+def survival(tallies: Sequence[Tally]) -> list[float]:
+    """S_i pooled over prompts and states: prod_{j<=i} kept_j / tested_j.
+
+    That is the product-limit estimate, so rounds that were given less room count as far as they went. No independence
+    of positions is assumed.
+    """
+    return list(accumulate(_shares(tallies), mul))
+
+
+def states(tallies: Sequence[Tally]) -> Survival:
+    """The same in both states. Each share is drawn to the pooled one with the weight of a single round, so that a state
+    which hardly occurred is no wild guess."""
+    pooled, size = _shares(tallies), range(_size(tallies))
+    tested, kept = (_total(tallies, name) for name in ("tested", "kept"))
+    flow_tested, flow_kept = (_total(tallies, f"flow_{name}") for name in ("tested", "kept"))
+    flow = [(flow_kept[i] + pooled[i]) / (flow_tested[i] + 1) for i in size]
+    pause = [(kept[i] - flow_kept[i] + pooled[i]) / (tested[i] - flow_tested[i] + 1) for i in size]
+    return Survival(tuple(accumulate(pause, mul)), tuple(accumulate(flow, mul)))
+
+
+def _shares(tallies: Sequence[Tally]) -> list[float]:
+    pairs = zip(_total(tallies, "kept"), _total(tallies, "tested"), strict=True)
+    return [kept / tested if tested else 0.0 for kept, tested in pairs]
+
+
+def _size(tallies: Sequence[Tally]) -> int:
+    return max((len(tally.tested) for tally in tallies), default=0)
+
+
+def _total(tallies: Sequence[Tally], name: str) -> list[int]:
+    """One of the counts, by position, added up."""
+    counts = [getattr(tally, name) for tally in tallies]
+    return [sum(column) for column in zip_longest(*counts, [0] * _size(tallies), fillvalue=0)]
+
+
+def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], float]) -> tuple[float, float]:
     """Rounds and seconds that `length` tokens take, expected, when each round drafts up to gamma.
 
-    Renewal equation: R(n) = 1 + sum_k P(k tokens kept) R(n - k - 1), R(0) = 0, and the same with `cost(drafted)` in
-    place of 1. The last rounds have room for n - 1 drafted tokens only, as in decoding.
+    Renewal equation: R(n) = 1 + sum_k P(k tokens kept) R(n - k - 1), R(0) = 0, in both states, and the same with
+    `cost(drafted)` in place of 1. The last rounds have room for n - 1 drafted tokens only, as in decoding.
     """
-    calls, seconds = [0.0], [0.0]
-    chances = [1.0, *survives]
+    laws = [[1.0, *chances] for chances in survives.upto(gamma)]
+    found: list[list[tuple[float, float]]] = [[(0.0, 0.0)], [(0.0, 0.0)]]
     for left in range(1, length + 1):
         room = min(gamma, left - 1)
-        exactly = [chances[k] - chances[k + 1] for k in range(room)] + [chances[room]]
-        calls.append(1 + sum(chance * calls[left - k - 1] for k, chance in enumerate(exactly)))
-        seconds.append(cost(room) + sum(chance * seconds[left - k - 1] for k, chance in enumerate(exactly)))
-    return calls[length], seconds[length]
+        price = cost(room)
+        for chances, known in zip(laws, found, strict=True):
+            calls, seconds = 1.0, price
+            for k in range(room + 1):
+                chance = chances[k] - chances[k + 1] if k < room else chances[k]
+                more = found[k == room][left - k - 1]
+                calls, seconds = calls + chance * more[0], seconds + chance * more[1]
+            known.append((calls, seconds))
+    return found[0][length]
 
 
 @dataclass(frozen=True)
@@ -185,9 +237,9 @@ def between(measured: Mapping[int, float], width: int) -> float:
 class Prediction:
     """What one gamma will bring.
 
-    `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for long texts; `tokens_per_call` is for texts of
-    the planned length. `curve` is T(gamma + 1) / T(1), `c` the time of drafting a token over T(1), and `round` the time
-    of a round over that of a plain step. `long` is tokens / round; `factor` is for the planned length, the draft's
+    `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for endless texts; `tokens_per_call` is for texts
+    of the planned length. `curve` is T(gamma + 1) / T(1), `c` the time of drafting a token over T(1), and `round` the
+    time of a round over that of a plain step. `long` is tokens / round; `factor` is for the planned length, the draft's
     prefill included, and lies between `low` and `high` with chance 0.95.
     """
 
@@ -288,19 +340,18 @@ def predict(tallies: Sequence[Tally], costs: Costs, outline: Outline) -> Outlook
         raise ValueError(f"{len(tallies)} prompts with {len(costs.by_width)} kinds of rounds: a plan needs 2 prompts.")
     positions = sum(tally.positions for tally in tallies)
     alpha = sum(tally.beta for tally in tallies) / positions if positions else 0.0
-    kept = survival(tallies)
+    kept = states(tallies)
     points = [_point(gamma, alpha, kept, costs, outline.length) for gamma in outline.wanted]
     alphas = sorted(tally.beta / tally.positions for tally in tallies if tally.positions)
     predictions = _with_intervals(points, tallies, costs, outline)
-    return Outlook(costs.rows, alpha, tuple(alphas), tuple(kept), costs, tuple(predictions))
+    return Outlook(costs.rows, alpha, tuple(alphas), tuple(survival(tallies)), costs, tuple(predictions))
 
 
-def _point(gamma: int, alpha: float, kept: Sequence[float], costs: Costs, length: int) -> Prediction:
-    kept = [*kept, *[0.0] * gamma][:gamma]
+def _point(gamma: int, alpha: float, kept: Survival, costs: Costs, length: int) -> Prediction:
     alone = costs.rows == 1  # beside others, a row that nears its end does not make the round narrower
     rounds = [costs.round(drafted) if alone else costs.round(gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
-    tokens, times = expected_tokens(kept), costs.round(gamma) / costs.step
+    tokens, times = expected_tokens(kept.mixed(gamma)), costs.round(gamma) / costs.step
     return Prediction(
         gamma,
         tokens_per_round(alpha, gamma),
@@ -320,7 +371,7 @@ def _with_intervals(
     """Percentiles over prompts and rounds drawn anew; what the end of the texts costs is taken as in the point."""
     rng, factors = random.Random(outline.seed), list[list[float]]()
     for _ in range(outline.replicates):
-        kept = survival(rng.choices(tallies, k=len(tallies)))
+        kept = states(rng.choices(tallies, k=len(tallies)))
         again = costs.resampled(rng)
         factors.append([_long(point.gamma, kept, again) * point.factor / point.long for point in points])
     found = []
@@ -331,5 +382,5 @@ def _with_intervals(
     return found
 
 
-def _long(gamma: int, kept: Sequence[float], costs: Costs) -> float:
-    return expected_tokens([*kept, *[0.0] * gamma][:gamma]) * costs.step / costs.round(gamma)
+def _long(gamma: int, kept: Survival, costs: Costs) -> float:
+    return expected_tokens(kept.mixed(gamma)) * costs.step / costs.round(gamma)
