@@ -25,6 +25,7 @@ from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.datastore import MEMORY, Datastore, Settings, fingerprint, open_corpus, open_memory
 from slipstream.drafters.early_exit import ExitDrafter, read_layers
 from slipstream.drafters.embedding import InputEmbeddings, SentenceEmbedder
+from slipstream.drafters.foreign import foreign
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.memory import Limits
@@ -37,13 +38,14 @@ from slipstream.records import Drafter, Scorer
 
 @dataclass(frozen=True)
 class Site:
-    """Where a draft has to work: its target, and how models are loaded beside it."""
+    """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read."""
 
     target: Scorer
     tokenizer: Any = None
     dtype: Any = "auto"
     device: str | None = None
     tree: tuple[int, ...] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def _chain(parts: Sequence[Part], site: Site) -> Drafter:
     if last.kind not in MODELS:
         raise ValueError(f"{last.kind!r} cannot be drafted for: only a model can stand behind a >.")
     model = _build(last, site)
-    assert isinstance(model, ModelDrafter)
+    if not isinstance(model, ModelDrafter):
+        raise ValueError(f"{last.value} has another tokenizer than {site.target.name}, so nothing can draft for it.")
     options = dict(faster[-1].options)
     step = {"gamma": _typed("gamma", options.pop("gamma"), int)} if "gamma" in options else {}
     faster[-1] = replace(faster[-1], options=tuple(options.items()))
@@ -182,14 +185,32 @@ def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
 # ---- the kinds --------------------------------------------------------------------------------------------------
 
 
-def _model(site: Site, source: Any, dtype: str | None = None, device: str | None = None) -> Drafter:
+def _model(
+    site: Site, source: Any, dtype: str | None = None, device: str | None = None, vocabulary: str | None = None
+) -> Drafter:
     """A hub name, a folder or a loaded model."""
     loaded = load_model(source, dtype or site.dtype, device or site.device)
-    scorer = CausalScorer(loaded, source_name(source))
-    check_vocabularies(site.target, scorer, site.tokenizer, find_tokenizer(source))
+    scorer, tokenizer = CausalScorer(loaded, source_name(source)), find_tokenizer(source)
+    if vocabulary or not same_vocabulary(site.target, scorer, site.tokenizer, tokenizer):
+        return _foreign(site, scorer, tokenizer, vocabulary)
     if site.tree:
         return TreeDrafter(scorer, site.tree, site.target.vocab)
     return ModelDrafter(scorer, site.target.vocab)
+
+
+def _foreign(site: Site, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
+    """A model with another tokenizer. Raises ValueError if one is missing, or nothing is common."""
+    if site.tree:
+        raise ValueError(f"a tree of candidates needs a draft with the target's tokenizer, {scorer.name} has another.")
+    if site.tokenizer is None or tokenizer is None:
+        name = site.target.name if site.tokenizer is None else scorer.name
+        raise ValueError(
+            f"{site.target.name} has {site.target.vocab} tokens and {scorer.name} {scorer.vocab}, and {name} has no "
+            "tokenizer to translate with: name a folder that has one, or choose a draft of the target's own family."
+        )
+    drafter, note = foreign(site.target, scorer, (site.tokenizer, tokenizer), method)
+    site.notes.append(note)
+    return drafter
 
 
 def _embedded(site: Site, value: str, **options: Any) -> Drafter:
@@ -264,6 +285,7 @@ def switch(text: str) -> bool:
 
 
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str}
+MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
     **dict.fromkeys(("factor", "offset"), float),
@@ -281,7 +303,7 @@ STORE: dict[str, Callable[[str], Any]] = {
 }
 KINDS: dict[str, Kind] = {
     "model": Kind(
-        "model:NAME", "a smaller model, by hub name or folder; the word model: may be left out", _model, PLACE
+        "model:NAME", "a smaller model, by hub name or folder; the word model: may be left out", _model, MODEL
     ),
     "embedded": Kind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
     "ngram": Kind("ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}),
@@ -304,22 +326,17 @@ ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": 
 # ---- vocabularies and names -------------------------------------------------------------------------------------
 
 
-def check_vocabularies(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Raises ValueError unless the same ids mean the same tokens, up to padding.
+def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> bool:
+    """Whether the same ids mean the same tokens, up to padding.
 
     Any draft leaves the output exact; one whose ids mean other words would only never be accepted. So a few
     different (added) tokens pass, and without tokenizers the sizes decide.
     """
-    advice = "choose a draft of the target's own family."
-    sizes = f"{target.name} has {target.vocab} tokens and {draft.name} {draft.vocab}"
     if target_tokenizer is None or draft_tokenizer is None:
-        if abs(target.vocab - draft.vocab) > max(1024, target.vocab // 100):
-            raise ValueError(f"{sizes}: more than padding; {advice}")
-        return
+        return abs(target.vocab - draft.vocab) <= max(1024, target.vocab // 100)
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     common = sum(theirs.get(token) == number for token, number in ours.items())
-    if common < 0.99 * max(len(ours), len(theirs)):
-        raise ValueError(f"{sizes}, of which only {common} agree; {advice}")
+    return common >= 0.99 * max(len(ours), len(theirs))
 
 
 def find_tokenizer(source: Any) -> Any:

@@ -81,7 +81,10 @@ class Job:
 
 
 class Engine:
-    """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads."""
+    """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads.
+
+    `notes` say in a sentence each what was chosen while loading, such as how a draft with another tokenizer drafts.
+    """
 
     def __init__(
         self,
@@ -90,8 +93,10 @@ class Engine:
         eos: frozenset[int] = frozenset(),
         rule: Rule = BLOCK,
         exact_shape: bool = False,
+        notes: Sequence[str] = (),
     ) -> None:
         self.exact_shape = exact_shape
+        self.notes = tuple(notes)
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.eos = eos
@@ -263,8 +268,9 @@ def load(
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
 
-    Raises ValueError if a model cannot be loaded, has a state that cannot be rolled back, if the vocabularies
-    differ by more than padding, or if the plan is for another target.
+    A draft may have another tokenizer (`Engine.notes` then tell how it drafts). Raises ValueError if a model cannot be
+    loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is for
+    another target.
     """
     made = Plan.read(plan) if isinstance(plan, str | Path) else plan
     if made:
@@ -288,7 +294,7 @@ def load(
         return Engine(plain, tokenizer, _eos(model, tokenizer), chosen)
     site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None)
     decoder = Decoder(scorer, drafter(draft, site), controller=controller, batch_size=batch_size)
-    return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape)
+    return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape, site.notes)
 
 
 def _controller(tree: Sequence[int] | None, gamma: int | None, plan: Plan | None) -> Controller:

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Annotated, Any, NoReturn
 
@@ -86,6 +87,12 @@ def say(text: str) -> int:
     """One line on stderr -> the exit code of an error."""
     print("slipstream:", " ".join(text.split()), file=sys.stderr)
     return WRONG
+
+
+def tell(notes: Iterable[str]) -> None:
+    """What was chosen while loading, on stderr."""
+    for note in notes:
+        say(f"note: {note}")
 
 
 def quiet() -> None:

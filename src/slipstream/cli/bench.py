@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Device, Dtype, File, Target
 from slipstream.explain import busy, console
 from slipstream.prompts import gather
@@ -84,6 +84,8 @@ def bench(
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
         engine, others = _engines(target, draft or [], dtype=dtype, device=device)
+    tell(engine.notes)
+    tell(note for side in others for note in side.engine.notes)
     if target and not draft:
         say("note: without --draft there is only plain decoding and prompt lookup to measure.")
     with _progress(console(stderr=True)) as on_run:

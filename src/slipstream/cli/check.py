@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slipstream.cli.app import INTERRUPTED, app
+from slipstream.cli.app import INTERRUPTED, app, tell
 from slipstream.cli.options import (
     OUTPUT,
     SAMPLING,
@@ -101,6 +101,7 @@ def check(
     with busy(console(stderr=True), "loading"):
         place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
         engine = load(target, draft, gamma=gamma, tree=parse_tree(tree), verify=verify, **place)
+    tell(engine.notes)
     try:
         with _bar() as on_progress:
             texts = [item.prompt for item in given] or PROMPTS

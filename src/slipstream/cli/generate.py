@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say
+from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.options import (
     BatchSize,
     Chat,
@@ -105,6 +105,7 @@ def generate(
             how = {**_how(context), "exact_shape": exact_shape}
             engine = load(target, draft, **how, **place)
             items = [_encoded(engine, item) for item in items]
+    tell(engine.notes if engine else ())
     for item in items:
         if item.error:
             say(f"{item.where}: {item.error}")

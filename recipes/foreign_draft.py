@@ -1,0 +1,116 @@
+"""Train a draft that has another tokenizer than the embedded target.
+
+It is the embedded draft with another vocabulary, and goes on reading the files of the embedded pair and
+continuations that the target wrote, as text. `bytes` is a
+byte-level BPE with GPT-2's pieces; `words` a Unigram vocabulary in which a space is written as a mark and unknown
+characters as their bytes, as in sentencepiece. An interrupted run continues where it stopped.
+
+    python recipes/foreign_draft.py --out DIR --kind bytes --minutes 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from pair import corpus
+from pair.budget import TimedRun, optimizers
+from pair.models import CONTEXT, save_pretrained, text_loss
+from pair.sampling import Pool
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+EMBEDDED = Path(__file__).parents[1] / "src" / "slipstream" / "demo"
+VOCABULARY = 3072
+ON_SAMPLES, FROM_POOL = 0.25, 0.4
+ROWS, LENGTH = 8, 256
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_tokenizer() -> tuple[Tokenizer, trainers.Trainer]:
+    """GPT-2's kind: any text is a row of bytes."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return core, trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[corpus.END], initial_alphabet=alphabet, show_progress=False
+    )
+
+
+def word_tokenizer() -> tuple[Tokenizer, trainers.Trainer]:
+    """Sentencepiece's kind, without its dummy space before a text."""
+    core = Tokenizer(models.Unigram())
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁*\p{L}+|▁*\p{N}|▁*[^\s▁\p{L}\p{N}]+|\n+|▁+"), "isolated")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = [corpus.END, "<unk>", *BYTES]
+    return core, trainers.UnigramTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+
+
+def train_tokenizer(kind: str, sources: list[corpus.Source]) -> PreTrainedTokenizerFast:
+    """The other tokenizer, learned on the training files."""
+    core, trainer = {"bytes": byte_tokenizer, "words": word_tokenizer}[kind]()
+    core.train_from_iterator((source.text for source in sources), trainer)
+    if kind == "words":  # the trainer knows no byte fallback: switch it on, and let bytes be no special tokens
+        core = _with_byte_fallback(core)
+    end = corpus.END
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=end, eos_token=end, model_max_length=CONTEXT)
+
+
+def _with_byte_fallback(core: Tokenizer) -> Tokenizer:
+    state = json.loads(core.to_str())
+    state["model"]["byte_fallback"] = True
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in BYTES]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def new_draft(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The embedded draft with other tokens: each begins as the mean of the embedded ones that write the same."""
+    draft = AutoModelForCausalLM.from_pretrained(EMBEDDED / "draft", dtype=torch.float32)
+    known = draft.get_input_embeddings().weight.detach().clone()
+    draft.resize_token_embeddings(len(ours), mean_resizing=False)
+    weight = draft.get_input_embeddings().weight
+    with torch.no_grad():
+        for token in range(1, len(ours)):
+            pieces = theirs(ours.decode([token])).input_ids
+            weight[token] = known[pieces].mean(0) if pieces else known.mean(0)
+    return draft
+
+
+def main() -> None:
+    """Tokenizer, the target's writing, training."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the draft goes")
+    parser.add_argument("--kind", choices=("bytes", "words"), default="bytes")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--work", type=Path, default=Path("build/foreign_draft"), help="checkpoints")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    library = corpus.read_library()
+    ours, theirs = train_tokenizer(args.kind, library.train), AutoTokenizer.from_pretrained(EMBEDDED / "target")
+    target = AutoModelForCausalLM.from_pretrained(EMBEDDED / "target", dtype=torch.bfloat16).eval()
+    pool = Pool(args.work / "samples.pt")  # shared by both kinds
+    prompts = corpus.prompts(library.train, corpus.Stream(library.train, theirs), theirs)
+    pool.fill(target, prompts, ON_SAMPLES * args.minutes)
+    written = [corpus.Source("", text) for text in theirs.batch_decode(pool.rows, skip_special_tokens=True)]
+    streams = [corpus.Stream(sources, ours) for sources in (library.train, written)]
+    print(f"{len(ours)} tokens; {[f'{len(stream.tokens):,}' for stream in streams]} tokens of library and target")
+
+    def step(fraction: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
+        tokens = streams[rng.random() < FROM_POOL].windows(rng, ROWS, LENGTH + 1)
+        return text_loss(draft, tokens), ROWS * LENGTH
+
+    draft = new_draft(ours, theirs).train()
+    steps, minutes = optimizers(draft, muon=0.01, adam=2e-3), (1 - ON_SAMPLES) * args.minutes
+    print(TimedRun(draft, steps, minutes, args.work / f"{args.kind}.pt").fit(step))
+    save_pretrained(draft, ours, args.out)
+
+
+if __name__ == "__main__":
+    main()
