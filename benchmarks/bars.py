@@ -40,7 +40,13 @@ def main() -> None:
     found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     for part in args.only:
         say(f"measuring {part}")
+        old = [row for row in found.get("race", []) if row["temperature"] not in args.temperature]
+        passes = found.get("steps", {})
         found |= {"steps": steps, "race": race, "batch": batch}[part](args)
+        if part == "race":
+            found["race"] = old + found["race"]
+        if part == "steps":
+            found["steps"] = passes | found["steps"]
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
     for path in args.peers:
@@ -54,12 +60,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--dtype", default="bfloat16", help="of the parts race and batch")
+    parser.add_argument("--step-dtypes", nargs="*", default=["float32", "bfloat16"], help="of the part steps")
     parser.add_argument("--compile", action="store_true", help="measure compiled execution too")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--prompts", help="a file of prompts (default: those built into slipstream bench)")
     parser.add_argument("--limit", type=int, default=8, help="prompts to use")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0], help="of the part race")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--json", type=Path, help="add what is measured to this file")
     parser.add_argument("--peers", type=Path, nargs="*", default=[])
@@ -86,7 +94,7 @@ def prompts(args: argparse.Namespace) -> list[Any]:
 def steps(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of one pass over 1 and 6 new tokens after 128, by model, dtype and execution; bytes read by one."""
     times: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in args.step_dtypes:
         for kind, engine in engines(args, dtype).items():
             for role, scorer in zip(("target", "draft"), scorers(engine.decoder), strict=True):
                 times[f"{role} {dtype} {kind}"] = {
@@ -137,7 +145,7 @@ def read_bandwidth(count: int = 15) -> float:
 
 def race(args: argparse.Namespace) -> dict[str, Any]:
     """Batch 1 at temperature 0 and 1: ours, eager and compiled, beside transformers."""
-    settings = Settings((args.gamma,), (1,), (0.0, 1.0), args.max_new_tokens, args.repetitions)
+    settings = Settings((args.gamma,), (1,), tuple(args.temperature), args.max_new_tokens, args.repetitions)
     kinds = engines(args, args.dtype)
     engine = kinds.pop("eager")
     others = [Side(other, scorers(engine.decoder)[1].name, kind) for kind, other in kinds.items()]
@@ -245,7 +253,7 @@ def batch_lines(found: dict[str, Any]) -> Iterator[Line]:
 
 def limit_lines(found: dict[str, Any], dtype: str = "bfloat16", gamma: int = ROWS - 1) -> Iterator[Line]:
     """Times against reading every matrix once."""
-    if "steps" not in found:
+    if f"target {dtype} eager" not in found.get("steps", {}):
         return
     pace = found["bandwidth"]
     target, draft = (found["steps"][f"{role} {dtype} eager"]["bytes"] for role in ("target", "draft"))
