@@ -63,6 +63,7 @@ LEVELS: dict[str, float] = {
     "beam": 3,
     "distill": 3,
     "drafting": 3.5,  # what users write for a draft -> a drafter
+    "offers": 3.7,  # which drafts a target can use
     "engine": 4,
     "check": 5.9,
     "check.watch": 5.1,

@@ -1,0 +1,55 @@
+"""`slipstream draft list`: which drafts the target at hand can use."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.app import app
+from slipstream.cli.options import Device, Dtype, Target
+from slipstream.explain import busy, console
+
+draft = typer.Typer(no_args_is_help=True)
+app.add_typer(draft, name="draft")
+
+Drafts = Annotated[
+    list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")
+]
+Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing else.")]
+
+
+@draft.callback()
+def root() -> None:
+    """Drafts for a target.
+
+    Example: slipstream draft list
+    """
+
+
+@draft.command("list")
+def offered(
+    drafts: Drafts = None, target: Target = None, dtype: Dtype = "auto", device: Device = None, as_json: Json = False
+) -> None:
+    """Try drafts with the target, and say for each what it is or why it cannot be used.
+
+    Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
+    """
+    from slipstream.drafting import Site
+    from slipstream.engine import load
+    from slipstream.models import EMBEDDED
+    from slipstream.offers import offers
+
+    with busy(console(stderr=True), "loading"):
+        chosen = dtype if target or dtype != "auto" else "float32"
+        engine = load(target or EMBEDDED / "target", dtype=chosen, device=device)
+        site = Site(engine.decoder.target, engine.tokenizer, chosen, device)
+        found = list(offers(site, drafts or ()))
+    if as_json:
+        print(json.dumps([asdict(offer) for offer in found], ensure_ascii=False))
+        return
+    width = max(len(offer.draft) for offer in found)
+    for offer in found:
+        print(f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}")
