@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from slipstream.controllers import Fixed, Planned
+from slipstream.controllers import Adaptive, Fixed, Learned, Planned, controller
 from slipstream.decoding import Decoder, generate
 from slipstream.drafters.model import ModelDrafter
-from slipstream.records import Draft, Drafter, Round, Row, Seam
+from slipstream.learned import Acceptance, Costs, Curve
+from slipstream.records import Controller, Draft, Drafter, Round, Row, Seam
 from slipstream.rules import BLOCK, TOKEN, Rule
 from toys import (
     PAIRS,
@@ -26,6 +33,21 @@ from toys import (
 
 EXACT = 1e-12
 WRONG = 1e-3
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "controllers.py"
+
+
+def load_script() -> ModuleType:
+    """benchmarks/controllers.py, whose replay of traces the tests use too."""
+    spec = importlib.util.spec_from_file_location("controllers_benchmark", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_script()
 
 
 @dataclass(frozen=True)
@@ -53,12 +75,17 @@ def by_text(row: Row, last: Round | None) -> int:
     return (sum(row.tokens) + (sum(last.accepted) if last else 1)) % 3
 
 
-def law(pair: str, rule: Rule, wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> Distribution:
+def law(
+    pair: str,
+    rule: Rule,
+    wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
+    chooser: Controller = Chooser(by_text),
+) -> Distribution:
     """The joint law of the first three tokens."""
 
     def run(seam: Seam) -> tuple[int, ...]:
         target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
-        decoder = Decoder(target, wrap(ModelDrafter(draft)), rule.verify, Chooser(by_text), seam=seam)
+        decoder = Decoder(target, wrap(ModelDrafter(draft)), rule.verify, chooser, seam=seam)
         (row,) = generate(decoder, [request((0, 2), 3)])
         return tuple(row.output)
 
@@ -134,3 +161,152 @@ def test_a_plan_cannot_be_changed() -> None:
     assert plan.most == 5
     with pytest.raises(TypeError):
         plan.by_rows[1] = 9  # type: ignore[index]
+
+
+# ---- adaptive: exactness ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`Adaptive` in the middle of its work, on a clock that the emitted tokens drive: the worst that time can do."""
+
+    inner: Adaptive
+    state: Learned
+    chosen: set[tuple[tuple[int, ...], int]]
+    most: int = 2
+
+    def init(self) -> Learned:
+        """What was learned before."""
+        return self.state
+
+    def gammas(self, state: Learned, rows: Sequence[Row]) -> Sequence[int]:
+        """Its choice, noted with the text."""
+        found = self.inner.gammas(state, rows)
+        self.chosen.add((tuple(rows[0].tokens), found[0]))
+        return found
+
+    def update(self, state: Learned, round: Round) -> Learned:
+        """Time as the tokens say."""
+        slow = 1.0 + sum(round.tokens[0])
+        return self.inner.update(state, replace(round, seconds={"draft": 0.3 * len(round.tokens[0]), "target": slow}))
+
+
+def on_the_edge() -> Learned:
+    """A state in which one round decides whether and how far to speculate."""
+    curve = Curve().add(0, 1.0).add(1, 1.1).add(2, 1.2)
+    costs = Costs({1: Curve().add(1, 0.4).add(2, 0.75)}, {1: curve})
+    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, rounds=9, wait=1)
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_law_is_exact_when_gamma_adapts(pair: str, rule: Rule) -> None:
+    adaptive = Adaptive(2, 1, 1)
+    learned = on_the_edge()
+    chooser = Prepared(adaptive, learned, set())
+    assert total_variation(law(pair, rule, chooser=chooser), plain_law(PAIRS[pair][0], (0, 2), 3)) < EXACT
+    later = {gamma for text, gamma in chooser.chosen if len(text) == 3}
+    if pair == "generic":
+        assert len(later) > 1, "the choice did not depend on what was emitted"
+
+
+# ---- adaptive: speed, on synthetic traces -----------------------------------------------------------------------
+
+
+def text(alpha: float, length: int, seed: int) -> list[bool]:
+    """A synthetic trace: would the draft say the same, position by position."""
+    rng = random.Random(f"{alpha} {seed}")
+    return [rng.random() < alpha for _ in range(length)]
+
+
+def machine(c: float, widening: float = 0.02, **noise: Any) -> Any:
+    """A draft step costs `c` plain steps, verifying one token more `widening`."""
+    steps = range(17)
+    noise = {"noise": 0.05, "stalls": 50} | noise
+    return bench.Machine([c * k for k in steps], [1 + widening * k for k in steps], missing=c / 20, **noise)
+
+
+def seconds(chooser: Controller, texts: Sequence[Sequence[bool]], on: Any, batch: int = 1) -> float:
+    """The time that the texts take."""
+    return bench.replay(chooser, texts, on, batch).seconds
+
+
+def best_fixed(texts: Sequence[Sequence[bool]], on: Any, batch: int = 1) -> float:
+    """The time of the best fixed gamma in hindsight, plain decoding included."""
+    return min(seconds(Fixed(gamma), texts, on, batch) for gamma in range(9))
+
+
+@pytest.mark.parametrize(("c", "alpha"), [(0.05, 0.5), (0.05, 0.9), (0.2, 0.1), (0.2, 0.7), (0.4, 0.7), (0.4, 0.9)])
+def test_within_5_percent_of_the_best_fixed_gamma_on_stationary_text(c: float, alpha: float) -> None:
+    texts = [text(alpha, 600, seed) for seed in range(4)]
+    assert seconds(Adaptive(), texts, machine(c)) < 1.05 * best_fixed(texts, machine(c))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("c", [0.05, 0.2, 0.4])
+def test_better_than_any_fixed_gamma_where_the_text_changes_character(c: float, batch: int) -> None:
+    """Code, then random words, then copying."""
+    texts = [text(0.7, 400, seed) + text(0.02, 400, seed) + text(0.98, 400, seed) for seed in range(batch)]
+    assert seconds(Adaptive(), texts, machine(c), batch) < best_fixed(texts, machine(c), batch)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.02])
+@pytest.mark.parametrize("c", [0.05, 0.2, 0.5, 1.0])
+def test_never_5_percent_slower_than_plain_over_500_tokens_of_a_useless_draft(c: float, alpha: float) -> None:
+    for seed in range(3):
+        useless, on = [text(alpha, 500, seed)], machine(c, stalls=0, noise=0.02)
+        assert seconds(Adaptive(), useless, on) < 1.05 * seconds(Fixed(0), useless, on)
+        assert seconds(Fixed(5), useless, on) > 1.05 * seconds(Fixed(0), useless, on), "the draft costs nothing"
+
+
+# ---- adaptive: parts --------------------------------------------------------------------------------------------
+
+
+def test_a_curve_takes_medians_and_never_falls() -> None:
+    curve = Curve().add(1, 9.0).add(1, 1.0).add(1, 1.1)  # the first run of a shape is slow
+    assert curve.at(1) == curve.at(0) == 1.1
+    curve = curve.add(3, 2.1)
+    assert [curve.at(tokens) for tokens in (2, 3, 4)] == pytest.approx([1.6, 2.1, 2.6])
+    fallen = curve.add(5, 0.9)
+    assert fallen.at(3) == fallen.at(5) == pytest.approx(1.5)
+    assert Curve().at(4) == 0.0
+
+
+def test_an_unknown_batch_size_borrows_the_shape_of_the_nearest() -> None:
+    known = Curve().add(0, 1.0).add(4, 2.0)
+    assert Costs({}, {1: known}).of(3)[1].at(4) == 2.0
+    assert Costs({}, {1: known, 4: Curve().add(0, 3.0)}).of(3)[1].at(4) == 6.0
+
+
+def test_it_switches_off_and_comes_back_on() -> None:
+    """Within a few dozen tokens of the change, on a trace that is all wrong and then all right."""
+    trace = [False] * 200 + [True] * 200
+    played = bench.replay(Adaptive(), [trace], machine(0.2, noise=0.0, stalls=0))
+    emitted, drafted = 0, list[tuple[int, int]]()
+    for (gamma,), stood in zip(played.gammas, played.accepted, strict=True):
+        drafted.append((emitted, gamma))
+        emitted += stood + 1
+    assert sum(gamma for place, gamma in drafted if 30 < place < 200) < 20
+    assert all(gamma >= 4 for place, gamma in drafted if 260 < place < 390)
+
+
+def test_a_row_without_hope_drafts_less_than_its_neighbours() -> None:
+    traces = [[True] * 300, [False] * 300]
+    played = bench.replay(Adaptive(), traces, machine(0.2), batch=2)
+    together = [pair for pair in played.gammas if len(pair) == 2]
+    assert sum(pair[1] for pair in together) < 0.6 * sum(pair[0] for pair in together)
+
+
+@pytest.mark.parametrize("settings", [{"start": 9}, {"probe": 0}, {"most": 0}, {"credit": -1.0}, {"allowance": -0.1}])
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"not possible|must be 0 or more"):
+        Adaptive(**settings)
+
+
+def test_what_users_give_becomes_a_controller() -> None:
+    assert controller(3) == Fixed(3)
+    assert controller("auto") == Adaptive()
+    assert controller("auto", most=2) == Adaptive(2, 2, 2)
+    assert controller(Planned({1: 2})).most == 2
+    with pytest.raises(ValueError, match=r'^gamma=\'some\' is not possible: give a number of tokens, "auto" or'):
+        controller("some")

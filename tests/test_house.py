@@ -40,6 +40,7 @@ LEVELS: dict[str, float] = {
     "sampling": 1,
     "acceptance": 1,
     "trees": 1.1,
+    "learned": 0.8,
     "controllers": 1,
     "cache": 1,
     "processes": 1,

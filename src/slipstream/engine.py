@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.controllers import Fixed, Planned
+from slipstream.controllers import Fixed, Planned, controller
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
 from slipstream.drafting import Site, drafter, find_tokenizer, source_name
 from slipstream.models import EMBEDDED, CausalScorer, load_model
@@ -64,7 +64,7 @@ class Options:
     max_new_tokens: int = 128
     stop: str | Sequence[str] = ()
     seed: int = 0
-    gamma: int | None = None
+    gamma: int | str | Controller | None = None
     verify: str | Rule | None = None
     lossless: bool = False
     plain: bool = False
@@ -178,7 +178,7 @@ class Engine:
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
         """One shape for the whole call, the same with `plain` as without."""
-        width = 1 + (self.decoder.controller.most if asked.gamma is None else asked.gamma)
+        width = 1 + self._decoder(replace(asked, plain=False)).controller.most
         longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
@@ -189,7 +189,7 @@ class Engine:
         decoder = replace(self.decoder, verifier=chosen.verify, seam=chosen.seam)
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
-        return decoder if asked.gamma is None else replace(decoder, controller=Fixed(asked.gamma))
+        return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
 
     def _sampling(self, eos: frozenset[int], settings: dict[str, Any]) -> Sampling:
         if words := settings.get("bad_words"):
@@ -248,7 +248,7 @@ def load(
     *,
     dtype: Any = "auto",
     device: str | None = None,
-    gamma: int | None = None,
+    gamma: int | str | Controller | None = None,
     batch_size: int = 8,
     tree: Sequence[int] | None = None,
     verify: str | Rule | None = None,
@@ -260,10 +260,11 @@ def load(
     """A target and a draft -> an Engine. The target is a hub name, a folder or a loaded model; none: the embedded pair.
 
     The draft is a model too, another specification (`slipstream.drafting`: "lookup", "ngram:FILE", ...) or a Drafter.
-    Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, or the `tree` of candidates per
-    level, e.g. (3, 2, 1); `verify` is the acceptance rule (block) or its name. A `plan`, or its file, gives what is not
-    given here: target, draft, gamma by the number of rows that run together, rule and dtype. `exact_shape` runs every
-    pass of the target in one shape, so that plain and speculative decoding see the same bits (slower; chains only).
+    Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, with "auto" as many as pay by the
+    time measured, or as a controller says; or the `tree` of candidates per level, e.g. (3, 2, 1). `verify` is the
+    acceptance rule (block) or its name. A `plan`, or its file, gives what is not given here: target, draft, gamma by
+    the number of rows that run together, rule and dtype. `exact_shape` runs every pass of the target in one shape, so
+    that plain and speculative decoding see the same bits (slower; chains only).
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
@@ -282,7 +283,7 @@ def load(
         dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
     if exact_shape and tree:
         raise ValueError("exact_shape works with chains of drafts, not with a tree: leave one of them out.")
-    controller = _controller(tree, gamma, made)
+    steering = _controller(tree, gamma, made)
     chosen = rule(verify) if isinstance(verify, str) else verify or BLOCK
     model = load_model(target, dtype, device, **from_pretrained)
     tokenizer = tokenizer or find_tokenizer(target)
@@ -293,15 +294,17 @@ def load(
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
         return Engine(plain, tokenizer, _eos(model, tokenizer), chosen)
     site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None)
-    decoder = Decoder(scorer, drafter(draft, site), controller=controller, batch_size=batch_size)
+    decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size)
     return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape, site.notes)
 
 
-def _controller(tree: Sequence[int] | None, gamma: int | None, plan: Plan | None) -> Controller:
-    """What was asked for comes before what is planned."""
-    if tree or gamma is not None or plan is None:
-        return Fixed(len(tree) if tree else GAMMA if gamma is None else gamma)
-    return Planned(plan.gammas)
+def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None, plan: Plan | None) -> Controller:
+    """What was asked for comes before what is planned; a tree has its own depth."""
+    if plan is not None and gamma is None and not tree:
+        return Planned(plan.gammas)
+    if tree and (gamma is None or isinstance(gamma, int)):
+        return Fixed(len(tree))
+    return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

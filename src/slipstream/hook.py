@@ -23,7 +23,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.generation import logits_process as hf
 
-from slipstream.controllers import Fixed
+from slipstream.controllers import controller
 from slipstream.decoding import Decoder, rounds
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models import CausalScorer, load_model
@@ -54,7 +54,7 @@ Source: TypeAlias = str | Path | PreTrainedModel
 
 def custom_generate(
     draft: Source,
-    gamma: int | Controller = 5,
+    gamma: int | str | Controller = 5,
     *,
     verifier: Rule | Verifier = TOKEN,
     seed: int | None = None,
@@ -65,7 +65,7 @@ def custom_generate(
     >>> model.generate(**inputs, custom_generate=speculate, max_new_tokens=64, do_sample=True)  # doctest: +SKIP
 
     `draft` is a loaded model, used as it is, or a folder or hub name, loaded at the first call with the model's
-    device and dtype. `gamma` is how many tokens to draft per round, or a controller; `verifier` a rule of
+    device and dtype. `gamma` is how many tokens to draft per round, "auto", or a controller; `verifier` a rule of
     `slipstream.rules`, or a verifier. `seed=None` takes a seed from torch's global generator whenever a call
     samples, so `torch.manual_seed` makes it reproducible; an integer gives every call the same randomness.
 
@@ -82,7 +82,7 @@ def custom_generate(
     embeddings or other model inputs of your own, attentions and hidden states, guidance.
     """
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
-    return Speculation(draft, Fixed(gamma) if isinstance(gamma, int) else gamma, rule, seed)
+    return Speculation(draft, controller(gamma), rule, seed)
 
 
 class Speculation:

@@ -115,7 +115,7 @@ def check(
 def _options(params: dict[str, Any]) -> dict[str, Any]:
     """Those parameters that are settings of a check or of `Sampling`, and differ from their defaults.
 
-    They are tried before anything is loaded. The depth of a tree is its own gamma.
+    They are tried before anything is loaded. A tree's depth is its gamma, and what auto does is the engine's.
     """
     from slipstream.check import Settings
     from slipstream.sampling import Sampling
@@ -123,7 +123,7 @@ def _options(params: dict[str, Any]) -> dict[str, Any]:
     defaults = [{field.name: field.default for field in fields(kind)} for kind in (Settings, Sampling)]
     given = [{name: params[name] for name in kind if params.get(name, kind[name]) != kind[name]} for kind in defaults]
     ours, sampling = given
-    if params["tree"]:
+    if params["tree"] or params["gamma"] == "auto":
         del ours["gamma"]
     Settings(**ours)
     if params["temperature"] is None:

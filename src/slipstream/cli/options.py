@@ -13,6 +13,15 @@ def _option(panel: str, metavar: str | None, help: str, *names: str, **settings:
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **settings)
 
 
+def parse_gamma(text: int | str) -> int | str:
+    """ "5" -> 5, "auto" -> "auto"; a default comes as it is."""
+    if text == "auto" or isinstance(text, int):
+        return text
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither a number of tokens, 0 or more, nor auto.")
+    return int(text)
+
+
 Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
 Draft = Annotated[
     str | None,
@@ -23,7 +32,13 @@ Draft = Annotated[
         "'a||b' (docs/drafts.md). Or --draft-model. Without: plain.",
     ),
 ]
-Gamma = Annotated[int, _option(MODELS, "N", "Tokens drafted per round (or --num-speculative-tokens).", min=0)]
+Gamma = Annotated[
+    Any,
+    _option(
+        *(MODELS, "N|auto", "Tokens drafted per round (or --num-speculative-tokens); auto: as many as pay."),
+        parser=parse_gamma,
+    ),
+]
 Tree = Annotated[str | None, _option(MODELS, "K,K,..", "Candidates per level instead of a chain, e.g. 3,2,1.")]
 Verify = Annotated[
     str,
