@@ -16,6 +16,8 @@ import torch
 from slipstream.decoding import Decoder, NoDraft, generate, rounds
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
+from slipstream.drafters.corpus import Corpus
+from slipstream.drafters.datastore import Datastore
 from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.lookup import Lookup
@@ -71,6 +73,7 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "ngram": lambda target: Ngram(GRAMS, VOCAB),
     "ngram online": lambda target: Ngram(GRAMS, VOCAB, online=True),
     "lookup": lambda target: Lookup(),
+    "datastore": lambda target: Datastore(VOCAB, Corpus.build([[0, 2, 1, 1, 0, 2, 2, 0, 1]], VOCAB)),
     "chain": lambda target: chain(),
     "lookup in a chain": lambda target: ChainDrafter(scorer(DRAFT, "draft"), Lookup(), gamma=2),
     "choice": lambda target: Choice([Lookup(), small()]),
