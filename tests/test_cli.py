@@ -300,6 +300,7 @@ class Recorder:
         self.loaded: tuple[Any, ...] = ()
         self.asked: dict[str, Any] = {}
         self.error: BaseException | None = None
+        self.notes: tuple[str, ...] = ()
 
     def __call__(self, *models: Any, **settings: Any) -> Recorder:
         self.loaded = (*models, settings)
