@@ -28,6 +28,7 @@ from slipstream.bench import PROMPTS, Settings, Side, line_up, measure
 from slipstream.bench.contenders import scorers
 from slipstream.bench.machine import environment
 from slipstream.engine import Engine
+from slipstream.execution import PackedLinear
 from slipstream.prompts import gather
 from slipstream.records import Scorer
 
@@ -128,9 +129,9 @@ def pass_times(scorer: Scorer, context: int = 128, count: int = 30) -> dict[int,
 
 def matrix_bytes(scorer: Scorer) -> int:
     """Bytes of the matrices that every pass reads."""
-    modules = getattr(scorer, "model").modules()  # noqa: B009
-    weights = {m.weight.data_ptr(): m.weight for m in modules if isinstance(m, torch.nn.Linear)}
-    return sum(weight.numel() * weight.element_size() for weight in weights.values())
+    model = getattr(scorer, "model")  # noqa: B009
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear | PackedLinear)]
+    return sum(m.in_features * m.out_features for m in linear) * model.dtype.itemsize
 
 
 def read_bandwidth(count: int = 15) -> float:

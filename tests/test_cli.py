@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from slipstream.cli import app as cli
 from slipstream.cli import generate as _generate  # noqa: F401  (registers the command)
+from slipstream.cli.app import say
 from slipstream.engine import Completion, Interrupted, Piece, load
 from slipstream.stats import Stats
 
@@ -335,7 +336,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_defaults(engine: Recorder) -> None:
     assert run("generate", "x").stdout == "xok\n"
-    settings = {"gamma": 5, "tree": None, "verify": "block", "exact_shape": False}
+    settings = {"gamma": 5, "tree": None, "verify": "block", "exact_shape": False, "compile": False, "progress": say}
     assert engine.loaded == (None, None, {"dtype": "auto", "device": None, "batch_size": 8, **settings})
     assert engine.asked == {
         "max_new_tokens": 128,
@@ -356,13 +357,14 @@ def test_defaults(engine: Recorder) -> None:
 
 def test_every_option_arrives(engine: Recorder) -> None:
     models = "--target big --draft small --dtype float32 --device cpu --gamma 3 --batch-size 2 --plain"
-    rules = "--tree 3,2,1 --verify token --lossless --exact-shape"
+    rules = "--tree 3,2,1 --verify token --lossless --exact-shape --compile"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --typical-p 0.8 --seed 7 --max-new-tokens 9"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3"
     stops = ["--stop", r"\n\n", "--stop", r"a\\n\t", "--stop", "é\\"]
     result = run("generate", "x", *models.split(), *rules.split(), *sampling.split(), *penalties.split(), *stops)
     assert result.exit_code == 0
-    settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True}
+    settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True, "compile": True}
+    settings["progress"] = say
     assert engine.loaded == ("big", "small", {"dtype": "float32", "device": "cpu", "batch_size": 2, **settings})
     assert engine.asked == {
         "lossless": True,

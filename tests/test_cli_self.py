@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from slipstream import engine, models
+from slipstream import models
 from slipstream.cli import exits as _exits  # noqa: F401  (registers the command)
 from slipstream.cli import heads as _heads
 from slipstream.cli.app import INTERRUPTED, WRONG, app
@@ -42,8 +42,7 @@ def text(tmp_path: Path) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded target is trained for real elsewhere; here a tiny model stands in for it."""
     model = tiny(FAMILIES["llama"], vocab_size=4096)
-    for room in (models, engine):  # both import it before it is replaced
-        monkeypatch.setattr(room, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: model)
 
 
 FEW = ("--steps", "3", "--length", "16", "--rows", "2", "--heads", "2", "--inner", "8")

@@ -17,6 +17,7 @@ from slipstream import drafting, rules
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, generate, plain, rounds
 from slipstream.drafters.early_exit import ExitDrafter, find_layers, kept_layers, part_of, read_layers, spell
+from slipstream.execution import Compiled
 from slipstream.laws import Law
 from slipstream.models import CausalScorer, load_model
 from slipstream.records import Draft, Shape
@@ -123,9 +124,10 @@ def test_weights_are_shared_not_copied() -> None:
 
 
 def test_a_compiled_pass_of_all_layers_is_not_the_draft_s() -> None:
-    target = CausalScorer(deep("llama"))
-    vars(target)["execution"] = object()
-    assert vars(part_of(target, (0, 1)))["execution"] is None
+    model = deep("llama")
+    target = CausalScorer(model, execution=Compiled(model, "whole"))
+    part = part_of(target, (0, 1))
+    assert isinstance(part.execution, Compiled) and part.execution.model is part.model is not model
 
 
 def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:

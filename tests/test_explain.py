@@ -5,18 +5,34 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from slipstream.explain import LEGEND, LOOKS, Explanation, console, progress
+from slipstream.explain import LEGEND, LOOKS, Explanation, breakdown, console, progress
 from slipstream.records import Draft, Law, Request, Round, Row, Verdict
 from slipstream.sampling import Sampling
 from slipstream.stats import Stats
 
 EOS = 256
 HEAD = "accepted   ~rejected~   ‹correction›   «bonus»   {target alone}   ×cut off×\n\nround  kept of drafted\n"
+
+
+def test_the_breakdown_names_every_phase_and_its_share_of_the_rounds() -> None:
+    stats = Stats(emitted=10, seconds={"prefill": 1.0, "draft": 0.03, "target": 0.06, "accept": 0.005, "rest": 0.005})
+    lines = _text(breakdown(stats)).splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == list(stats.seconds)
+    assert lines[1].split()[-1] == "1.000"
+    assert lines[2].split()[-3:] == ["0.030", "30.0%", "3.00"]
+    assert _text(breakdown(Stats())).count("\n") == 1
+
+
+def _text(table: Any) -> str:
+    screen = Console(width=100, file=io.StringIO())
+    screen.print(table)
+    return screen.file.getvalue()  # type: ignore[attr-defined]
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -46,6 +46,8 @@ LEVELS: dict[str, float] = {
     "processes": 1,
     "explain": 1,
     "rules": 1.5,
+    "execution": 1.5,
+    "sight": 1,
     "models": 2,
     "decoding": 2,
     "drafters.vocabulary": 2.6,
@@ -106,6 +108,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "safetensors": ANYWHERE,
     "transformers": (
         "models",
+        "execution",
         "sampling",
         "hook",
         "bench.peers",

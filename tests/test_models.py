@@ -125,8 +125,8 @@ def test_logits_in_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "llama4"])
 def test_control_a_forgotten_window_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts are long enough for windows and chunks to matter."""
-    rules = models._mask_kinds
-    monkeypatch.setattr(models, "_mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
+    rules = models.mask_kinds
+    monkeypatch.setattr(models, "mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
     monkeypatch.setattr(models, "probe", lambda scorer: None)
     assert contract(tiny(EVERY[family])) > 100 * TOLERANCE[torch.float32]
 

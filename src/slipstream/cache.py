@@ -92,6 +92,17 @@ class RowCache:
         return self.lengths[self._first : self._stop]
 
     @property
+    def partial(self) -> bool:
+        """Whether some of the rows do not take part in this pass."""
+        return self._first > 0 or self._stop is not None
+
+    @property
+    def stores(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer, of the rows in use, with all their slots; empty before the first pass."""
+        rows = len(self.lengths)
+        return [(keys[:rows], values[:rows]) for _, (keys, values) in sorted(self._layers.items())]
+
+    @property
     def last_sees_all(self) -> bool:
         """Whether every row of this pass ends at its last slot, so that a single new token may look at all slots."""
         return len(set(self._lengths)) == 1 and self.end == self.past + self._count

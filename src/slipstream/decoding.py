@@ -104,8 +104,9 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) 
     target.rollback([len(row.tokens) - 1 for row in running])
     round = Round(context.rows, draft, verdict, tokens, accepted, tuple(gammas), watch.laps)
     decoder.drafter.observe(round)
-    watch.lap("rest")
     _count(round)
+    watch.lap("rest")
+    _share_time(round)
     return round
 
 
@@ -243,8 +244,13 @@ def _count(round: Round) -> None:
             stats.relaxed += int(verdict.relaxed[r, :accepted].sum())
             stats.distance += float(verdict.distance[r, :tested].sum())
         _count_positions(stats, depth, accepted)
+
+
+def _share_time(round: Round) -> None:
+    """Every row of a round has an equal part of its time."""
+    for row in round.rows:
         for phase, seconds in round.seconds.items():
-            stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds / len(round.rows)
+            row.stats.seconds[phase] = row.stats.seconds.get(phase, 0.0) + seconds / len(round.rows)
 
 
 def _count_positions(stats: Stats, depth: int, accepted: int) -> None:

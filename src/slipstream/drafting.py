@@ -32,7 +32,8 @@ from slipstream.drafters.memory import Limits
 from slipstream.drafters.model import ModelDrafter, TreeDrafter
 from slipstream.drafters.nearest import Embedder
 from slipstream.drafters.ngram import Ngram, NgramModel
-from slipstream.models import EMBEDDED, CausalScorer, load_model, load_tokenizer
+from slipstream.execution import EAGER, Mode
+from slipstream.models import EMBEDDED, CausalScorer, load_scorer, load_tokenizer
 from slipstream.records import Drafter, Scorer
 
 
@@ -46,6 +47,7 @@ class Site:
     device: str | None = None
     tree: tuple[int, ...] | None = None
     notes: list[str] = field(default_factory=list)
+    mode: Mode = EAGER
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ def _model(
     site: Site, source: Any, dtype: str | None = None, device: str | None = None, vocabulary: str | None = None
 ) -> Drafter:
     """A hub name, a folder or a loaded model."""
-    loaded = load_model(source, dtype or site.dtype, device or site.device)
-    scorer, tokenizer = CausalScorer(loaded, source_name(source)), find_tokenizer(source)
+    scorer = load_scorer(source, dtype or site.dtype, device or site.device, site.mode)
+    tokenizer = find_tokenizer(source)
     if vocabulary or not same_vocabulary(site.target, scorer, site.tokenizer, tokenizer):
         return _foreign(site, scorer, tokenizer, vocabulary)
     if site.tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from slipstream.controllers import Fixed, Planned, controller
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
 from slipstream.drafting import Site, drafter, find_tokenizer, source_name
-from slipstream.models import EMBEDDED, CausalScorer, load_model
+from slipstream.execution import Mode
+from slipstream.models import EMBEDDED, load_scorer
 from slipstream.planfile import Plan
 from slipstream.records import Controller, Request, Round, Shape
 from slipstream.rules import BLOCK, Rule, rule
@@ -143,6 +145,12 @@ class Engine:
                 completion = self._complete(job, 0, row) if last else None
                 yield Piece(transcript.take(final=last), token, round.source(0, i), completion)
 
+    def warm_up(self) -> None:
+        """Decode a few tokens of one text, with and without the draft, so that the graphs for it are made."""
+        most = self.decoder.controller.most
+        for decoder in (self.decoder, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
+            deque(rounds(decoder, [Request((0, 0), Sampling(), 2 + most)]), maxlen=0)
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids. Raises ValueError if it cannot be one: empty, too long, or no tokenizer."""
         ids = tuple(self._encode(prompt))
@@ -255,6 +263,8 @@ def load(
     plan: Plan | str | Path | None = None,
     exact_shape: bool = False,
     tokenizer: Any = None,
+    compile: bool = False,
+    progress: Callable[[str], object] | None = None,
     **from_pretrained: Any,
 ) -> Engine:
     """A target and a draft -> an Engine. The target is a hub name, a folder or a loaded model; none: the embedded pair.
@@ -265,6 +275,9 @@ def load(
     acceptance rule (block) or its name. A `plan`, or its file, gives what is not given here: target, draft, gamma by
     the number of rows that run together, rule and dtype. `exact_shape` runs every pass of the target in one shape, so
     that plain and speculative decoding see the same bits (slower; chains only).
+
+    `compile` makes graphs of the models' passes before it returns (about a minute; `progress` is called with a line for
+    each); a model that cannot be compiled runs eagerly, with one warning.
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
@@ -277,25 +290,31 @@ def load(
     if made:
         made.check_target(source_name(target))
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
+        compile = compile or made.compile
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
     if target is None:
         target, draft = EMBEDDED / "target", "embedded" if draft is None else draft
         dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
-    if exact_shape and tree:
-        raise ValueError("exact_shape works with chains of drafts, not with a tree: leave one of them out.")
+    if exact_shape and (tree or compile):
+        other = "a tree" if tree else "compile=True"
+        raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
     steering = _controller(tree, gamma, made)
     chosen = rule(verify) if isinstance(verify, str) else verify or BLOCK
-    model = load_model(target, dtype, device, **from_pretrained)
+    mode = Mode(compile, False if exact_shape else None, progress)
+    scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
     tokenizer = tokenizer or find_tokenizer(target)
-    scorer = CausalScorer(model, source_name(target))
     if made:
         made.check_target(None, scorer.vocab)
     if draft is None:
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
-        return Engine(plain, tokenizer, _eos(model, tokenizer), chosen)
-    site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None)
-    decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size)
-    return Engine(decoder, tokenizer, _eos(model, tokenizer), chosen, exact_shape, site.notes)
+        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
+    else:
+        site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=mode)
+        decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size)
+        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
+    if compile:
+        engine.warm_up()
+    return engine
 
 
 def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None, plan: Plan | None) -> Controller:

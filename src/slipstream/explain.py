@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from slipstream.stats import Stats
@@ -237,6 +238,28 @@ def figures(stats: Stats) -> list[tuple[str, str, str]]:
     if stats.windowed:
         lines.append(("windowed", str(stats.windowed), "drafted from a shortened prefix"))
     return lines
+
+
+PHASES = {
+    "prefill": "the prompt through the target",
+    "draft": "drafting",
+    "target": "the target's verifying passes",
+    "accept": "laws, acceptance and draws",
+    "rest": "bookkeeping, rolling back",
+}
+
+
+def breakdown(stats: Stats) -> Table:
+    """Where the time went: seconds by phase, their share of the rounds, and milliseconds per emitted token."""
+    table = Table("phase", box=None, header_style="dim", pad_edge=False)
+    for name in ("seconds", "of rounds", "ms per token"):
+        table.add_column(name, justify="right")
+    rounds = stats.total_seconds - stats.seconds.get("prefill", 0.0)
+    for phase, seconds in stats.seconds.items():
+        share = f"{seconds / rounds:.1%}" if rounds > 0 and phase != "prefill" else ""
+        each = f"{1000 * seconds / stats.emitted:.2f}" if stats.emitted and phase != "prefill" else ""
+        table.add_row(f"{phase}: {PHASES.get(phase, '')}".removesuffix(": "), f"{seconds:.3f}", share, each)
+    return table
 
 
 def _number(value: float | None, digits: int) -> str:

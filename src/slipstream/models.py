@@ -8,7 +8,6 @@ refused at construction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ from transformers import (
 )
 
 from slipstream.cache import RowCache
+from slipstream.execution import EAGER, Execution, Mode, Pass, can_pack, execution, packed
 from slipstream.records import Shape, Tree
+from slipstream.sight import Sight, mask_kinds
 
 EMBEDDED = Path(__file__).parent / "demo"
 """The pair that ships with the package: folders `target` and `draft`."""
@@ -70,15 +71,16 @@ class CausalScorer:
     Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.model = model.eval()
         self._config = model.config.get_text_config()
         _refuse_unsupported(model, self.name)
-        self._kinds = _mask_kinds(self._config)
+        self._kinds = mask_kinds(self._config)
         self.shape: Shape | None = None
         self.device = model.device  # where tokens go in and logits come out
         self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
+        self.execution = execution
         self._fresh()
         if self._config.model_type not in PROVEN:
             probe(self)
@@ -129,9 +131,13 @@ class CausalScorer:
         """Feed tokens (rows, n), of which `counts[r]` are real -> logits (rows, n, vocab) in the model's dtype."""
         if self.shape:
             return self._extend_exactly(self.shape, tokens, counts, tree)
-        logits = self._forward(tokens, self._rows.place(tokens.shape[1], first), keep=0, tree=tree)
+        width = count = tokens.shape[1]
+        if self.execution and tree is None:
+            width = self.execution.width(count)
+            tokens = torch.nn.functional.pad(tokens, (0, width - count))
+        logits = self._forward(tokens, self._rows.place(width, first), keep=0, tree=tree)
         self._rows.advance(counts)
-        return logits
+        return logits[:, :count]
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
@@ -166,21 +172,28 @@ class CausalScorer:
 
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, slots: Tensor, keep: int, tree: Tree | None = None) -> Tensor:
-        slots = slots.to(self.device)
-        sight = self._sight(slots, tree)
-        masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self._kinds.items()}
-        positions = sight.own
-        if self.context and self._rows.end > self.context:  # padding may stand beyond the last learned position
-            positions = positions.clamp(max=self.context - 1)
+        work = self._pass(tokens, slots.to(self.device), tree)
+        if self.execution and not keep and not self._rows.partial:
+            logits = self.execution.run(work, self._rows.stores)
+            if logits is not None:
+                return logits
         out = self.model(
             input_ids=tokens,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=positions,
+            attention_mask=work.mask,
+            position_ids=work.positions,
             past_key_values=self._cache,
             use_cache=True,
             **({"logits_to_keep": keep} if self._keeps else {}),
         )
         return out.logits.to(self.device)
+
+    def _pass(self, tokens: Tensor, slots: Tensor, tree: Tree | None) -> Pass:
+        sight = self._sight(slots, tree)
+        masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self._kinds.items()}
+        positions = sight.own
+        if self.context and self._rows.end > self.context:  # padding may stand beyond the last learned position
+            positions = positions.clamp(max=self.context - 1)
+        return Pass(tokens, positions, slots, masks)
 
     def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
         if tree is not None:
@@ -190,70 +203,10 @@ class CausalScorer:
         return Sight.chain(slots, self._rows.end)
 
 
-@dataclass(frozen=True)
-class Sight:
-    """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
-    in the cache, and `allowed` (rows, n, slots), before any window; None allows all `end` slots."""
-
-    own: Tensor
-    others: Tensor
-    allowed: Tensor | None
-    end: int
-
-    @staticmethod
-    def everything(slots: Tensor, end: int) -> Sight:
-        """One token per row that sees all there is; without windows, the positions of the others do not matter."""
-        return Sight(slots, slots, None, end)
-
-    @staticmethod
-    def chain(slots: Tensor, end: int) -> Sight:
-        """Every token sees the slots up to its own; slot and position are the same."""
-        others = torch.arange(end, device=slots.device)[None]
-        return Sight(slots, others, others[:, None] <= slots[:, :, None], end)
-
-    @staticmethod
-    def tree(slots: Tensor, end: int, tree: Tree) -> Sight:
-        """A token sees the text before the tree and its own line of ancestors."""
-        depths, seen = tree.depths.to(slots.device), tree.seen.to(slots.device)
-        base = slots[:, :1] + seen.shape[0] - depths.shape[0]  # (rows, 1): where the tree begins
-        places = torch.arange(end, device=slots.device) - base  # (rows, slots)
-        inside = places.clamp(0, depths.shape[0] - 1)
-        others = torch.where(places < 0, places + base, base + depths[inside])
-        line = seen[:, inside].transpose(0, 1) & (places < depths.shape[0])[:, None]
-        own = base + depths[depths.shape[0] - seen.shape[0] :]
-        return Sight(own, others, (places < 0)[:, None] | line, end)
-
-    def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
-        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
-        blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)
-        if self.allowed is None:
-            return blank.unsqueeze(1)
-        own, others, seen = self.own[:, :, None], self.others[:, None], self.allowed
-        if window:
-            seen = seen & (others > own - window)
-        if chunk:
-            seen = seen & (others // chunk == own // chunk)
-        return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
-
-
 def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Texts of different lengths -> (rows, longest), padded on the right with zeros."""
     width = max(map(len, texts), default=0)
     return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
-
-
-def _mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
-    """(window, chunk) by layer type; one entry if all layers see the same."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    if not types:
-        return {"all": (window, None)}
-    rules: dict[str, tuple[int | None, int | None]] = {
-        "full_attention": (None, None),
-        "sliding_attention": (window, None),
-        "chunked_attention": (None, chunk),
-    }
-    return {kind: rules[kind] for kind in types}
 
 
 def _longrope_switch(config: Any) -> int | None:
@@ -339,6 +292,22 @@ def load_model(
         raise ValueError(f"cannot load the model {str(source)!r}: {_first_sentence(error)}") from error
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)
+
+
+def load_scorer(
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    mode: Mode = EAGER,
+    **kwargs: Any,
+) -> CausalScorer:
+    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`."""
+    name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
+    model = load_model(source, dtype, device, **kwargs)
+    ours = not isinstance(source, PreTrainedModel)  # nobody else holds it, so its plain weights can go
+    if (ours or mode.compiled if mode.packed is None else mode.packed) and can_pack(model):
+        model = packed(model)
+    return CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
 
 
 def _device(device: str | None) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slipstream.bench import peers
 from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
@@ -11,7 +12,8 @@ from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft, rounds
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import Engine
-from slipstream.models import CausalScorer
+from slipstream.execution import PackedLinear
+from slipstream.models import CausalScorer, load_model
 from slipstream.records import Request, Row, Scorer
 from slipstream.rules import Rule, rule
 from slipstream.sampling import Sampling, request_key
@@ -61,7 +63,7 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
 def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
     """Those that can run with the same model objects."""
     everyone = scorers(engine.decoder)
-    models = [scorer.model for scorer in everyone if isinstance(scorer, CausalScorer)]
+    models = [_untouched(scorer) for scorer in everyone if isinstance(scorer, CausalScorer)]
     if len(models) < len(everyone):
         return []
     contenders = [peers.generate(models[0])]
@@ -69,6 +71,14 @@ def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
         contenders += [peers.assisted(models[0], models[1], gamma) for gamma in settings.gammas]
         contenders.append(peers.assisted_auto(models[0], models[1]))
     return contenders + [peers.lookup(models[0], gamma) for gamma in settings.gammas]
+
+
+def _untouched(scorer: CausalScorer) -> Any:
+    """The model as transformers loads it: our packed weights would make its contenders faster than users know them."""
+    model = scorer.model
+    if not any(isinstance(module, PackedLinear) for module in model.modules()):
+        return model
+    return load_model(model.config.name_or_path, model.dtype, str(model.device))
 
 
 def ours(name: str, decoder: Decoder, gamma: int | None = None) -> Contender:

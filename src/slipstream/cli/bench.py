@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
-from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Device, Dtype, File, Target
+from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Compile, Device, Dtype, File, Target
 from slipstream.explain import busy, console
 from slipstream.prompts import gather
 
@@ -64,6 +64,7 @@ def bench(
     repetitions: Repetitions = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    compile: Compile = False,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -83,7 +84,7 @@ def bench(
         check_plot(plot)
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
-        engine, others = _engines(target, draft or [], dtype=dtype, device=device)
+        engine, others = _engines(target, draft or [], compile, dtype=dtype, device=device)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
     if target and not draft:
@@ -93,16 +94,24 @@ def bench(
     _publish(report, plot, as_json)
 
 
-def _engines(target: str | None, drafts: Sequence[str], **where: Any) -> tuple[Engine, list[Side]]:
-    """The engine with the first draft, and those with the other drafts, around the same target model."""
+def _engines(target: str | None, drafts: Sequence[str], compile: bool, **where: Any) -> tuple[Engine, list[Side]]:
+    """The engine with the first draft, and those with the other drafts and the compiled one, around the same target."""
     from slipstream.bench import Side
+    from slipstream.bench.contenders import scorers
+    from slipstream.bench.records import COMPILED
     from slipstream.engine import load
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
     if where["dtype"] == "auto" and not target:
         where["dtype"] = "float32"  # as the embedded target
-    return engine, [Side(load(shared, each, tokenizer=engine.tokenizer, **where), each) for each in drafts[1:]]
+    where["tokenizer"] = engine.tokenizer
+    others = [Side(load(shared, each, **where), each) for each in drafts[1:]]
+    if compile:
+        first = drafts[0] if drafts else None if target else "embedded"
+        fast = load(shared, first, compile=True, progress=say, **where)
+        others.append(Side(fast, models[-1].name if (models := scorers(engine.decoder)[1:]) else first, COMPILED))
+    return engine, others
 
 
 def _publish(report: Report, picture: Path | None, as_json: bool) -> None:

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slipstream.cli.app import INTERRUPTED, app, tell
+from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.options import (
     OUTPUT,
     SAMPLING,
     BatchSize,
     Chat,
+    Compile,
     Device,
     Draft,
     Dtype,
@@ -70,6 +71,7 @@ def check(
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 8,
+    compile: Compile = False,
     max_new_tokens: MaxNewTokens = 64,
     samples: Samples = 1500,
     temperature: Temperature = None,
@@ -99,8 +101,9 @@ def check(
             raise ValueError(f"{item.where}: {item.error}")
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
-        engine = load(target, draft, gamma=gamma, tree=parse_tree(tree), verify=verify, **place)
+        names = ("gamma", "verify", "dtype", "device", "batch_size", "compile")
+        how = {name: context.params[name] for name in names}
+        engine = load(target, draft, tree=parse_tree(tree), progress=say, **how)
     tell(engine.notes)
     try:
         with _bar() as on_progress:

@@ -15,6 +15,7 @@ from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.options import (
     BatchSize,
     Chat,
+    Compile,
     Device,
     Draft,
     Dtype,
@@ -30,6 +31,7 @@ from slipstream.cli.options import (
     Plain,
     PlanFile,
     PresencePenalty,
+    Profile,
     Prompts,
     RepetitionPenalty,
     Seed,
@@ -44,7 +46,7 @@ from slipstream.cli.options import (
     Verify,
     parse_tree,
 )
-from slipstream.explain import Explanation, busy, console, progress
+from slipstream.explain import Explanation, breakdown, busy, console, progress
 from slipstream.planfile import Plan
 from slipstream.prompts import Item, gather
 from slipstream.stats import Stats
@@ -72,6 +74,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 8,
+    compile: Compile = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -85,6 +88,7 @@ def generate(
     stop: Stop = None,
     stream: Stream = False,
     explain: Explain = False,
+    profile: Profile = False,
     as_json: Json = False,
 ) -> None:
     """Continue prompts.
@@ -101,16 +105,14 @@ def generate(
         if any(not item.error for item in items):
             from slipstream.engine import load
 
-            place: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
-            how = {**_how(context), "exact_shape": exact_shape}
-            engine = load(target, draft, **how, **place)
+            engine = load(target, draft, progress=say, **_how(context))
             items = [_encoded(engine, item) for item in items]
     tell(engine.notes if engine else ())
     for item in items:
         if item.error:
             say(f"{item.where}: {item.error}")
     show = _show_stream if stream else _show_rounds if explain else _show_json if as_json else _show_text
-    code = show(Work(engine, items, options))
+    code = show(Work(engine, items, options, profile))
     raise typer.Exit(code or (WRONG if any(item.error for item in items) else 0))
 
 
@@ -121,6 +123,7 @@ class Work:
     engine: Any
     items: list[Item]
     options: dict[str, Any]
+    profile: bool = False
 
     @property
     def good(self) -> list[Item]:
@@ -146,9 +149,10 @@ class Work:
 
 
 def _how(context: typer.Context) -> dict[str, Any]:
-    """Gamma, tree and rule; with a plan, it stands in for those that were not given."""
+    """How to load; a plan stands in for a gamma and a rule that were not given."""
     params = context.params
-    how = {"gamma": params["gamma"], "tree": parse_tree(params["tree"]), "verify": params["verify"]}
+    names = ("gamma", "verify", "dtype", "device", "batch_size", "compile", "exact_shape")
+    how = {"tree": parse_tree(params["tree"]), **{name: params[name] for name in names}}
     if not params["plan"]:
         return how
     plan, temperature = Plan.read(params["plan"]), params["temperature"]
@@ -180,6 +184,7 @@ def _show_text(work: Work) -> int:
             _begin(work, item)
             print(completion.text)
     _summarize(completions)
+    _show_times(work, completions)
     return code
 
 
@@ -197,6 +202,7 @@ def _show_stream(work: Work) -> int:
         print()
         completions.append(piece.completion)
     _summarize(completions)
+    _show_times(work, completions)
     return 0
 
 
@@ -205,8 +211,9 @@ def _show_rounds(work: Work) -> int:
     if not work.good:
         return 0
     explanation = Explanation(work.engine.decode, console(), [item.where for item in work.good])
-    _, code = work.run(explanation)
+    completions, code = work.run(explanation)
     explanation.finish()
+    _show_times(work, completions)
     return code
 
 
@@ -217,6 +224,7 @@ def _show_json(work: Work) -> int:
     for index, item in enumerate(work.items):
         rest = {"error": f"{item.where}: {item.error}"} if item.error else _as_dict(next(done))
         print(json.dumps({"index": index, **rest}, ensure_ascii=False))
+    _show_times(work, completions)
     return code
 
 
@@ -231,6 +239,12 @@ def _begin(work: Work, item: Item) -> None:
         gap = "" if item is work.good[0] else "\n"
         print(f"{gap}==> {item.where} <==")
     print(item.shown, end="", flush=True)
+
+
+def _show_times(work: Work, completions: Sequence[Completion]) -> None:
+    """Where the time went, for one who asked; beside the output, not in it."""
+    if work.profile:
+        console(stderr=True).print(breakdown(sum((completion.stats for completion in completions), Stats())))
 
 
 def _summarize(completions: Sequence[Completion]) -> None:

@@ -57,6 +57,9 @@ Dtype = Annotated[
     _option(MODELS, "NAME", "Of the weights: auto, float32, bfloat16 or float16."),
 ]
 Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
+Compile = Annotated[
+    bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
+]
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
 
 MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
@@ -76,6 +79,7 @@ File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="Mor
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
 Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
+Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]
 Json = Annotated[bool, _option(OUTPUT, None, "One JSON object per prompt and line, nothing else.", "--json")]
 
 

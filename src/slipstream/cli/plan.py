@@ -17,6 +17,7 @@ from slipstream.cli.options import (
     OUTPUT,
     SAMPLING,
     Chat,
+    Compile,
     Device,
     Dtype,
     File,
@@ -89,6 +90,7 @@ def plan(
     verify: Verify = "block",
     dtype: Dtype = "auto",
     device: Device = None,
+    compile: Compile = False,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -120,9 +122,9 @@ def plan(
     settings = _settings(context.params)
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
     with busy(console(stderr=True), "loading"):
-        engine, drafters = _load(target, draft or [], verify=verify, dtype=dtype, device=device)
+        engine, drafters = _load(target, draft or [], verify=verify, dtype=dtype, device=device, compile=compile)
     report = _measured(engine, drafters, texts, settings)
-    made = report.plan(target, engine.decoder.target.vocab, dtype)
+    made = report.plan(target, engine.decoder.target.vocab, dtype, compile)
     print(json.dumps(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
     if save:
         made.save(save)
@@ -165,13 +167,14 @@ def _load(target: str | None, drafts: Sequence[str], **how: Any) -> tuple[Engine
     """The engine, and the drafters by their specifications. The target is loaded once."""
     from slipstream.drafting import Site, drafter
     from slipstream.engine import load
+    from slipstream.execution import Mode
 
     if target is not None and not drafts:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
     first, *others = drafts or ["embedded"]
-    engine = load(target, first, **how)
+    engine = load(target, first, progress=say, **how)
     dtype = "float32" if target is None and how["dtype"] == "auto" else how["dtype"]  # as `load` has it
-    site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"])
+    site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=Mode(how["compile"]))
     return engine, {first: engine.decoder.drafter, **{name: drafter(name, site) for name in others}}
 
 

@@ -118,7 +118,8 @@ def part_of(target: CausalScorer, kept: Sequence[int]) -> CausalScorer:
     """
     part = copy.copy(target)
     name, model = f"{target.name} with layers {spell(kept)}", _with_layers(target.model, kept, target.name)
-    vars(part).update(name=name, model=model, execution=None)  # a compiled pass would be one of all layers
+    execution = target.execution and target.execution.of(model, name)  # the target's own graph is one of all layers
+    vars(part).update(name=name, model=model, execution=execution)
     try:
         with torch.inference_mode():
             part.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)

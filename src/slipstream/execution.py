@@ -1,0 +1,279 @@
+"""How a model's pass runs: its weights packed for the CPU, the pass compiled for the CPU or captured for CUDA.
+
+All of it leaves the model as it is: `packed` works on a twin that shares the parameters, and a compiled pass reads
+and writes the same stores of a RowCache as an eager one, so that passes of both kinds can follow each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+Stores = list[tuple[Tensor, Tensor]]
+"""Keys and values of every layer, (rows, heads, slots, head_dim)."""
+
+LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
+OPTIONS = {"freezing": True, "cpp_wrapper": True}
+MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass reads: tokens, positions and slots (rows, n), and additive masks (rows, 1, n, end) by
+    layer kind. Slots are where the new keys and values go."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    masks: dict[str, Tensor]
+
+    @property
+    def mask(self) -> Tensor | dict[str, Tensor]:
+        """As models take it: one tensor if all layers see the same."""
+        return self.masks if len(self.masks) > 1 else next(iter(self.masks.values()))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
+    a loaded model would need its weights twice. `progress` is told when a graph is being made."""
+
+    compiled: bool = False
+    packed: bool | None = None
+    progress: Callable[[str], object] | None = None
+
+
+EAGER = Mode()
+
+
+class Execution(Protocol):
+    """A faster way for passes of few tokens. None means that this pass has to run eagerly."""
+
+    def width(self, count: int) -> int:
+        """How many columns a pass of `count` tokens should have; the others are padding."""
+        ...
+
+    def run(self, work: Pass, stores: Stores) -> Tensor | None:
+        """The logits (rows, n, vocab), with the new keys and values written to the stores."""
+        ...
+
+    def of(self, model: PreTrainedModel, name: str) -> Execution:
+        """The same way for another model over the same stores."""
+        ...
+
+
+def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None:
+    """What makes passes of few tokens faster in this mode; None is eager. A device without one gives a warning."""
+    if not mode.compiled:
+        return None
+    if model.device.type == "cpu":
+        return Compiled(model, name, mode.progress)
+    warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
+    return None
+
+
+# ---- packed weights ---------------------------------------------------------------------------------------------
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lies in oneDNN's blocked layout: six rows cost about what one does, and in float32
+    half of what the plain layout costs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, 8), persistent=False)
+        self.bias = bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether packed weights exist for this model: on a CPU with oneDNN, in float32 or a supported bfloat16."""
+    placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
+    if placed or model.device.type != "cpu" or model.dtype not in PACKED_DTYPES:
+        return False
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return model.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@torch.no_grad()
+def packed(model: PreTrainedModel) -> PreTrainedModel:
+    """A twin of the model that shares everything but its linear layers, which have packed copies of the weights.
+
+    Needs memory for a second copy of the matrices unless the original is dropped. Raises ValueError if `can_pack`
+    is false.
+    """
+    if not can_pack(model):
+        raise ValueError(
+            f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
+            "that needs a CPU with oneDNN and float32 or bfloat16."
+        )
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    for parent in list(twin.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            elif type(child) is Conv1D:  # GPT-2's linear layer, stored the other way round
+                setattr(parent, name, PackedLinear(child.weight.t().contiguous(), child.bias))
+    return twin
+
+
+# ---- compiled passes --------------------------------------------------------------------------------------------
+
+
+class _GivenSlots(Cache):
+    """transformers' Cache interface over given stores and slots: what a traced pass can do."""
+
+    def __init__(self, stores: Stores, slots: Tensor, end: int) -> None:
+        super().__init__(layers=[])
+        self.stores, self.slots, self.end = stores, slots, end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+        keys, values = self.stores[layer_idx]
+        keys[rows, :, self.slots] = key_states.transpose(1, 2)
+        values[rows, :, self.slots] = value_states.transpose(1, 2)
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.end, 0
+
+
+def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
+    """One pass over stores, without any state of Python: eager, traced or captured -> logits (rows, n, vocab)."""
+    end = next(iter(work.masks.values())).shape[-1]
+    return model(
+        input_ids=work.tokens,
+        attention_mask=work.mask,
+        position_ids=work.positions,
+        past_key_values=_GivenSlots(stores, work.slots, end),
+        use_cache=True,
+    ).logits
+
+
+@dataclass
+class Compiled:
+    """Passes as graphs made by inductor, with the weights frozen into them and a C++ wrapper (CPU).
+
+    The numbers of rows, new tokens and slots are symbols, so one graph serves every shape, and a second one serves
+    single rows. A graph is made when it is first needed (some ten seconds; `progress` is told), compared with the
+    eager pass, and given up for good, with one warning, if it cannot be made or gives other logits.
+    """
+
+    model: PreTrainedModel
+    name: str
+    progress: Callable[[str], object] | None = None
+    seconds: float = 0.0  # spent on making graphs
+    _graphs: dict[bool, Any] = field(default_factory=dict)
+    _failed: bool = False
+
+    def width(self, count: int) -> int:
+        """At least two columns."""
+        return count if self._failed else max(count, LEAST_WIDTH)
+
+    def run(self, work: Pass, stores: Stores) -> Tensor | None:
+        """See `Execution`."""
+        if self._failed or not stores or not LEAST_WIDTH <= work.tokens.shape[1] <= MOST_WIDTH:
+            return None
+        work = _settled(work)
+        single = work.tokens.shape[0] == 1
+        if single not in self._graphs:
+            return self._make(single, work, stores)
+        try:
+            return self._graphs[single](work.tokens, work.positions, work.slots, work.masks, stores)
+        except Exception as error:  # dynamo has met something it had not seen when the graph was made
+            self._give_up(error)
+            return None
+
+    def of(self, model: PreTrainedModel, name: str) -> Compiled:
+        """See `Execution`."""
+        return Compiled(model, name, self.progress)
+
+    def _make(self, single: bool, work: Pass, stores: Stores) -> Tensor:
+        start = perf_counter()
+        if self.progress:
+            self.progress(f"compiling {self.name} for {'one text' if single else 'batches'}")
+        eager = forward(self.model, work, stores)
+        graph = torch.compile(_traceable(self.model), dynamic=False, fullgraph=True)
+        try:
+            _mark_symbols(work, stores, single)
+            # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
+            with torch._inductor.config.patch(OPTIONS), warnings.catch_warnings(action="ignore"):
+                logits = graph(work.tokens, work.positions, work.slots, work.masks, stores)
+            _compare(eager, logits)
+        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+            self._give_up(error)
+            return eager
+        finally:
+            self.seconds += perf_counter() - start
+        self._graphs[single] = graph
+        return logits
+
+    def _give_up(self, error: Exception) -> None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        self._failed = True
+        warnings.warn(f"{self.name} runs eagerly, it cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _traceable(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """The pass as a function of tensors alone; the weights in its closure are what freezing makes constant."""
+
+    def function(tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores) -> Tensor:
+        return forward(model, Pass(tokens, positions, slots, masks), stores)
+
+    # Dynamo counts recompilations by code object: models must not share the count.
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+
+def _settled(work: Pass) -> Pass:
+    """The same with integers that were made in inference mode, whoever made the given ones: graphs are strict here."""
+    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks)
+
+
+def _mark_symbols(work: Pass, stores: Stores, single: bool) -> None:
+    """Rows (unless one), new tokens and slots vary."""
+    rows = () if single else (0,)
+    for tensor in (work.tokens, work.positions, work.slots):
+        _mark(tensor, (*rows, 1))
+    for mask in work.masks.values():
+        _mark(mask, (*rows, 2, 3))
+    for store in (store for pair in stores for store in pair):
+        _mark(store, (*rows, 2))
+
+
+def _mark(tensor: Tensor, dims: Sequence[int]) -> None:
+    for dim in dims:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def _compare(eager: Tensor, compiled: Tensor) -> None:
+    """Raises ValueError if the logits differ by more than another order of summation explains."""
+    best, places = eager.float().topk(min(64, eager.shape[-1]))
+    gap = float((best - compiled.float().gather(-1, places)).abs().max() / best.std(-1).max().clamp(min=1e-6))
+    allowed = 0.02 if eager.dtype in {torch.float32, torch.float64} else 1.0
+    if not gap <= allowed:
+        raise ValueError(f"the compiled pass gives other logits (by {gap:.2g} of their spread; {allowed} is rounding)")

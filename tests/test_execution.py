@@ -1,0 +1,160 @@
+"""Packed weights and compiled passes: the same logits, the user's model untouched, eager where it cannot be done."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import execution, load
+from slipstream.execution import Compiled, Mode, PackedLinear, can_pack, packed
+from slipstream.models import CausalScorer, load_scorer
+from slipstream.records import Tree
+from toys import FAMILIES, HF_VOCAB, tiny
+
+packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
+NAMES = [name for name in FAMILIES if name != "gpt_neox_alibi"]
+
+
+def drive(scorer: CausalScorer, rows: int) -> list[Tensor]:
+    """Ragged rows, a rejected tail, more slots than were allocated, a row leaving: the logits of every pass."""
+    generator = torch.Generator().manual_seed(rows)
+    texts = [torch.randint(0, HF_VOCAB, (4 + 3 * row,), generator=generator).tolist() for row in range(rows)]
+    scorer.add(rows)
+    scorer.prefill(texts)
+    found, lengths = [], [len(text) for text in texts]
+    for width, kept in ((4, 2), (1, 1), (6, 6), (3, 0), (2, 2)):
+        tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator)
+        found.append(scorer.extend(tokens, [width] * rows))
+        lengths = [length + kept for length in lengths]
+        scorer.rollback(lengths)
+    scorer.free(range(rows))
+    return found
+
+
+@packs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_twin_gives_the_same_logits_and_leaves_the_model_alone(name: str) -> None:
+    model = tiny(FAMILIES[name])
+    before, modules = copy.deepcopy(model.state_dict()), {path: type(part) for path, part in model.named_modules()}
+    twin = packed(model)
+    assert any(isinstance(part, PackedLinear) for part in twin.modules())
+    tokens = torch.arange(12).view(2, 6)
+    with torch.inference_mode():
+        torch.testing.assert_close(twin(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
+    assert {path: type(part) for path, part in model.named_modules()} == modules
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    shared = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in twin.parameters()} <= shared
+
+
+@packs
+def test_models_loaded_by_name_are_packed_and_loaded_models_are_not(tmp_path: Any) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.save_pretrained(tmp_path)
+
+    def has_packed(scorer: CausalScorer) -> bool:
+        return any(isinstance(part, PackedLinear) for part in scorer.model.modules())
+
+    assert has_packed(load_scorer(tmp_path, device="cpu"))
+    assert not has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(packed=False)))
+    assert not has_packed(load_scorer(model))
+    assert has_packed(load_scorer(model, mode=Mode(packed=True)))
+
+
+def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
+    model = tiny(FAMILIES["llama"]).double()
+    assert not can_pack(model)
+    with pytest.raises(ValueError, match=r"cannot be packed on cpu in torch\.float64"):
+        packed(model)
+
+
+@packs
+def test_a_compiled_scorer_gives_the_eager_logits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two graphs, one for single rows and one for batches, serve every shape that decoding meets."""
+    model, said = packed(tiny(FAMILIES["llama"], num_hidden_layers=1)), list[str]()
+    compiled = Compiled(model, "toy", said.append)
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (1, 3, 2, 1):
+            for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
+                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+    assert said == ["compiling toy for one text", "compiling toy for batches"]
+    _grow_and_branch(eager, fast)
+
+
+def _grow_and_branch(*scorers: CausalScorer) -> None:
+    """A text beyond the first storage, and a tree after it."""
+    found, tree = [], Tree.of((-1, 0, 0, 1), 4)
+    for scorer in scorers:
+        scorer.add(1)
+        scorer.prefill([[i % HF_VOCAB for i in range(150)]])
+        found.append(scorer.extend(torch.tensor([[5, 6, 7, 8]]), [4], tree=tree))
+        scorer.free([0])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+def _broken(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no compiler here\nand a long story")
+
+
+def test_a_model_that_cannot_be_compiled_runs_eagerly_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution.torch, "compile", lambda *_, **__: _broken)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="toy runs eagerly, it cannot be compiled: .*no compiler here$") as caught:
+        found = drive(fast, 2)
+    assert len(caught) == 1
+    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_graph_that_fails_later_gives_way_to_eager_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def graph(*args: Any) -> Tensor:
+        calls.append(args)
+        return function(*args) if len(calls) < 3 else _broken()
+
+    def compile(traced: Any, **_: Any) -> Any:
+        nonlocal function
+        function = traced
+        return graph
+
+    function: Any = None
+    monkeypatch.setattr(execution.torch, "compile", compile)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="no compiler here"):
+        found = drive(fast, 2)
+    assert len(calls) == 3
+    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_graph_with_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution.torch, "compile", lambda traced, **_: lambda *args: traced(*args) * 1.5)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="gives other logits"):
+        found = drive(fast, 1)
+    for left, right in zip(drive(CausalScorer(model), 1), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="without compile=True"):
+        load(exact_shape=True, compile=True)
+    monkeypatch.setattr(execution.torch, "compile", lambda traced, **_: traced)
+    said: list[str] = []
+    engine = load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1), compile=True, progress=said.append)
+    assert len(said) == 2 and all("for one text" in line for line in said)
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    fast = engine.generate(prompts, max_new_tokens=8)
+    slow = load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1)).generate(prompts, max_new_tokens=8)
+    assert [each.tokens for each in fast] == [each.tokens for each in slow]
