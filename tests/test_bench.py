@@ -23,7 +23,10 @@ from slipstream.cli import app as cli
 from slipstream.cli import bench as command_room
 from slipstream.decoding import Decoder
 from slipstream.drafters.model import ModelDrafter
+from slipstream.execution import Mode
 from slipstream.laws import Law
+from slipstream.models import load_scorer
+from slipstream.packing import PackedLinear
 from slipstream.records import Key
 from slipstream.rules import Rule
 from slipstream.sampling import draw
@@ -675,3 +678,14 @@ def test_a_busy_machine_is_named(
     for average, warned in ((1.9, True), (0.2, False)):
         monkeypatch.setattr(machine.os, "getloadavg", lambda average=average: (average, 0.0, 0.0))
         assert ("busy before" in command(*arguments).stdout) is warned
+
+
+def test_transformers_contenders_run_without_our_packed_weights(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.save_pretrained(tmp_path)
+    packed = load_scorer(tmp_path, device="cpu", mode=Mode(packed=True))
+    theirs = contenders._untouched(packed)
+    assert not any(isinstance(part, PackedLinear) for part in theirs.modules())
+    assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
+    plain = load_scorer(model)
+    assert contenders._untouched(plain) is model

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,3 +170,37 @@ def test_a_target_without_embeddings_needs_a_sentence_model(tmp_path: Path) -> N
         drafter(f"datastore:{tmp_path}?learn=true", site)
     with pytest.raises(ValueError, match="a sentence model reads text"):
         drafter(f"datastore:{tmp_path}?learn=true&sentence=tiny", site)
+
+
+def test_datasets_are_streamed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*names: Any, **settings: Any) -> Any:
+        asked.append((names, settings))
+        if names[0] == "missing":
+            raise FileNotFoundError("no such dataset\nand a long story")
+        return iter([{"text": "one"}, {"text": "two", "id": 3}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert [found for _, found in read(["dataset:tiny"])] == ["one", "two"]
+    assert [where for where, _ in read(["dataset:wiki:raw:test"])] == [
+        "dataset:wiki:raw:test:1",
+        "dataset:wiki:raw:test:2",
+    ]
+    assert len(list(read(["dataset:tiny:validation"]))) == 2
+    streaming = {"streaming": True}
+    assert asked == [
+        (("tiny", None), {"split": "train", **streaming}),
+        (("wiki", "raw"), {"split": "test", **streaming}),
+        (("tiny", None), {"split": "validation", **streaming}),
+    ]
+    with pytest.raises(ValueError, match=r"^cannot read dataset 'missing': no such dataset$"):
+        list(read(["dataset:missing"]))
+    with pytest.raises(ValueError, match="a JSON object with"):
+        list(read(["dataset:tiny"], "body"))
+
+
+def test_a_missing_datasets_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install slipstream\[datasets\]"):
+        list(read(["dataset:tiny"]))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream import execution, load
-from slipstream.execution import Compiled, Mode, PackedLinear, can_pack, packed
+from slipstream.execution import Captured, Compiled, Mode
 from slipstream.models import CausalScorer, load_scorer
+from slipstream.packing import PackedLinear, can_pack, packed
 from slipstream.records import Tree
 from toys import FAMILIES, HF_VOCAB, tiny
 
@@ -20,15 +21,15 @@ packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="one
 NAMES = [name for name in FAMILIES if name != "gpt_neox_alibi"]
 
 
-def drive(scorer: CausalScorer, rows: int) -> list[Tensor]:
+def drive(scorer: CausalScorer, rows: int, seed: int = 0) -> list[Tensor]:
     """Ragged rows, a rejected tail, more slots than were allocated, a row leaving: the logits of every pass."""
-    generator = torch.Generator().manual_seed(rows)
+    generator = torch.Generator().manual_seed(seed + rows)
     texts = [torch.randint(0, HF_VOCAB, (4 + 3 * row,), generator=generator).tolist() for row in range(rows)]
     scorer.add(rows)
     scorer.prefill(texts)
     found, lengths = [], [len(text) for text in texts]
     for width, kept in ((4, 2), (1, 1), (6, 6), (3, 0), (2, 2)):
-        tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator)
+        tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator).to(scorer.device)
         found.append(scorer.extend(tokens, [width] * rows))
         lengths = [length + kept for length in lengths]
         scorer.rollback(lengths)
@@ -158,3 +159,57 @@ def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.
     fast = engine.generate(prompts, max_new_tokens=8)
     slow = load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1)).generate(prompts, max_new_tokens=8)
     assert [each.tokens for each in fast] == [each.tokens for each in slow]
+
+
+# ---- captured passes: the bookkeeping, with a recorder that runs on the CPU ------------------------------------------
+
+
+def _recorder(function: Any) -> tuple[Tensor, Any]:
+    logits = function()
+    return logits, lambda: logits.copy_(function())
+
+
+def test_captured_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read their own tensors, whatever was in them before, and are made anew when the stores have moved."""
+    monkeypatch.setattr(execution, "record", _recorder)
+    model, said = tiny(FAMILIES["gemma3"]), list[str]()  # two kinds of masks
+    captured = Captured(model, "toy", said.append)
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=captured)
+    for seed, rows in enumerate((1, 3, 2, 1, 1)):
+        for left, right in zip(drive(eager, rows, seed), drive(fast, rows, seed), strict=True):
+            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+    assert said[0] == "capturing toy for 1 x 4 tokens and 64 slots"
+    assert len(said) == 20  # five for each number of rows; the last drive made none
+    _grow_and_branch(eager, fast)
+
+
+def test_control_a_graph_that_does_not_read_its_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "record", _recorder)
+    monkeypatch.setattr(execution, "_fill", lambda fixed, work: None)
+    model = tiny(FAMILIES["llama"])
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
+    drive(fast, 1)
+    pairs = zip(drive(eager, 1, seed=5), drive(fast, 1, seed=5), strict=True)
+    assert any(not torch.allclose(left, right, atol=1e-4) for left, right in pairs)
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "record", _broken)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Captured(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="no compiler here") as caught:
+        found = drive(fast, 2)
+    assert len(caught) == 1
+    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.gpu
+def test_captured_passes_on_a_gpu() -> None:
+    model = tiny(FAMILIES["llama"]).to("cuda")
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (1, 3, 1):
+            for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
+                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)

@@ -47,6 +47,7 @@ LEVELS: dict[str, float] = {
     "explain": 1,
     "rules": 1.5,
     "execution": 1.5,
+    "packing": 1,
     "sight": 1,
     "models": 2,
     "decoding": 2,
@@ -109,6 +110,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "models",
         "execution",
+        "packing",
         "sampling",
         "hook",
         "bench.peers",
@@ -120,6 +122,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     ),
     "sentence_transformers": ("drafters.embedding",),
     "faiss": ("drafters.nearest",),
+    "datasets": ("documents",),
     "typer": ("cli", "cli.*"),
     "rich": ("cli", "cli.*", "explain"),
     "matplotlib": ("plan.plot", "bench.plot"),

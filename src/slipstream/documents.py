@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+DATASET = "dataset:"
 Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 """A text, or token ids (length,)."""
 
@@ -21,17 +22,39 @@ def read(sources: Sequence[str], field: str | None = None) -> Iterator[tuple[str
     `.jsonl` (also `.gz`) has a document per line: in `field`, or the first of "text", "tokens" and "messages", of
     which every assistant's content is one. `.npy` holds token ids, a document per row if it has two dimensions.
     Any other file is one text. Of a folder all files are read but hidden ones and those that are no text.
+    `dataset:NAME`, `dataset:NAME:SPLIT` and `dataset:NAME:CONFIG:SPLIT` stream a dataset of the `datasets` library,
+    whose rows are as those of JSON lines; the split is "train" unless given.
 
     Raises ValueError in one sentence for what is named and cannot be read.
     """
     for source in sources:
         path = Path(source)
-        if path.is_dir():
+        if source.startswith(DATASET):
+            yield from _dataset(source.removeprefix(DATASET), field)
+        elif path.is_dir():
             yield from _folder(path, field)
         elif path.is_file():
             yield from _file(path, field)
         else:
             raise ValueError(f"cannot read {source}: there is no such file or folder.")
+
+
+def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"dataset {name!r} needs the datasets library: install it with pip install slipstream[datasets]."
+        ) from None
+    source, *rest = name.split(":")
+    config, split = (None, *rest, "train")[:2] if len(rest) < 2 else rest[:2]
+    try:
+        for number, record in enumerate(load_dataset(source, config, split=split, streaming=True), 1):
+            where = f"{DATASET}{name}:{number}"
+            yield from ((where, found) for found in _found(record, field, where))
+    except (OSError, LookupError, ImportError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
 
 
 def _folder(folder: Path, field: str | None) -> Iterator[tuple[str, Document]]:
@@ -84,6 +107,11 @@ def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: this is not JSON ({error}).") from error
+    yield from _found(record, field, where)
+
+
+def _found(record: Any, field: str | None, where: str) -> Iterator[Document]:
+    """The documents of one record."""
     names = [field] if field else ["text", "tokens", "messages"]
     name = next((name for name in names if isinstance(record, dict) and name in record), None)
     if name is None:

@@ -1,12 +1,11 @@
-"""How a model's pass runs: its weights packed for the CPU, the pass compiled for the CPU or captured for CUDA.
+"""How a model's pass runs: eagerly, compiled for the CPU, or captured for CUDA.
 
-All of it leaves the model as it is: `packed` works on a twin that shares the parameters, and a compiled pass reads
-and writes the same stores of a RowCache as an eager one, so that passes of both kinds can follow each other.
+A compiled pass reads and writes the same stores of a RowCache as an eager one, so passes of both kinds can follow each
+other, and the model's code stays as it is.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +15,18 @@ from typing import Any, Protocol
 
 import torch
 import torch._inductor.config
+import torch.fx.experimental._config
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
 
 LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
 OPTIONS = {"freezing": True, "cpp_wrapper": True}
+BUCKET = 64  # slots of captured passes are rounded up to this
+INPUTS = ("tokens", "positions", "slots", "masks", "stores")
 MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
-PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -78,61 +78,10 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
     """What makes passes of few tokens faster in this mode; None is eager. A device without one gives a warning."""
     if not mode.compiled:
         return None
-    if model.device.type == "cpu":
-        return Compiled(model, name, mode.progress)
+    if model.device.type in KINDS:
+        return KINDS[model.device.type](model, name, mode.progress)
     warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
     return None
-
-
-# ---- packed weights ---------------------------------------------------------------------------------------------
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout: six rows cost about what one does, and in float32
-    half of what the plain layout costs."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, 8), persistent=False)
-        self.bias = bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
-
-
-def can_pack(model: PreTrainedModel) -> bool:
-    """Whether packed weights exist for this model: on a CPU with oneDNN, in float32 or a supported bfloat16."""
-    placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
-    if placed or model.device.type != "cpu" or model.dtype not in PACKED_DTYPES:
-        return False
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    return model.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-@torch.no_grad()
-def packed(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin of the model that shares everything but its linear layers, which have packed copies of the weights.
-
-    Needs memory for a second copy of the matrices unless the original is dropped. Raises ValueError if `can_pack`
-    is false.
-    """
-    if not can_pack(model):
-        raise ValueError(
-            f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
-            "that needs a CPU with oneDNN and float32 or bfloat16."
-        )
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
-    for parent in list(twin.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
-            elif type(child) is Conv1D:  # GPT-2's linear layer, stored the other way round
-                setattr(parent, name, PackedLinear(child.weight.t().contiguous(), child.bias))
-    return twin
 
 
 # ---- compiled passes --------------------------------------------------------------------------------------------
@@ -216,11 +165,17 @@ class Compiled:
         if self.progress:
             self.progress(f"compiling {self.name} for {'one text' if single else 'batches'}")
         eager = forward(self.model, work, stores)
-        graph = torch.compile(_traceable(self.model), dynamic=False, fullgraph=True)
+        graph = torch.compile(
+            _traceable(self.model), dynamic=False, fullgraph=True, options={"guard_filter_fn": _only_inputs}
+        )
         try:
             _mark_symbols(work, stores, single)
             # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
-            with torch._inductor.config.patch(OPTIONS), warnings.catch_warnings(action="ignore"):
+            with (
+                torch._inductor.config.patch(OPTIONS),
+                torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+                warnings.catch_warnings(action="ignore"),
+            ):
                 logits = graph(work.tokens, work.positions, work.slots, work.masks, stores)
             _compare(eager, logits)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
@@ -232,10 +187,20 @@ class Compiled:
         return logits
 
     def _give_up(self, error: Exception) -> None:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         self._failed = True
-        warnings.warn(f"{self.name} runs eagerly, it cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)
+        _warn(self.name, error)
+
+
+def _only_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a model
+    that nobody changes, would cost as much as a small draft's pass."""
+    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(INPUTS) for guard in guards]
+
+
+def _warn(name: str, error: Exception) -> None:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    warnings.warn(f"{name} runs eagerly, it cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)
 
 
 def _traceable(model: PreTrainedModel) -> Callable[..., Tensor]:
@@ -277,3 +242,105 @@ def _compare(eager: Tensor, compiled: Tensor) -> None:
     allowed = 0.02 if eager.dtype in {torch.float32, torch.float64} else 1.0
     if not gap <= allowed:
         raise ValueError(f"the compiled pass gives other logits (by {gap:.2g} of their spread; {allowed} is rounding)")
+
+
+# ---- captured passes --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Graph:
+    """A captured pass: the tensors it reads, the logits it writes, and how to run it."""
+
+    work: Pass
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+@dataclass
+class Captured:
+    """Passes as CUDA graphs, one per number of rows, of new tokens, and of slots rounded up to `BUCKET`.
+
+    A replay has no cost of Python and of launches. Graphs know addresses: when the stores have moved, they are dropped.
+    A model that cannot be captured runs eagerly, with one warning.
+    """
+
+    model: PreTrainedModel
+    name: str
+    progress: Callable[[str], object] | None = None
+    _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+    _stores: int = 0  # where the stores of the graphs lie
+    _failed: bool = False
+
+    def width(self, count: int) -> int:
+        """As many as there are."""
+        return count
+
+    def of(self, model: PreTrainedModel, name: str) -> Captured:
+        """See `Execution`."""
+        return Captured(model, name, self.progress)
+
+    def run(self, work: Pass, stores: Stores) -> Tensor | None:
+        """See `Execution`."""
+        if self._failed or not stores or work.tokens.shape[1] > MOST_WIDTH:
+            return None
+        if self._stores != (address := stores[0][0].data_ptr()):
+            self._stores, self._graphs = address, {}
+        end = next(iter(work.masks.values())).shape[-1]
+        end = min(-(-end // BUCKET) * BUCKET, stores[0][0].shape[2])
+        key = (*work.tokens.shape, end)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(_widened(work, end), stores)
+            except Exception as error:  # a synchronization in the model's code, too little memory, ...
+                self._failed = True
+                _warn(self.name, error)
+                return None
+        graph = self._graphs[key]
+        _fill(graph.work, work)
+        graph.replay()
+        return graph.logits.clone()
+
+    def _capture(self, work: Pass, stores: Stores) -> Graph:
+        if self.progress:
+            rows, width, end = *work.tokens.shape, next(iter(work.masks.values())).shape[-1]
+            self.progress(f"capturing {self.name} for {rows} x {width} tokens and {end} slots")
+        logits, replay = record(lambda: forward(self.model, work, stores))
+        return Graph(work, logits, replay)
+
+
+def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Capture what a function does on the GPU -> the tensor it returns, and what does the same again."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # the first runs choose kernels and allocate, which cannot be captured
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = function()
+    return logits, graph.replay
+
+
+def _widened(work: Pass, end: int) -> Pass:
+    """Tensors of its own with masks over `end` slots; nobody sees the added ones."""
+
+    def wide(mask: Tensor) -> Tensor:
+        return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)
+
+    masks = {kind: wide(mask) for kind, mask in work.masks.items()}
+    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), masks)
+
+
+def _fill(fixed: Pass, work: Pass) -> None:
+    """Copy a pass into the tensors that a graph reads; slots beyond it stay masked."""
+    for name in ("tokens", "positions", "slots"):
+        getattr(fixed, name).copy_(getattr(work, name))
+    for kind, mask in work.masks.items():
+        end = mask.shape[-1]
+        fixed.masks[kind][..., :end].copy_(mask)
+        fixed.masks[kind][..., end:] = torch.finfo(mask.dtype).min
+
+
+KINDS: dict[str, type[Compiled] | type[Captured]] = {"cpu": Compiled, "cuda": Captured}
+"""What compiles a pass, by the type of the device."""

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from slipstream.cache import RowCache
-from slipstream.execution import EAGER, Execution, Mode, Pass, can_pack, execution, packed
+from slipstream.execution import EAGER, Execution, Mode, Pass, execution
+from slipstream.packing import can_pack, packed
 from slipstream.records import Shape, Tree
 from slipstream.sight import Sight, mask_kinds
 

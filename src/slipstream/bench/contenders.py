@@ -12,8 +12,8 @@ from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft, rounds
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import Engine
-from slipstream.execution import PackedLinear
 from slipstream.models import CausalScorer, load_model
+from slipstream.packing import PackedLinear
 from slipstream.records import Request, Row, Scorer
 from slipstream.rules import Rule, rule
 from slipstream.sampling import Sampling, request_key

@@ -19,7 +19,8 @@ ngram = typer.Typer(help="N-gram models: drafts by table lookup, built from your
 app.add_typer(ngram, name="ngram")
 
 Texts = Annotated[
-    list[str], typer.Argument(metavar="TEXT...", help="Files of text or JSON lines, also .gz, and folders of them.")
+    list[str],
+    typer.Argument(metavar="TEXT...", help="Files of text or JSON lines, also .gz, folders of them, dataset:NAME."),
 ]
 Out = Annotated[str, typer.Option(metavar="FILE", help="The model; it appears when it is whole.")]
 Tokens = Annotated[
