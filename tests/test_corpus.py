@@ -186,7 +186,8 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 BUILD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell would have it ignored
 from slipstream.drafters import corpus
 real = corpus.save_file
 def slow(*args):
