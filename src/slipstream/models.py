@@ -305,8 +305,10 @@ def load_scorer(
     """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`."""
     name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
     model = load_model(source, dtype, device, **kwargs)
-    ours = not isinstance(source, PreTrainedModel)  # nobody else holds it, so its plain weights can go
-    if (ours or mode.compiled if mode.packed is None else mode.packed) and can_pack(model):
+    pack = mode.packed
+    if pack is None:  # of a model that we loaded ourselves nobody holds the plain weights, so they can go
+        pack = mode.compiled or not isinstance(source, PreTrainedModel)
+    if pack and can_pack(model):
         model = packed(model)
     return CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
 
