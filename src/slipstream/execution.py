@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -134,7 +133,6 @@ class Compiled:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    seconds: float = 0.0  # spent on making graphs
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
 
@@ -161,7 +159,6 @@ class Compiled:
         return Compiled(model, name, self.progress)
 
     def _make(self, single: bool, work: Pass, stores: Stores) -> Tensor:
-        start = perf_counter()
         if self.progress:
             self.progress(f"compiling {self.name} for {'one text' if single else 'batches'}")
         eager = forward(self.model, work, stores)
@@ -181,8 +178,6 @@ class Compiled:
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._give_up(error)
             return eager
-        finally:
-            self.seconds += perf_counter() - start
         self._graphs[single] = graph
         return logits
 
