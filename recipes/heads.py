@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from pair import corpus
 
-from slipstream.drafters.heads import FILE, read
+from slipstream.drafters.heads import FILE, KIND
 from slipstream.models import EMBEDDED, load_model, load_tokenizer
 from slipstream.teach import Lesson, Teacher
+from slipstream.tensorfiles import load_tensors
 
 
 def main() -> int:
@@ -43,7 +44,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"stopped at step {teacher.step}; the same command goes on from there")
         return 130
-    print(json.dumps(json.loads(read(args.out / FILE)[1]["report"])["alpha"]))
+    print(json.dumps(json.loads(load_tensors(args.out / FILE, KIND)[1]["report"])["alpha"]))
     return 0
 
 

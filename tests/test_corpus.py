@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,38 +179,3 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
             Corpus.load(tmp_path / "d")
     with pytest.raises(FileNotFoundError, match="datastore build"):
         Corpus.load(tmp_path / "absent")
-
-
-BUILD = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell would have it ignored
-from slipstream.drafters import corpus
-real = corpus.save_file
-def slow(*args):
-    real(*args)
-    print("written", flush=True)
-    sys.stdin.read()  # killed here, before the rename
-corpus.save_file = slow
-corpus.Corpus.build([[1, 2, 4]], 5).save(sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_build_leaves_the_old_file(tmp_path: Path, how: signal.Signals) -> None:
-    path = tmp_path / "c"
-    Corpus.build([[1, 2, 3]], VOCAB).save(path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with process:
-        assert process.stdout is not None and process.stdout.readline().strip() == b"written"
-        time.sleep(0.05)
-        process.send_signal(how)
-        process.wait(30)
-    assert Corpus.load(path).match([1, 2], 1).tokens == (3,)
-    if how is signal.SIGINT:
-        assert os.listdir(tmp_path) == ["c"]

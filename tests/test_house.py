@@ -32,7 +32,9 @@ LEVELS: dict[str, float] = {
     "stats": 0,
     "text": 0,
     "prompts": 0,
-    "planfile": 0,
+    "files": 0,
+    "planfile": 0.1,
+    "tensorfiles": 0.1,
     "documents": 0,
     "laws": 0.2,
     "records": 0.5,
@@ -101,12 +103,12 @@ LEVELS: dict[str, float] = {
     "__main__": 8,
 }
 
-PURE = {"theory", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
+PURE = {"theory", "files", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
 ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
     "numpy": ANYWHERE,
-    "safetensors": ANYWHERE,
+    "safetensors": ("tensorfiles", "models"),
     "transformers": (
         "models",
         "execution",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
+
+from slipstream.files import whole
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SAVE_EVERY = 120.0
@@ -135,9 +136,8 @@ class TimedRun:
             "optims": [optim.state_dict() for optim in self.optims],
             "progress": vars(self.progress),
         }
-        partial = self.file.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.file)
+        with whole(self.file) as part:
+            torch.save(state, part)
 
     def _load(self) -> None:
         state = torch.load(self.file, map_location=DEVICE, weights_only=True)

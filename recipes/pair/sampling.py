@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
+
+from slipstream.files import whole
 
 from .budget import DEVICE, SEED, advance, clock
 
@@ -88,9 +89,8 @@ class Pool:
         return self.rows[torch.from_numpy(rng.integers(0, len(self.rows), rows))]
 
     def _save(self) -> None:
-        partial = self.file.with_suffix(".partial")
-        torch.save({"rows": self.rows.to(torch.int16), "elapsed": self.elapsed}, partial)
-        os.replace(partial, self.file)
+        with whole(self.file) as part:
+            torch.save({"rows": self.rows.to(torch.int16), "elapsed": self.elapsed}, part)
 
 
 def _written(target: LlamaForCausalLM, by_length: dict[int, list[list[int]]], rng: np.random.Generator) -> torch.Tensor:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.files import whole
+
 FORMAT, VERSION = "slipstream plan", 1
 KINDS: dict[str, tuple[type, ...]] = {
     "target": (str, type(None)),
@@ -68,13 +70,8 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it appears under its name when it is whole."""
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
+        with whole(path) as part:
             part.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON knows it."""

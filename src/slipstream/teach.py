@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.drafters.heads import ParallelHeads, Sizes, Tap, read, write
+from slipstream.drafters.heads import ParallelHeads, Sizes, Tap
+from slipstream.tensorfiles import Kind, load_tensors, save_tensors
 
 STATE = "training.safetensors"
-FORMAT = "slipstream heads in training 1"
+KIND = Kind("training of heads", "slipstream heads in training 1", None, "give another folder to begin anew")
 HELD_OUT = 0.02
 """Share of the text, at its end, that is only measured on."""
 
@@ -148,16 +149,17 @@ class Teacher:
             for moment in ("exp_avg", "exp_avg_sq") if weight in self.optimizer.state else ():
                 weights[f"{name}.{moment}"] = self.optimizer.state[weight][moment].cpu()
         lesson = json.dumps({**asdict(self.lesson), "text_tokens": len(self.text)})
-        write(self.folder / STATE, weights, {"format": FORMAT, "step": str(self.step), "lesson": lesson})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(self.folder / STATE, KIND, weights, {"step": str(self.step), "lesson": lesson})
 
     def _resume(self) -> None:
-        weights, notes = read(self.folder / STATE)
+        weights, notes = load_tensors(self.folder / STATE, KIND)
         ours = {**asdict(self.lesson), "text_tokens": len(self.text)}
         theirs = json.loads(notes.get("lesson", "{}"))
         differ = [name for name in ours if ours[name] != theirs.get(name) and name != "save_every"]
-        if notes.get("format") != FORMAT or differ:
+        if differ:
             raise ValueError(
-                f"{self.folder / STATE} belongs to a training with another {', '.join(differ) or 'format'}: "
+                f"{self.folder / STATE} belongs to a training with another {', '.join(differ)}: "
                 "give the same settings to resume it, or another folder."
             )
         self.step = int(notes["step"])

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-FORMAT, VERSION = "slipstream.corpus", "1"
+from slipstream.tensorfiles import Kind, load_tensors, save_tensors
+
+KIND = Kind("corpus", "slipstream.corpus", "1", "build it again")
 DEPTH = 64
 """Tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""
 SAMPLE = 32
@@ -102,33 +102,17 @@ class Corpus:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file. It appears under its name when it is whole, or not at all."""
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        about = {"format": FORMAT, "version": VERSION, "vocab": str(self.vocab), "tokenizer": self.tokenizer}
-        about["documents"] = str(self.documents)
-        try:
-            save_file({"text": self.text, "suffixes": self.suffixes}, part, about)
-            with open(part, "rb") as written:
-                os.fsync(written.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        arrays = {"text": torch.from_numpy(self.text), "suffixes": torch.from_numpy(self.suffixes)}
+        about = {"vocab": str(self.vocab), "tokenizer": self.tokenizer, "documents": str(self.documents)}
+        save_tensors(path, KIND, arrays, about)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Corpus:
         """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or no corpus."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream datastore build`.")
-        try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or no corpus ({error}): build it again.") from error
-        if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-            found = f"{about.get('format', 'unknown')} version {about.get('version', 'unknown')}"
-            raise ValueError(f"{path} is {found}, this release reads {FORMAT} version {VERSION}: build it again.")
-        return _assemble(arrays, about, path)
+        tensors, about = load_tensors(path, KIND)
+        return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
 
     def _longest(self, context: Sequence[int]) -> tuple[int, int, int]:
         """Tokens of the longest suffix that occurs, and its places in the array, from and up to."""
@@ -229,10 +213,10 @@ def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.Pa
         vocab, documents = int(about["vocab"]), int(about["documents"])
         tokenizer = about["tokenizer"]
     except KeyError as error:
-        raise ValueError(f"{path} is damaged (it lacks {error}): build it again.") from error
+        raise KIND.damaged(path, f"it lacks {error}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged (its sizes are no numbers): build it again.") from error
+        raise KIND.damaged(path, "its sizes are no numbers") from error
     shapes = text.ndim == 2 and text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1]
     if not (shapes and text.dtype == np.uint8 and suffixes.dtype.kind in "iu" and len(text)):
-        raise ValueError(f"{path} is damaged (its arrays do not fit together): build it again.")
+        raise KIND.damaged(path, "its arrays do not fit together")
     return Corpus(text, suffixes, vocab, tokenizer, documents)

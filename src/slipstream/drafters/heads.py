@@ -12,7 +12,6 @@ the tokens drafted before, which is no loss of exactness: it is the law its toke
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.laws import Law
 from slipstream.models import CausalScorer
 from slipstream.records import Context, Draft, Round, Row, Texts
+from slipstream.tensorfiles import Kind, load_tensors, save_tensors
 
 FILE = "heads.safetensors"
-FORMAT = "slipstream heads 1"
+KIND = Kind("parallel heads", "slipstream heads 1", None, "train heads with `slipstream heads train`")
 
 
 @dataclass(frozen=True)
@@ -73,48 +71,25 @@ class ParallelHeads(nn.Module):
     def save(self, folder: str | Path, report: dict[str, Any] | None = None) -> Path:
         """Write the file of the heads whole or not at all; `report` goes with it, for whoever reads it later."""
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        notes = {"format": FORMAT, "sizes": json.dumps(asdict(self.sizes)), "report": json.dumps(report or {})}
-        return write(Path(folder) / FILE, weights, notes)
+        notes = {"sizes": json.dumps(asdict(self.sizes)), "report": json.dumps(report or {})}
+        file = Path(folder) / FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(file, KIND, weights, notes)
+        return file
 
     @staticmethod
     def load(folder: str | Path) -> ParallelHeads:
         """The heads in a folder, in float32. Raises ValueError in one sentence if there are none."""
-        weights, notes = read(Path(folder) / FILE)
-        if notes.get("format") != FORMAT:
-            raise ValueError(
-                f"{Path(folder) / FILE} holds no parallel heads: train some with `slipstream heads train`."
-            )
+        file = Path(folder) / FILE
+        if not file.is_file():
+            raise ValueError(f"there is no {file}: {KIND.remedy}.")
+        weights, notes = load_tensors(file, KIND)
         heads = ParallelHeads(Sizes(**json.loads(notes["sizes"])))
         try:
             heads.load_state_dict(weights)
         except RuntimeError as error:
-            raise ValueError(
-                f"{Path(folder) / FILE} does not hold what its header says: train the heads again."
-            ) from error
+            raise KIND.damaged(file, "it does not hold what its header says") from error
         return heads.eval()
-
-
-def write(file: Path, weights: dict[str, Tensor], notes: dict[str, str]) -> Path:
-    """Beside the old file, then in its place: a kill never leaves half a file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    try:
-        save_file(weights, partial, notes)
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
-    return file
-
-
-def read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights and notes. Raises ValueError if the file is missing or damaged."""
-    if not file.is_file():
-        raise ValueError(f"there is no {file}: train heads with `slipstream heads train`.")
-    try:
-        with safe_open(file, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 class Tap:

@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from slipstream.laws import Law
 from slipstream.records import Context, Draft, Round, Texts
+from slipstream.tensorfiles import Kind, load_tensors, save_tensors
 
 ORDERS = range(1, 6)
-FORMAT, VERSION = "slipstream.ngram", "1"
+KIND = Kind("n-gram model", "slipstream.ngram", "1", "build it again")
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of 1, 2, 3 or more where counts of counts give none: too little text (KenLM's values)."""
 HELD = 1 << 18
@@ -152,19 +151,11 @@ class NgramModel:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file. It appears under its name when it is whole, or not at all."""
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         arrays = {"1.unigram": self.unigram}
         for n, table in enumerate(self.tables, 2):
             arrays |= {f"{n}.{name}": getattr(table, name) for name in Table.__slots__}
-        about = {"format": FORMAT, "version": VERSION, "order": str(self.order), "vocab": str(self.vocab)}
-        try:
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, part, about)
-            with open(part, "rb") as written:
-                os.fsync(written.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        save_tensors(path, KIND, tensors, {"order": str(self.order), "vocab": str(self.vocab)})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> NgramModel:
@@ -174,16 +165,8 @@ class NgramModel:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no n-gram model at {path}.")
-        try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or no n-gram model ({error}): build it again.") from error
-        if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-            found = f"{about.get('format', 'unknown')} version {about.get('version', 'unknown')}"
-            raise ValueError(f"{path} is {found}, this release reads {FORMAT} version {VERSION}: build it again.")
-        return _assemble(arrays, about, path)
+        tensors, about = load_tensors(path, KIND)
+        return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
 
 
 def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> NgramModel:
@@ -193,15 +176,15 @@ def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.Pa
         tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in range(2, order + 1)]
         model = NgramModel(arrays.pop("1.unigram"), tuple(tables))
     except KeyError as error:
-        raise ValueError(f"{path} is damaged (it lacks {error}): build it again.") from error
+        raise KIND.damaged(path, f"it lacks {error}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged (its order or vocabulary is no number): build it again.") from error
+        raise KIND.damaged(path, "its order or vocabulary is no number") from error
     contexts = [vocab + 1, *(len(table.tokens) for table in tables)]
     faults = [table.fault(count) for table, count in zip(tables, contexts, strict=False)]
     if order not in ORDERS or vocab != model.vocab or arrays:
         faults = ["its order or vocabulary is not the one it names"]
     for fault in filter(None, faults):
-        raise ValueError(f"{path} is damaged ({fault}): build it again.")
+        raise KIND.damaged(path, fault)
     return model
 
 
