@@ -126,6 +126,18 @@ def test_nothing_is_copied_behind_the_end_of_a_text() -> None:
         assert drafted(store, [Row(request([1, 2], 9, eos=frozenset(eos)), 0, [1, 2])], [5]) == [want]
 
 
+def test_a_text_that_was_cut_is_read_anew() -> None:
+    """Inside a chain of drafts a text is cut where its draft is refused."""
+    store, one = Datastore(WORDS), row([1, 2, 3, 4, 1, 2])
+    assert drafted(store, [one], [2]) == [[3, 4]]
+    one.tokens += [3, 40]
+    assert drafted(store, [one], [2]) == [[]]
+    one.tokens[-1:] = [4]
+    assert drafted(store, [one], [2]) == [[1, 2]]
+    del one.tokens[-3:]
+    assert drafted(store, [one], [2]) == [[2, 3]]
+
+
 def test_ids_that_the_target_does_not_have_are_never_drafted(memory: Memory) -> None:
     memory.add("default", [1], [7, WORDS + 3])  # a damaged file
     store = Datastore(WORDS, memory=memory, settings=ALONE)

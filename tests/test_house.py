@@ -56,6 +56,7 @@ LEVELS: dict[str, float] = {
     "drafters.vocabulary": 2.6,
     "drafters.reading": 2.7,
     "drafters.retokenized": 2.8,
+    "drafters.copies": 2.7,
     "drafters.nearest": 2.7,
     "drafters.embedding": 2.8,
     "drafters.memory": 2.8,

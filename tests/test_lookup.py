@@ -315,7 +315,8 @@ def test_rows_are_known_by_identity_not_by_place() -> None:
 def test_an_address_that_is_used_again_is_another_row() -> None:
     lookup, one, other = Lookup(), row([1, 2, 1]), row([3, 4, 3])
     drafted(lookup, [one], [1])
-    lookup._texts = {id(other): lookup._texts[id(one)]}
+    known = lookup._texts._known
+    lookup._texts._known = {id(other): known[id(one)]}
     assert drafted(lookup, [other], [1]) == [[4]]
 
 

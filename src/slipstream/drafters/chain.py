@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.decoding import Decoder, play_round
 from slipstream.drafters.model import Follower, fit
 from slipstream.laws import Law
+from slipstream.models import padded
 from slipstream.records import Context, Draft, Drafter, Key, Round, Row, Scorer, Seam, Tree, Verdict
 from slipstream.rules import MATCH, TOKEN
 from slipstream.sampling import draw_coupled
@@ -55,7 +56,7 @@ class ChainDrafter:
         laws = [Law.join(parts, 1).first(max(gammas)) for parts in made]
         bases = [len(shadow.outer.tokens) - shadow.start for shadow in shadows]
         new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
-        tokens = torch.tensor([[*some, *[0] * (max(gammas) - len(some))] for some in new], device=self.scorer.device)
+        tokens = padded(new, self.scorer.device)
         windowed = tuple(gamma if shadow.start else 0 for gamma, shadow in zip(gammas, shadows, strict=True))
         return Draft(tokens, Law.join(laws, 0), tuple(gammas), windowed)
 

@@ -16,15 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
-import torch
-
+from slipstream.drafters.copies import ByRow, ended, sure
 from slipstream.drafters.corpus import Corpus, Match
 from slipstream.drafters.lookup import SuffixAutomaton
 from slipstream.drafters.memory import Limits, Memory
 from slipstream.drafters.nearest import Embedder
-from slipstream.laws import Law
 from slipstream.records import Context, Draft, Request, Round, Row
 
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
@@ -60,7 +57,6 @@ class Settings:
 class _Trace:
     """What is known of a running row: its own text, and the responses that were recalled for it."""
 
-    row: ref[Row]
     own: SuffixAutomaton
     recalled: Corpus | None
 
@@ -93,23 +89,18 @@ class Datastore:
             raise ValueError(f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it for this target.")
         self.vocab, self.corpus, self.memory, self.learn = vocab, corpus, memory, learn
         self._namespace = namespace
-        self._traces: dict[int, _Trace] = {}
+        self._traces: ByRow[_Trace] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
-        self._follow(context.rows)
-        copies = [self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)]
-        lengths = tuple(len(copy) for copy in copies)
-        if not any(lengths):
-            return Draft.empty(len(copies), torch.device("cpu"))
-        tokens = torch.tensor([[*copy, *[0] * (max(lengths) - len(copy))] for copy in copies])
-        return Draft(tokens, Law(tokens=tokens), lengths)
+        self._traces.follow(context.rows, self._begin)
+        return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
         """Forget the rows that have ended; learn their responses, if asked to."""
         for row in round.rows:
             if row.finish_reason:
-                self._traces.pop(id(row), None)
+                self._traces.forget(row)
                 if self.learn and row.output:
                     self._learn(row)
 
@@ -126,14 +117,6 @@ class Datastore:
             self.learn = False
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
-    def _follow(self, rows: Sequence[Row]) -> None:
-        """Our traces are those of the rows; all others are forgotten."""
-        traces = {}
-        for row in rows:
-            trace = self._traces.get(id(row))
-            traces[id(row)] = trace if trace and trace.row() is row else self._begin(row)
-        self._traces = traces
-
     def _begin(self, row: Row) -> _Trace:
         """A new row: recall the responses to the nearest requests."""
         recalled = None
@@ -141,11 +124,7 @@ class Datastore:
             near = self.memory.nearest(self.namespace(row.request), row.request.prompt, self.settings.nearest)
             marked = [[self.vocab + 1, *response] for _, response in near if response.max() < self.vocab]
             recalled = Corpus.build(marked, self.vocab, marks=1) if marked else None
-        return _Trace(ref(row, self._forget), SuffixAutomaton(), recalled)
-
-    def _forget(self, gone: ref[Row]) -> None:
-        """A row that nobody holds any more (its stream was closed) takes its trace along."""
-        self._traces = {key: trace for key, trace in self._traces.items() if trace.row is not gone}
+        return _Trace(SuffixAutomaton(), recalled)
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
         """The draft of the longest match, cut after the first end-of-text token."""
@@ -154,15 +133,13 @@ class Datastore:
         best = max(self._matches(row, gamma), key=lambda match: match.length, default=Match())
         most = min(gamma, int(self.settings.factor * best.length + self.settings.offset))
         pairs = zip(best.tokens[:most], best.chances, strict=False)
-        copy = [token for token, chance in pairs if chance >= self.settings.chance]
-        end = next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))
-        return copy[:end]
+        return ended([token for token, chance in pairs if chance >= self.settings.chance], row)
 
     def _matches(self, row: Row, gamma: int) -> list[Match]:
         """What each source has for the text; of equally long matches the first is taken."""
-        trace, found = self._traces[id(row)], list[Match]()
+        trace, found = self._traces[row], list[Match]()
         if self.settings.own:
-            trace.own.extend(row.tokens[len(trace.own.text) :])
+            trace.own.follow(row.tokens)
             copy = trace.own.following(gamma)
             found.append(Match(trace.own.length, tuple(copy), (1.0,) * len(copy)))
         if trace.recalled is not None:

@@ -10,11 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from weakref import ref
 
-import torch
-
-from slipstream.laws import Law
+from slipstream.drafters.copies import ByRow, ended, sure
 from slipstream.records import Context, Draft, Round, Row
 
 DEPTH = 64
@@ -30,13 +27,22 @@ class SuffixAutomaton:
     """
 
     def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit or sys.maxsize
+        self._clear()
+
+    def _clear(self) -> None:
         self.text: list[int] = []
         self.length = 0
-        self._limit = limit or sys.maxsize
         self._next: list[dict[int, int]] = [{}]  # of every state; state 0 is the empty text
         self._link, self._longest = [-1], [0]
         self._recent = [0]  # where the last known occurrence ends, the newest place of the text aside
         self._whole = self._match = 0
+
+    def follow(self, tokens: list[int]) -> None:
+        """Make these tokens the text. The text inside a draft is cut where the draft is refused: it is read anew."""
+        if self.text != tokens[: len(self.text)]:
+            self._clear()
+        self.extend(tokens[len(self.text) :])
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -142,50 +148,25 @@ class Lookup:
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
         self.factor, self.offset = factor, offset
-        self._texts: dict[int, tuple[ref[Row], SuffixAutomaton]] = {}
+        self._texts: ByRow[SuffixAutomaton] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
-        self._follow(context.rows)
-        copies = [self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)]
-        lengths = tuple(len(copy) for copy in copies)
-        if not any(lengths):
-            return Draft.empty(len(copies), torch.device("cpu"))
-        tokens = torch.tensor([[*copy, *[0] * (max(lengths) - len(copy))] for copy in copies])
-        return Draft(tokens, Law(tokens=tokens), lengths)
+        self._texts.follow(context.rows, lambda row: SuffixAutomaton(self.max_matching_ngram_size))
+        return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
         """Forget the rows that have ended; the others are read when they draft."""
         for row in round.rows:
             if row.finish_reason:
-                self._texts.pop(id(row), None)
-
-    def _follow(self, rows: Sequence[Row]) -> None:
-        """Our texts are those of the rows; all others are forgotten."""
-        texts = {}
-        for row in rows:
-            entry = self._texts.get(id(row))
-            if entry is None or entry[0]() is not row:
-                entry = (ref(row, self._forget), SuffixAutomaton(self.max_matching_ngram_size))
-            texts[id(row)] = entry
-        self._texts = texts
-
-    def _forget(self, gone: ref[Row]) -> None:
-        """A row that nobody holds any more (its stream was closed) takes its text along."""
-        self._texts = {key: entry for key, entry in self._texts.items() if entry[0] is not gone}
+                self._texts.forget(row)
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
-        """Cut after the first end-of-text token: nothing behind it can be emitted."""
         if not gamma:
             return []
-        automaton = self._texts[id(row)][1]
-        if automaton.text != row.tokens[: len(automaton.text)]:  # the text of a draft, which was cut
-            automaton = SuffixAutomaton(self.max_matching_ngram_size)
-            self._texts[id(row)] = (self._texts[id(row)][0], automaton)
-        automaton.extend(row.tokens[len(automaton.text) :])
+        automaton = self._texts[row]
+        automaton.follow(row.tokens)
         if automaton.length < self.min_matching_ngram_size:
             return []
         most = min(gamma, self.prompt_lookup_num_tokens or gamma, int(self.factor * automaton.length + self.offset))
-        copy = automaton.following(most)
-        end = next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))
-        return copy[:end]
+        return ended(automaton.following(most), row)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.laws import Law
+from slipstream.models import padded
 from slipstream.records import ABSENT, Context, Draft, Round, Row, Scorer, Texts, Tree, accepted_paths, ancestors
 
 
@@ -45,9 +46,7 @@ class Follower:
             self.scorer.prefill([tokens[:-1] for tokens in missing])
             missing = self._missing()
         counts = torch.tensor([len(tokens) for tokens in missing], device=self.scorer.device)
-        width = max(map(len, missing))
-        fed = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in missing], device=counts.device)
-        logits = self.scorer.extend(fed, counts.tolist())
+        logits = self.scorer.extend(padded(missing, self.scorer.device), counts.tolist())
         return logits[torch.arange(len(missing), device=counts.device), counts - 1].unsqueeze(1)
 
     def cover(self, room: int) -> None:

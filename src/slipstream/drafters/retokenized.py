@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.drafters.copies import sure
 from slipstream.drafters.reading import Reader
 from slipstream.laws import Law
-from slipstream.models import padded
 from slipstream.records import Context, Draft, Round, Texts
 
 TAIL = 48
@@ -109,9 +109,7 @@ class Strings:
             self._encode(view.text, new)[:gamma]
             for view, new, gamma in zip(reader.readings, written, wanted, strict=True)
         ]
-        lengths = tuple(map(len, drafts))
-        tokens = padded(drafts, self.scorer.device)
-        return Draft(tokens, Law(tokens=tokens) if any(lengths) else None, lengths, reader.windowed(lengths))
+        return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
 
     def observe(self, round: Round) -> None:
         """Nothing: the reader compares what it fed with the text of the next round."""
