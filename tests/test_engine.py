@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import slipstream
 from slipstream.drafting import same_vocabulary
+from slipstream.engine import embedded
+from slipstream.models import EMBEDDED
 from slipstream.records import Round
 from slipstream.stats import Stats
 
@@ -183,6 +185,18 @@ def test_the_same_size_may_still_be_another_vocabulary(engine: slipstream.Engine
     words = [f"w{number}" for number in range(1000)]
     assert same_vocabulary(target, target, Words(words), Words([*words[:-3], "a", "b", "c"]))
     assert not same_vocabulary(target, target, Words(words), Words(words[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "found"),
+    [
+        (None, "auto", (EMBEDDED / "target", "float32")),
+        (None, "bfloat16", (EMBEDDED / "target", "bfloat16")),
+        ("org/model", "auto", ("org/model", "auto")),
+    ],
+)
+def test_no_target_is_the_embedded_one_in_float32(target: str | None, dtype: str, found: tuple[Any, str]) -> None:
+    assert embedded(target, dtype) == found
 
 
 def test_nothing_to_load_is_one_sentence() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.prompts import Item, gather
+from slipstream.prompts import Item, gather, sound
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -143,3 +143,10 @@ def test_a_file_may_be_compressed(tmp_path: Path) -> None:
     damaged = write(tmp_path, gzip.compress(b"text " * 99)[:-20], "q.gz")
     with pytest.raises(ValueError, match="damaged gzip"):
         gather([], damaged, chat=False)
+
+
+def test_one_prompt_that_cannot_be_used_is_named() -> None:
+    good = gather(["a", "b"], None, False)
+    assert sound(good) == good
+    with pytest.raises(ValueError, match=r"^prompt 2: the prompt is empty\.$"):
+        sound(gather(["a", "", "\ud800"], None, False))

@@ -292,9 +292,9 @@ def load(
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
         compile = compile or made.compile
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
-    if target is None:
-        target, draft = EMBEDDED / "target", "embedded" if draft is None else draft
-        dtype = "float32" if dtype == "auto" else dtype  # stored in bfloat16 to be small
+    if target is None and draft is None:
+        draft = "embedded"
+    target, dtype = embedded(target, dtype)
     if exact_shape and (tree or compile):
         other = "a tree" if tree else "compile=True"
         raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
@@ -315,6 +315,13 @@ def load(
     if compile:
         engine.warm_up()
     return engine
+
+
+def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:
+    """A target and its dtype, where no target means the embedded one: in float32, for it is stored small."""
+    if target is not None:
+        return target, dtype
+    return EMBEDDED / "target", "float32" if dtype == "auto" else dtype
 
 
 def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None, plan: Plan | None) -> Controller:

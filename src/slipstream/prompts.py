@@ -43,6 +43,14 @@ def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
     return items
 
 
+def sound(items: list[Item]) -> list[Item]:
+    """The same items. Raises ValueError for the first that cannot be used."""
+    for item in items:
+        if item.error:
+            raise ValueError(f"{item.where}: {item.error}")
+    return items
+
+
 def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
     """What `read` returns, as an Item; a ValueError becomes the item's error."""
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,3 @@ def teach(
 def _rate(fraction: float) -> float:
     """A short warm-up, then a straight line to zero."""
     return min(1.0, fraction / 0.02 + 0.05, (1.0 - fraction) / 0.6)
-
-
-def shorter(lesson: Lesson, length: int | None) -> Lesson:
-    """The lesson with windows that fit the target's context."""
-    return lesson if length is None else replace(lesson, length=min(lesson.length, length))

@@ -4,49 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
-from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Compile, Device, Dtype, File, Target
-from slipstream.explain import busy, console
-from slipstream.prompts import gather
+from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Batches, Compile, Device, Dtype, File, Target, option
+from slipstream.explain import busy, console, steps
+from slipstream.prompts import gather, sound
 
 if TYPE_CHECKING:
     from slipstream.bench import Report, Result, Settings, Side
     from slipstream.engine import Engine
 
 
-def _option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
-Quick = Annotated[bool, _option(None, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
-Repetitions = Annotated[int | None, _option(None, "How often everything is measured.", metavar="N", min=1)]
+Quick = Annotated[bool, option(None, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
+Repetitions = Annotated[int | None, option(None, "How often everything is measured.", metavar="N", min=1)]
 Drafts = Annotated[
-    list[str] | None, _option(MODELS, "As in other commands. Repeatable: each is measured.", "--draft", metavar="MODEL")
+    list[str] | None, option(MODELS, "As in other commands. Repeatable: each is measured.", "--draft", metavar="MODEL")
 ]
-Rules = Annotated[list[str] | None, _option(MODELS, "Acceptance rule of ours. Repeatable.", "--verify", metavar="RULE")]
+Rules = Annotated[list[str] | None, option(MODELS, "Acceptance rule of ours. Repeatable.", "--verify", metavar="RULE")]
 Gammas = Annotated[
-    list[int] | None, _option(MODELS, "Tokens drafted per round. Repeatable.", "--gamma", metavar="N", min=1)
-]
-Batches = Annotated[
-    list[int] | None, _option(MODELS, "Prompts that run together. Repeatable.", "--batch", metavar="N", min=1)
+    list[int] | None, option(MODELS, "Tokens drafted per round. Repeatable.", "--gamma", metavar="N", min=1)
 ]
 Temperatures = Annotated[
-    list[float] | None, _option(SAMPLING, "0 is greedy. Repeatable.", "--temperature", metavar="X", min=0.0)
+    list[float] | None, option(SAMPLING, "0 is greedy. Repeatable.", "--temperature", metavar="X", min=0.0)
 ]
-NewTokens = Annotated[int | None, _option(SAMPLING, "Tokens of every completion.", metavar="N", min=1)]
-StopAtEos = Annotated[bool, _option(SAMPLING, "End at EOS instead of the same length for all.", "--stop-at-eos")]
-Plot = Annotated[Path | None, _option(OUTPUT, "Also draw the speeds, as .png, .svg or .pdf.", "--plot", metavar="FILE")]
-Json = Annotated[bool, _option(OUTPUT, "The whole report as one JSON object, nothing else.", "--json")]
+NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion.", metavar="N", min=1)]
+StopAtEos = Annotated[bool, option(SAMPLING, "End at EOS instead of the same length for all.", "--stop-at-eos")]
+Plot = Annotated[Path | None, option(OUTPUT, "Also draw the speeds, as .png, .svg or .pdf.", "--plot", metavar="FILE")]
+Json = Annotated[bool, option(OUTPUT, "The whole report as one JSON object, nothing else.", "--json")]
 
 
 @app.command()
@@ -89,7 +80,7 @@ def bench(
     tell(note for side in others for note in side.engine.notes)
     if target and not draft:
         say("note: without --draft there is only plain decoding and prompt lookup to measure.")
-    with _progress(console(stderr=True)) as on_run:
+    with steps(console(stderr=True)) as on_run:
         report = measure(engine, prompts, settings, line_up(engine, settings, others), on_run=on_run)
     _publish(report, plot, as_json)
 
@@ -99,13 +90,11 @@ def _engines(target: str | None, drafts: Sequence[str], compile: bool, **where: 
     from slipstream.bench import Side
     from slipstream.bench.contenders import scorers
     from slipstream.bench.records import COMPILED
-    from slipstream.engine import load
+    from slipstream.engine import embedded, load
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
-    if where["dtype"] == "auto" and not target:
-        where["dtype"] = "float32"  # as the embedded target
-    where["tokenizer"] = engine.tokenizer
+    where |= {"dtype": embedded(target, where["dtype"])[1], "tokenizer": engine.tokenizer}
     others = [Side(load(shared, each, **where), each) for each in drafts[1:]]
     if compile:
         first = drafts[0] if drafts else None if target else "embedded"
@@ -134,20 +123,8 @@ def _prompts(file: str | None, most: int | None) -> list[Any]:
     """The prompts of the file, or the built-in ones. Raises ValueError if one cannot be read."""
     from slipstream.bench import PROMPTS
 
-    items = gather([], file, chat=False)[:most] if file else []
-    for item in items:
-        if item.error:
-            raise ValueError(f"{item.where}: {item.error}")
+    items = sound(gather([], file, chat=False)[:most]) if file else []
     return [item.prompt for item in items] or list(PROMPTS[:most])
-
-
-@contextmanager
-def _progress(screen: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar of the runs, if somebody watches."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("")
-        yield lambda done, count, name: bar.update(task, description=name, completed=done, total=count)
 
 
 # ---- printing ---------------------------------------------------------------------------------------------------

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.options import (
-    OUTPUT,
     SAMPLING,
     BatchSize,
     Chat,
@@ -28,6 +24,7 @@ from slipstream.cli.options import (
     PresencePenalty,
     Prompts,
     RepetitionPenalty,
+    ReportJson,
     Target,
     TopK,
     TopP,
@@ -36,8 +33,8 @@ from slipstream.cli.options import (
     Verify,
     parse_tree,
 )
-from slipstream.explain import busy, console
-from slipstream.prompts import gather
+from slipstream.explain import busy, console, steps
+from slipstream.prompts import gather, sound
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
 
@@ -54,7 +51,6 @@ Samples = Annotated[
     int, typer.Option(metavar="N", min=1, help="Short texts of the statistical test.", rich_help_panel=SAMPLING)
 ]
 Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", rich_help_panel=SAMPLING)]
-Json = Annotated[bool, typer.Option("--json", help="The report as one JSON object.", rich_help_panel=OUTPUT)]
 
 
 @app.command()
@@ -83,7 +79,7 @@ def check(
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
-    as_json: Json = False,
+    as_json: ReportJson = False,
 ) -> None:
     """Certify that speculative output is the target's own, on your models, settings and prompts.
 
@@ -95,10 +91,7 @@ def check(
     from slipstream.check import check as run
     from slipstream.engine import load
 
-    given = gather(prompts or [], file, chat) if prompts or file else []
-    for item in given:
-        if item.error:
-            raise ValueError(f"{item.where}: {item.error}")
+    given = sound(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
         names = ("gamma", "verify", "dtype", "device", "batch_size", "compile")
@@ -106,9 +99,9 @@ def check(
         engine = load(target, draft, tree=parse_tree(tree), progress=say, **how)
     tell(engine.notes)
     try:
-        with _bar() as on_progress:
+        with steps(console(stderr=True)) as on_step:
             texts = [item.prompt for item in given] or PROMPTS
-            report = run(engine, texts, on_progress=on_progress, **options)
+            report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else report.text())
@@ -135,13 +128,3 @@ def _options(params: dict[str, Any]) -> dict[str, Any]:
         sampling["temperature"] = params["temperature"]
     Sampling(**sampling)
     return {**ours, **sampling}
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar of what the check is doing, if somebody watches."""
-    screen = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("")
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

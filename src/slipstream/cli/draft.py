@@ -38,13 +38,12 @@ def offered(
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
     from slipstream.drafting import Site
-    from slipstream.engine import load
-    from slipstream.models import EMBEDDED
+    from slipstream.engine import embedded, load
     from slipstream.offers import offers
 
     with busy(console(stderr=True), "loading"):
-        chosen = dtype if target or dtype != "auto" else "float32"
-        engine = load(target or EMBEDDED / "target", dtype=chosen, device=device)
+        source, chosen = embedded(target, dtype)
+        engine = load(source, dtype=chosen, device=device)
         site = Site(engine.decoder.target, engine.tokenizer, chosen, device)
         found = list(offers(site, drafts or ()))
     if as_json:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app
-from slipstream.cli.options import OUTPUT, BatchSize, Chat, Device, Dtype, File, MaxNewTokens, Prompts, Seed, Target
+from slipstream.cli.options import BatchSize, Chat, Device, Dtype, File, MaxNewTokens, Prompts, ReportJson, Seed, Target
 from slipstream.explain import busy, console
-from slipstream.prompts import gather
+from slipstream.prompts import gather, sound
 
 if TYPE_CHECKING:
     from slipstream.exits import Search
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Gamma = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted per round while every choice is tried.")]
 Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")]
 First = Annotated[bool, typer.Option("--first", help="Only exits after the first layers, no sets with skipped ones.")]
-Json = Annotated[bool, typer.Option("--json", help="The report as one JSON object.", rich_help_panel=OUTPUT)]
 
 
 @app.command()
@@ -35,7 +34,7 @@ def exits(
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 1,
-    as_json: Json = False,
+    as_json: ReportJson = False,
 ) -> None:
     """Search the layers with which the target drafts best for itself; plain decoding may win.
 
@@ -44,20 +43,17 @@ def exits(
     Example: slipstream exits --max-new-tokens 32 --temperature 1
     """
     from slipstream.bench import PROMPTS
-    from slipstream.engine import load
+    from slipstream.engine import embedded, load
     from slipstream.exits import first_layers, search_exit
-    from slipstream.models import EMBEDDED, CausalScorer
+    from slipstream.models import CausalScorer
     from slipstream.records import Request
     from slipstream.sampling import Sampling, request_key
 
-    given = gather(prompts or [], file, chat) if prompts or file else []
-    for item in given:
-        if item.error:
-            raise ValueError(f"{item.where}: {item.error}")
+    given = sound(gather(prompts or [], file, chat)) if prompts or file else []
     sampler = Sampling(temperature=temperature)
     with busy(console(stderr=True), "loading"):
-        exact = "float32" if dtype == "auto" and not target else dtype  # the embedded pair is stored small
-        engine = load(target or EMBEDDED / "target", dtype=exact, device=device, batch_size=batch_size)
+        source, exact = embedded(target, dtype)
+        engine = load(source, dtype=exact, device=device, batch_size=batch_size)
     ids = [engine.encode(item.prompt) for item in given] or [engine.encode(prompt) for prompt in PROMPTS]
     requests = [Request(one, sampler, max_new_tokens, engine.eos, seed, request_key(one)) for one in ids]
     scorer = engine.decoder.target

@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.options import OUTPUT, Device, Dtype
+from slipstream.cli.options import Device, Dtype, ReportJson
 from slipstream.explain import busy, console
 
 heads = typer.Typer()
@@ -30,7 +30,6 @@ Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate.")]
 Blind = Annotated[bool, typer.Option("--blind", help="Heads that do not see the pending token, as in Stern et al.")]
 Bfloat16 = Annotated[bool, typer.Option("--bfloat16", help="Multiply in bfloat16: faster where the processor can.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same heads.")]
-Json = Annotated[bool, typer.Option("--json", help="The report as one JSON object.", rich_help_panel=OUTPUT)]
 
 
 @heads.callback()
@@ -58,7 +57,7 @@ def train(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = None,
-    as_json: Json = False,
+    as_json: ReportJson = False,
 ) -> None:
     """Train heads on the frozen target; the same command resumes a training that was interrupted.
 

@@ -9,8 +9,13 @@ import typer
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
 
+def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
+    """An option in a panel of the help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
 def _option(panel: str, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **settings)
+    return option(panel, help, *names, metavar=metavar, **settings)
 
 
 def parse_gamma(text: int | str) -> int | str:
@@ -61,6 +66,7 @@ Compile = Annotated[
     bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
 ]
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
+Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
 
 MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
 Temperature = Annotated[float, _option(SAMPLING, "X", "0 is greedy.", min=0.0)]
@@ -81,6 +87,8 @@ Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.",
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
 Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]
 Json = Annotated[bool, _option(OUTPUT, None, "One JSON object per prompt and line, nothing else.", "--json")]
+
+ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
 
 
 def parse_tree(text: str | None) -> tuple[int, ...] | None:

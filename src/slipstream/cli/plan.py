@@ -16,6 +16,7 @@ from slipstream.cli.options import (
     MODELS,
     OUTPUT,
     SAMPLING,
+    Batches,
     Chat,
     Compile,
     Device,
@@ -28,11 +29,12 @@ from slipstream.cli.options import (
     TopK,
     TopP,
     Verify,
+    option,
 )
 from slipstream.explain import busy, console, steps
 from slipstream.plan.figures import Figures, promise
 from slipstream.planfile import Plan
-from slipstream.prompts import gather
+from slipstream.prompts import gather, sound
 
 if TYPE_CHECKING:
     from slipstream.engine import Engine
@@ -45,36 +47,29 @@ QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
 QUICK_PROMPTS, PROMPTS = 8, 32
 
 
-def _option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
 Drafts = Annotated[
-    list[str] | None, _option(MODELS, "As for generate. Repeatable: the best is planned.", "--draft", metavar="DRAFT")
+    list[str] | None, option(MODELS, "As for generate. Repeatable: the best is planned.", "--draft", metavar="DRAFT")
 ]
 Gammas = Annotated[
-    list[int] | None, _option(MODELS, "Try only these. Repeatable. Without: 1 to 10.", "--gamma", metavar="N", min=1)
+    list[int] | None, option(MODELS, "Try only these. Repeatable. Without: 1 to 10.", "--gamma", metavar="N", min=1)
 ]
-Batches = Annotated[
-    list[int] | None, _option(MODELS, "Prompts that run together. Repeatable.", "--batch", metavar="N", min=1)
-]
-NewTokens = Annotated[int | None, _option(SAMPLING, "Tokens of every completion; 128.", metavar="N", min=2)]
-Sample = Annotated[int | None, _option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
-Repetitions = Annotated[int | None, _option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
-Quick = Annotated[bool, _option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
-Alpha = Annotated[float | None, _option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
-Cost = Annotated[float | None, _option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
+NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion; 128.", metavar="N", min=2)]
+Sample = Annotated[int | None, option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
+Repetitions = Annotated[int | None, option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
+Quick = Annotated[bool, option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
+Alpha = Annotated[float | None, option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
+Cost = Annotated[float | None, option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
 Operations = Annotated[
-    float | None, _option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
+    float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
 ]
-Curve = Annotated[str | None, _option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
-Save = Annotated[str | None, _option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
-Given = Annotated[str | None, _option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
+Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
+Save = Annotated[str | None, option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
+Given = Annotated[str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
 Export = Annotated[
-    list[str] | None, _option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
+    list[str] | None, option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
 ]
-Plot = Annotated[str | None, _option(OUTPUT, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", metavar="FILE")]
-Json = Annotated[bool, _option(OUTPUT, "The plan with all figures as one JSON object.", "--json")]
+Plot = Annotated[str | None, option(OUTPUT, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", metavar="FILE")]
+Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON object.", "--json")]
 
 
 @app.command()
@@ -155,10 +150,7 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
         from slipstream.bench import PROMPTS as OWN
 
         return list(OWN)
-    items = gather(prompts, file, chat)
-    for item in items:
-        if item.error:
-            raise ValueError(f"{item.where}: {item.error}")
+    items = sound(gather(prompts, file, chat))
     count = min(most, len(items))
     return [items[place * len(items) // count].prompt for place in range(count)]
 
@@ -166,14 +158,14 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
 def _load(target: str | None, drafts: Sequence[str], **how: Any) -> tuple[Engine, dict[str, Drafter]]:
     """The engine, and the drafters by their specifications. The target is loaded once."""
     from slipstream.drafting import Site, drafter
-    from slipstream.engine import load
+    from slipstream.engine import embedded, load
     from slipstream.execution import Mode
 
     if target is not None and not drafts:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
     first, *others = drafts or ["embedded"]
     engine = load(target, first, progress=say, **how)
-    dtype = "float32" if target is None and how["dtype"] == "auto" else how["dtype"]  # as `load` has it
+    _, dtype = embedded(target, how["dtype"])
     site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=Mode(how["compile"]))
     return engine, {first: engine.decoder.drafter, **{name: drafter(name, site) for name in others}}
 
