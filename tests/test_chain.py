@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.decoding import Decoder, NoDraft, generate, rounds
+from slipstream.decoding import Decoder, NoDraft, generate
 from slipstream.drafters.chain import ChainDrafter, Nested
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
@@ -17,13 +17,16 @@ from slipstream.records import Context, Draft, Drafter, Key, Seam
 from slipstream.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
 from slipstream.sampling import draw_coupled
 from toys import (
+    EXACT,
     GREEDY,
     PAIRS,
     SAMPLE,
+    WRONG,
     Altered,
     Cycle,
     dirichlet_table,
     enumerate_outcomes,
+    first_tokens,
     plain_law,
     request,
     row,
@@ -31,7 +34,6 @@ from toys import (
     total_variation,
 )
 
-EXACT, WRONG = 1e-12, 1e-3
 THIRD, FOURTH = dirichlet_table(21), dirichlet_table(22)
 
 
@@ -47,12 +49,10 @@ def chain(tables: Any, gammas: tuple[int, ...] = (2, 2), wrap: Any = lambda draf
 def law_of(
     drafter: Any, target: Any, gammas: tuple[int, ...], rule: Rule = TOKEN, count: int = 2, limit: int = 2
 ) -> Any:
-    def run(seam: Seam) -> tuple[int, ...]:
-        decoder = Decoder(scorer(target, "target"), drafter(), rule.verify, Cycle(gammas), seam=seam)
-        stream = rounds(decoder, [request((0, 2), limit)])
-        return tuple(next(r.rows[0] for r in stream if len(r.rows[0].output) >= count).output[:count])
+    def decoder(seam: Seam) -> Decoder:
+        return Decoder(scorer(target, "target"), drafter(), rule.verify, Cycle(gammas), seam=seam)
 
-    return enumerate_outcomes(run, 300_000)
+    return first_tokens(decoder, (0, 2), count, limit)
 
 
 @pytest.mark.parametrize("inner", [1, 2])

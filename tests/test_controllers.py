@@ -20,7 +20,9 @@ from slipstream.learned import Acceptance, Costs, Curve
 from slipstream.records import Controller, Draft, Drafter, Round, Row, Seam
 from slipstream.rules import BLOCK, TOKEN, Rule
 from toys import (
+    EXACT,
     PAIRS,
+    WRONG,
     Altered,
     Distribution,
     enumerate_outcomes,
@@ -30,9 +32,6 @@ from toys import (
     scorer,
     total_variation,
 )
-
-EXACT = 1e-12
-WRONG = 1e-3
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "controllers.py"
 

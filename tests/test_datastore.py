@@ -20,20 +20,24 @@ from slipstream.drafters.embedding import InputEmbeddings
 from slipstream.drafters.memory import Memory
 from slipstream.laws import Law
 from slipstream.models import CausalScorer
-from slipstream.records import Context, Draft, Drafter, Request, Row, Seam
-from slipstream.sampling import draw, draw_coupled
+from slipstream.records import Draft, Drafter, Request, Row, Seam
+from slipstream.sampling import draw_coupled
 from toys import (
+    EXACT,
     FAMILIES,
     GREEDY,
     HF_VOCAB,
     PAIRS,
     SAMPLE,
     VOCAB,
+    WRONG,
     Altered,
     Cycle,
     dirichlet_table,
-    enumerate_outcomes,
+    drafted,
+    first_tokens,
     plain_law,
+    propose,
     request,
     row,
     scorer,
@@ -41,7 +45,6 @@ from toys import (
     total_variation,
 )
 
-EXACT, WRONG = 1e-12, 1e-3
 WORDS = 50
 ALONE = Settings(own=False)
 """The text itself is no source, so that a test sees the others."""
@@ -53,17 +56,6 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
     memory = Memory(tmp_path / "memory.sqlite", InputEmbeddings(torch.randn(WORDS, 16)))
     yield memory
     memory.close()
-
-
-def propose(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> Draft:
-    """One draft for some rows."""
-    return drafter.propose(Context(tuple(rows), draw), gammas)
-
-
-def drafted(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> list[list[int]]:
-    """The drafted tokens of each row, without padding."""
-    draft = propose(drafter, rows, gammas)
-    return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
 
 
 # ---- which source drafts ----------------------------------------------------------------------------------------
@@ -251,15 +243,13 @@ def recalling(memory: Memory) -> Callable[[], Datastore]:
 
 
 def distance(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Callable[[], Drafter]) -> float:
-    """Total variation of the first tokens from the target's law, by enumeration."""
+    """Total variation of the first tokens from the target's law."""
 
-    def run(seam: Seam) -> tuple[int, ...]:
-        decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
-        stream = rounds(decoder, [request(PROMPT, count + 1)])
-        one = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
-        return tuple(one.output[:count])
+    def decoder(seam: Seam) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
 
-    return total_variation(enumerate_outcomes(run), plain_law(PAIRS[pair][0], PROMPT, count))
+    law = first_tokens(decoder, PROMPT, count, count + 1)
+    return total_variation(law, plain_law(PAIRS[pair][0], PROMPT, count))
 
 
 @pytest.mark.parametrize("gammas", [(1,), (2,), (3, 0, 1)], ids=str)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.decoding import Decoder, NoDraft, generate, rounds
+from slipstream.decoding import Decoder, NoDraft, generate
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.corpus import Corpus
@@ -37,7 +37,7 @@ from toys import (
     Altered,
     Cycle,
     dirichlet_table,
-    enumerate_outcomes,
+    first_tokens,
     plain_law,
     request,
     scorer,
@@ -112,13 +112,11 @@ def step(name: str) -> Callable[[tuple[int, ...]], Any]:
 def law_of(name: str, rule: Rule, change: Any = None, gammas: tuple[int, ...] = (2,), limit: int = 3) -> Any:
     """The joint law of the first two tokens; the first round may run past them."""
 
-    def run(seam: Seam) -> tuple[int, ...]:
+    def make(seam: Seam) -> Decoder:
         parts = decoder(name, gammas, rule, seam=seam)
-        parts = replace(parts, drafter=Altered(parts.drafter, change)) if change else parts
-        stream = rounds(parts, [request((0, 2), limit)])
-        return tuple(next(round.rows[0] for round in stream if len(round.rows[0].output) >= 2).output[:2])
+        return replace(parts, drafter=Altered(parts.drafter, change)) if change else parts
 
-    return enumerate_outcomes(run, 200_000)
+    return first_tokens(make, (0, 2), 2, limit)
 
 
 def rounding(name: str) -> float:

@@ -24,21 +24,24 @@ from transformers import (
 )
 
 from slipstream.acceptance import token
-from slipstream.decoding import Decoder, generate, plain, rounds
+from slipstream.decoding import Decoder, generate, plain
 from slipstream.drafters.model import ModelDrafter
 from slipstream.laws import Law
 from slipstream.processes import Table
 from slipstream.records import Draft, Drafter, Row, Sampler, Seam, Texts, Verdict, Verifier
 from slipstream.sampling import Sampling
 from toys import (
+    EXACT,
     PAIRS,
     SAMPLE,
     VOCAB,
+    WRONG,
     Altered,
     Cycle,
     Distribution,
     Step,
     enumerate_outcomes,
+    first_tokens,
     plain_law,
     request,
     scorer,
@@ -47,8 +50,6 @@ from toys import (
 
 PROMPT = (0, 2)
 COUNT = 3
-EXACT = 1e-12
-WRONG = 1e-3  # a control that is off by less would be a weak one
 
 Wrap = Callable[[Drafter], Drafter]
 
@@ -70,13 +71,7 @@ class Case:
 
     def law(self, limit: int = COUNT) -> Distribution:
         """The joint law of the first COUNT tokens, with room for `limit`."""
-
-        def run(seam: Seam) -> tuple[int, ...]:
-            stream = rounds(self.decoder(seam), [request(PROMPT, limit, self.sampler)])
-            row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= COUNT)
-            return tuple(row.output[:COUNT])
-
-        return enumerate_outcomes(run)
+        return first_tokens(self.decoder, PROMPT, COUNT, limit, self.sampler)
 
 
 @pytest.mark.parametrize("gammas", [(0,), (1,), (2,), (2, 0, 1)], ids=str)

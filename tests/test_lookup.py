@@ -20,21 +20,25 @@ from slipstream.decoding import Decoder, generate, plain, rounds
 from slipstream.drafters.lookup import DEPTH, Lookup, SuffixAutomaton
 from slipstream.laws import Law
 from slipstream.models import CausalScorer
-from slipstream.records import Context, Draft, Drafter, Row, Seam
-from slipstream.sampling import draw, draw_coupled
+from slipstream.records import Draft, Drafter, Row, Seam
+from slipstream.sampling import draw_coupled
 from toys import (
+    EXACT,
     FAMILIES,
     GREEDY,
     HF_VOCAB,
     PAIRS,
     SAMPLE,
     VOCAB,
+    WRONG,
     Altered,
     Cycle,
-    Distribution,
     dirichlet_table,
+    drafted,
     enumerate_outcomes,
+    first_tokens,
     plain_law,
+    propose,
     request,
     row,
     scorer,
@@ -42,7 +46,6 @@ from toys import (
     total_variation,
 )
 
-EXACT, WRONG = 1e-12, 1e-3
 PROMPT = (0, 1, 2, 0, 1)  # the first round copies 2, 0, 1
 
 
@@ -138,17 +141,6 @@ def test_a_deep_loop_goes_on_and_what_follows_it_was_there() -> None:
 
 
 # ---- what is drafted --------------------------------------------------------------------------------------------
-
-
-def propose(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> Draft:
-    """One draft for some rows."""
-    return drafter.propose(Context(tuple(rows), draw), gammas)
-
-
-def drafted(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> list[list[int]]:
-    """The drafted tokens of each row, without padding."""
-    draft = propose(drafter, rows, gammas)
-    return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
 
 
 @given(st.lists(st.tuples(texts.filter(len), st.integers(0, 8)), min_size=1, max_size=4), limits)
@@ -323,21 +315,14 @@ def test_an_address_that_is_used_again_is_another_row() -> None:
 # ---- the law ----------------------------------------------------------------------------------------------------
 
 
-def law(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Callable[[], Drafter]) -> Distribution:
-    """The joint law of the first `count` tokens."""
-
-    def run(seam: Seam) -> tuple[int, ...]:
-        decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
-        stream = rounds(decoder, [request(PROMPT, count + 1)])
-        one = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
-        return tuple(one.output[:count])
-
-    return enumerate_outcomes(run)
-
-
 def distance(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Callable[[], Drafter]) -> float:
     """Total variation of the first tokens from the target's law."""
-    return total_variation(law(pair, rule, gammas, count, make), plain_law(PAIRS[pair][0], PROMPT, count))
+
+    def decoder(seam: Seam) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
+
+    law = first_tokens(decoder, PROMPT, count, count + 1)
+    return total_variation(law, plain_law(PAIRS[pair][0], PROMPT, count))
 
 
 @pytest.mark.parametrize("gammas", [(0,), (1,), (2,), (3, 0, 1)], ids=str)

@@ -21,26 +21,29 @@ from safetensors.numpy import load_file, save_file
 
 from slipstream import rules
 from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, generate, plain, rounds
+from slipstream.decoding import Decoder, generate, plain
 from slipstream.drafters import ngram
 from slipstream.drafters.ngram import FALLBACK, Ngram, NgramModel, OnlineCounts, Table, discounts
 from slipstream.laws import Law
 from slipstream.models import CausalScorer
-from slipstream.records import Context, Draft, Drafter, Round, Row, Sampler, Seam
-from slipstream.sampling import Sampling, draw, draw_coupled
+from slipstream.records import Context, Draft, Drafter, Round, Sampler, Seam
+from slipstream.sampling import Sampling, draw_coupled
 from toys import (
+    EXACT,
     FAMILIES,
     GREEDY,
     HF_VOCAB,
     PAIRS,
     SAMPLE,
     VOCAB,
+    WRONG,
     Altered,
     Cycle,
-    Distribution,
     dirichlet_table,
     enumerate_outcomes,
+    first_tokens,
     plain_law,
+    propose,
     request,
     row,
     scorer,
@@ -48,7 +51,6 @@ from toys import (
     total_variation,
 )
 
-EXACT, WRONG = 1e-12, 1e-3
 FLOAT = 1e-6  # tables are stored in float32
 PROMPT = (0, 2)
 
@@ -432,11 +434,6 @@ def double(model: NgramModel) -> NgramModel:
 TOY = {order: double(NgramModel.fit(some_texts(7, 8, 12, VOCAB), order, VOCAB)) for order in range(1, 6)}
 
 
-def propose(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> Draft:
-    """One draft for some rows."""
-    return drafter.propose(Context(tuple(rows), draw), gammas)
-
-
 def test_the_law_is_the_model_s_through_the_sampler_of_each_row() -> None:
     samplers = (SAMPLE, Sampling(temperature=0.5), Sampling(temperature=1, top_k=1))
     rows = [row([0, 1, 2][: i + 1], sampler=sampler, index=i) for i, sampler in enumerate(samplers)]
@@ -517,18 +514,6 @@ def test_greedy_texts_end_where_the_target_ends_them(online: bool) -> None:
 Make = Callable[[], Drafter]
 
 
-def law(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Make, sampler: Sampler) -> Distribution:
-    """The joint law of the first `count` tokens; every branch has a drafter of its own."""
-
-    def run(seam: Seam) -> tuple[int, ...]:
-        decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
-        stream = rounds(decoder, [request(PROMPT, count + 1, sampler)])
-        one = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
-        return tuple(one.output[:count])
-
-    return enumerate_outcomes(run)
-
-
 def distance(
     pair: str, rule: rules.Rule, gammas: tuple[int, ...], make: Make, count: int = 3, sampler: Sampler = SAMPLE
 ) -> float:
@@ -539,7 +524,11 @@ def distance(
         weights = [x**power for x in PAIRS[pair][0](prefix)]
         return [x / sum(weights) for x in weights]
 
-    return total_variation(law(pair, rule, gammas, count, make, sampler), plain_law(step, PROMPT, count))
+    def decoder(seam: Seam) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
+
+    law = first_tokens(decoder, PROMPT, count, count + 1, sampler)
+    return total_variation(law, plain_law(step, PROMPT, count))
 
 
 def toy(order: int, online: bool = False) -> Make:

@@ -23,9 +23,11 @@ from slipstream.records import Context, Draft, Drafter, Row, Sampler, Scorer, Se
 from slipstream.sampling import Sampling
 from tongues import TEXT, tongue, toy
 from toys import (
+    EXACT,
     FAMILIES,
     GREEDY,
     SAMPLE,
+    WRONG,
     Altered,
     Cycle,
     Distribution,
@@ -41,7 +43,6 @@ from toys import (
 
 METHODS = {"intersection": Intersection, "strings": Strings}
 every_method = pytest.mark.parametrize("method", METHODS)
-EXACT, WRONG = 1e-12, 1e-3
 PROMPT, COUNT = (0, 2), 3
 
 

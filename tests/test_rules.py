@@ -16,12 +16,24 @@ from slipstream.drafters.model import ModelDrafter, TreeDrafter, tree_parents
 from slipstream.laws import Law
 from slipstream.records import Draft, Drafter, Key, Scorer, Seam, Verdict, Verifier, ancestors
 from slipstream.sampling import Sampling, draw_coupled
-from toys import GREEDY, PAIRS, SAMPLE, VOCAB, Cycle, Distribution, enumerate_outcomes, plain_law, request, scorer
+from toys import (
+    EXACT,
+    GREEDY,
+    PAIRS,
+    SAMPLE,
+    VOCAB,
+    WRONG,
+    Cycle,
+    Distribution,
+    enumerate_outcomes,
+    first_tokens,
+    plain_law,
+    request,
+    scorer,
+)
 from toys import total_variation as tv
 
 PROMPT = (0, 2)
-EXACT = 1e-12
-WRONG = 1e-3
 
 
 Make = Callable[[Scorer], Drafter]
@@ -30,14 +42,11 @@ Make = Callable[[Scorer], Drafter]
 def law(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int) -> Distribution:
     """The joint law of the first `count` tokens."""
 
-    def run(seam: Seam) -> tuple[int, ...]:
+    def decoder(seam: Seam) -> Decoder:
         target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
-        decoder = Decoder(target, make(draft), verifier, Cycle(gammas), seam=seam)
-        stream = rounds(decoder, [request(PROMPT, count + 1, SAMPLE)])
-        row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
-        return tuple(row.output[:count])
+        return Decoder(target, make(draft), verifier, Cycle(gammas), seam=seam)
 
-    return enumerate_outcomes(run)
+    return first_tokens(decoder, PROMPT, count, count + 1)
 
 
 def distance(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int = 2) -> float:

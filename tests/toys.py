@@ -14,10 +14,11 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.decoding import Decoder, rounds
 from slipstream.laws import Law
 from slipstream.processes import Table, TableScorer
 from slipstream.records import Context, Draft, Drafter, Key, Request, Round, Row, Sampler, Seam
-from slipstream.sampling import Sampling
+from slipstream.sampling import Sampling, draw
 
 # ---- enumeration ------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,10 @@ def enumerate_outcomes(run: Callable[[Seam], Outcome], limit: int = 20_000) -> D
 def total_variation(left: Distribution, right: Distribution) -> float:
     """Half the L1 distance; also notices mass that is missing on one side."""
     return 0.5 * math.fsum(abs(left.get(x, 0.0) - right.get(x, 0.0)) for x in {*left, *right})
+
+
+EXACT = 1e-12
+WRONG = 1e-3  # a control that is off by less would be a weak one
 
 
 # ---- table models -----------------------------------------------------------------------------------------------
@@ -239,6 +244,30 @@ class Altered:
     def observe(self, round: Round) -> None:
         """Passed on."""
         self.inner.observe(round)
+
+
+def propose(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> Draft:
+    """One draft for some rows."""
+    return drafter.propose(Context(tuple(rows), draw), gammas)
+
+
+def drafted(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> list[list[int]]:
+    """The drafted tokens of each row, without padding."""
+    draft = propose(drafter, rows, gammas)
+    return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+
+
+def first_tokens(
+    make: Callable[[Seam], Decoder], prompt: Sequence[int], count: int, limit: int, sampler: Sampler = SAMPLE
+) -> Distribution:
+    """The joint law of the first `count` tokens of a text of `limit`; every branch has a decoder of its own."""
+
+    def run(seam: Seam) -> tuple[int, ...]:
+        stream = rounds(make(seam), [request(prompt, limit, sampler)])
+        row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
+        return tuple(row.output[:count])
+
+    return enumerate_outcomes(run, 300_000)
 
 
 # ---- tiny Hugging Face models -----------------------------------------------------------------------------------
