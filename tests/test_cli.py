@@ -307,6 +307,8 @@ class Recorder:
         self.loaded = (*models, settings)
         return self
 
+    frame = None
+
     def encode(self, prompt: Any) -> tuple[int, ...]:
         return (1,)
 
@@ -337,6 +339,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_defaults(engine: Recorder) -> None:
     assert run("generate", "x").stdout == "xok\n"
     settings = {"gamma": 5, "tree": None, "verify": "block", "exact_shape": False, "compile": False, "progress": say}
+    settings["task"] = None
     assert engine.loaded == (None, None, {"dtype": "auto", "device": None, "batch_size": 8, **settings})
     assert engine.asked == {
         "max_new_tokens": 128,
@@ -357,14 +360,14 @@ def test_defaults(engine: Recorder) -> None:
 
 def test_every_option_arrives(engine: Recorder) -> None:
     models = "--target big --draft small --dtype float32 --device cpu --gamma 3 --batch-size 2 --plain"
-    rules = "--tree 3,2,1 --verify token --lossless --exact-shape --compile"
+    rules = "--tree 3,2,1 --verify token --lossless --exact-shape --compile --task summarize"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --typical-p 0.8 --seed 7 --max-new-tokens 9"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3"
     stops = ["--stop", r"\n\n", "--stop", r"a\\n\t", "--stop", "é\\"]
     result = run("generate", "x", *models.split(), *rules.split(), *sampling.split(), *penalties.split(), *stops)
     assert result.exit_code == 0
     settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True, "compile": True}
-    settings["progress"] = say
+    settings |= {"progress": say, "task": "summarize"}
     assert engine.loaded == ("big", "small", {"dtype": "float32", "device": "cpu", "batch_size": 2, **settings})
     assert engine.asked == {
         "lossless": True,

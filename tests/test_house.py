@@ -37,6 +37,7 @@ LEVELS: dict[str, float] = {
     "tensorfiles": 0.1,
     "documents": 0,
     "laws": 0.2,
+    "sources": 0.2,
     "records": 0.5,
     "theory": 0,
     "sampling": 1,
@@ -51,6 +52,8 @@ LEVELS: dict[str, float] = {
     "execution": 1.5,
     "packing": 1,
     "sight": 1,
+    "seq2seq": 1.9,
+    "support": 1.9,
     "models": 2,
     "decoding": 2,
     "drafters.vocabulary": 2.6,
@@ -71,6 +74,7 @@ LEVELS: dict[str, float] = {
     "distill": 3,
     "drafting": 3.5,  # what users write for a draft -> a drafter
     "offers": 3.7,  # which drafts a target can use
+    "tasks": 3.9,  # what an encoder-decoder is asked to do
     "engine": 4,
     "check": 5.9,
     "check.watch": 5.1,
@@ -112,6 +116,9 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "safetensors": ("tensorfiles", "models"),
     "transformers": (
         "models",
+        "seq2seq",
+        "support",
+        "tasks",
         "execution",
         "packing",
         "sampling",

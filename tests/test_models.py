@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from reference import TOLERANCE, Reference, contract, text
 from slipstream import models
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, generate, plain
@@ -21,70 +22,11 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.laws import Law
 from slipstream.models import PROVEN, CausalScorer, load_model, load_tokenizer
 from slipstream.records import Draft
-from toys import FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, WINDOW, Altered, Family, request, tiny
+from toys import FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Altered, Family, request, tiny
 
 EVERY = {**FAMILIES, **PROBED}
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # in standard deviations of the logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE.*")
-
-
-def text(name: int, count: int) -> list[int]:
-    """A reproducible random text."""
-    return torch.randint(HF_VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist()
-
-
-class Reference:
-    """A scorer beside the texts it should hold; every step is compared with fresh forwards."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.scorer = CausalScorer(model)
-        self.texts: list[list[int]] = []
-        self.fresh_names = itertools.count(1000)
-
-    def add(self, *lengths: int) -> None:
-        """Prefill new rows behind the others."""
-        new = [text(next(self.fresh_names), length) for length in lengths]
-        self.scorer.add(len(new))
-        self.scorer.prefill(new, first=len(self.texts))
-        self.texts += new
-
-    def free(self, *rows: int) -> None:
-        """End some rows."""
-        self.scorer.free(rows)
-        self.texts = [text for place, text in enumerate(self.texts) if place not in rows]
-
-    @torch.inference_mode()
-    def step(self, *counts: int) -> float:
-        """Feed wrong tokens, roll back, feed `counts[r]` true ones -> largest difference in standard deviations."""
-        wrong = torch.tensor([text(next(self.fresh_names), 3) for _ in counts])
-        self.scorer.extend(wrong, [1 + place % 3 for place in range(len(counts))])
-        self.scorer.rollback([len(text) for text in self.texts])
-        new = [text(next(self.fresh_names), max(counts)) for _ in counts]
-        logits = self.scorer.extend(torch.tensor(new), counts)
-        assert logits.shape == (len(counts), max(counts), self.scorer.vocab)
-        gaps = []
-        for place, count in enumerate(counts):
-            self.texts[place] = [*self.texts[place], *new[place][:count]]
-            want = self.model(torch.tensor([self.texts[place]]), use_cache=False).logits[0, -count:].float()
-            gaps.append(float((logits[place, :count].float() - want).abs().max() / want.std()))
-        assert self.scorer.lengths == [len(text) for text in self.texts]
-        return max(gaps)
-
-
-def contract(model: PreTrainedModel) -> float:
-    """The whole contract -> largest difference. The first rows are longer than the window, the second is not."""
-    rows = Reference(model)
-    rows.add(2 * WINDOW + 3, 3, WINDOW)
-    gaps = [rows.step(1, 4, 2), rows.step(4, 1, 4)]
-    rows.free(1)
-    gaps.append(rows.step(2, 3))
-    rows.add(3 * WINDOW, 1)  # late, and longer than the others
-    gaps += [rows.step(1, 2, 3, 4), rows.step(4, 3, 2, 1)]
-    rows.free(0, 2)
-    gaps.append(rows.step(2, 2))
-    return max(gaps)
 
 
 def quiet_generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -112,8 +54,8 @@ def test_the_text_part_of_a_model_with_vision_obeys_the_contract() -> None:
 
 
 def test_every_proven_type_is_in_the_contract() -> None:
-    types = {getattr(transformers, family.config).model_type for family in FAMILIES.values()}
-    assert types == PROVEN
+    families = (*FAMILIES.values(), *SEQ2SEQ.values())
+    assert {getattr(transformers, family.config).model_type for family in families} == PROVEN
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -127,7 +69,7 @@ def test_control_a_forgotten_window_is_caught(family: str, monkeypatch: pytest.M
     """The texts are long enough for windows and chunks to matter."""
     rules = models.mask_kinds
     monkeypatch.setattr(models, "mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
-    monkeypatch.setattr(models, "probe", lambda scorer: None)
+    monkeypatch.setattr(models, "probe", lambda scorer, kind: None)
     assert contract(tiny(EVERY[family])) > 100 * TOLERANCE[torch.float32]
 
 
@@ -250,13 +192,6 @@ def test_what_cannot_be_rolled_back_is_refused(family: str) -> None:
     with pytest.raises(ValueError, match=rf"^toy .*{reason}.*\.$") as error:
         CausalScorer(model, "toy")
     assert "\n" not in str(error.value)
-
-
-def test_encoder_decoders_are_refused() -> None:
-    config = transformers.T5Config(vocab_size=HF_VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(ValueError, match=r"^toy is an encoder-decoder model; only causal language models"):
-        CausalScorer(model, "toy")
 
 
 def test_a_kernel_without_masks_is_refused() -> None:

@@ -382,9 +382,67 @@ PROBED: dict[str, Family] = {
 """Families that `probe` decides about."""
 
 
+T5 = {
+    "vocab_size": HF_VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,  # smaller than the texts of the tests
+    "initializer_factor": 1.5,
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+BART = {
+    "vocab_size": HF_VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "init_std": 0.5,
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+}
+WHISPER = {
+    **{name: size for name, size in BART.items() if name not in {"max_position_embeddings", "forced_eos_token_id"}},
+    "max_target_positions": 128,
+    "max_source_positions": 20,
+    "num_mel_bins": 8,
+}
+SEQ2SEQ: dict[str, Family] = {
+    "t5": Family("T5Config", T5, {"tie_word_embeddings": True}),
+    "t5_gated": Family("T5Config", T5, {"feed_forward_proj": "gated-gelu"}),
+    "mt5": Family("MT5Config", T5, {}),
+    "umt5": Family("UMT5Config", T5, {}),
+    "bart": Family("BartConfig", BART, {}),
+    "mbart": Family("MBartConfig", BART, {}),
+    "marian": Family("MarianConfig", BART, {"decoder_vocab_size": HF_VOCAB, "share_encoder_decoder_embeddings": False}),
+    "m2m_100": Family("M2M100Config", BART, {}),
+    "pegasus": Family("PegasusConfig", BART, {}),
+    "whisper": Family("WhisperConfig", WHISPER, {}),
+}
+"""Encoder-decoders that are accepted without a probe."""
+
+
 def tiny(family: Family, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A random model of a family with two layers."""
     config = getattr(transformers, family.config)(**{**family.base, **family.changes, **changes})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    kind = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        speaks = config.model_type == "whisper"
+        kind = transformers.AutoModelForSpeechSeq2Seq if speaks else transformers.AutoModelForSeq2SeqLM
+    model = kind.from_config(config, dtype=dtype)
     return model.eval()

@@ -92,6 +92,11 @@ class RowCache:
         return self.lengths[self._first : self._stop]
 
     @property
+    def part(self) -> slice:
+        """The rows that take part in this pass."""
+        return slice(self._first, self._stop)
+
+    @property
     def partial(self) -> bool:
         """Whether some of the rows do not take part in this pass."""
         return self._first > 0 or self._stop is not None
@@ -101,6 +106,11 @@ class RowCache:
         """Keys and values of every layer, of the rows in use, with all their slots; empty before the first pass."""
         rows = len(self.lengths)
         return [(keys[:rows], values[:rows]) for _, (keys, values) in sorted(self._layers.items())]
+
+    @property
+    def seen(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer, of the rows of this pass, up to its last slot."""
+        return [(keys[self.part, :, : self.end], values[self.part, :, : self.end]) for keys, values in self.stores]
 
     @property
     def last_sees_all(self) -> bool:

@@ -33,6 +33,7 @@ from slipstream.records import (
 )
 from slipstream.rules import TOKEN
 from slipstream.sampling import draw
+from slipstream.sources import check_source
 from slipstream.stats import Stats
 
 
@@ -148,6 +149,7 @@ def check_requests(target: Scorer, requests: Sequence[Request]) -> None:
                 f"prompt {index} has {length} tokens, but {target.name} holds {target.context}; "
                 f"shorten it to at most {target.context - 1}."
             )
+        check_source(target.source_form, request.source, f"prompt {index}", target.name)
         if not all(0 <= token < target.vocab for token in request.prompt):
             raise ValueError(f"prompt {index} has token ids outside 0..{target.vocab - 1}, which {target.name} knows.")
 
@@ -157,7 +159,7 @@ def _admit(decoder: Decoder, waiting: deque[Row], running: list[Row]) -> bool:
     new = [waiting.popleft() for _ in range(min(len(waiting), decoder.batch_size - len(running)))]
     if new:
         watch = Stopwatch()
-        decoder.target.add(len(new))
+        decoder.target.add(len(new), [row.request.source for row in new])
         running += new
         decoder.target.prefill([row.tokens[:-1] for row in new], first=len(running) - len(new))
         watch.lap("prefill")

@@ -193,6 +193,7 @@ def _model(
     """A hub name, a folder or a loaded model."""
     scorer = load_scorer(source, dtype or site.dtype, device or site.device, site.mode)
     tokenizer = find_tokenizer(source)
+    _refuse_reader(site.target, scorer)
     if vocabulary or not same_vocabulary(site.target, scorer, site.tokenizer, tokenizer):
         return _foreign(site, scorer, tokenizer, vocabulary)
     if site.tree:
@@ -200,10 +201,23 @@ def _model(
     return ModelDrafter(scorer, site.target.vocab)
 
 
+def _refuse_reader(target: Scorer, draft: Scorer) -> None:
+    """An encoder needs a source, in its own form."""
+    ours, form = target.source_form, draft.source_form
+    if form is None:
+        return
+    if ours is None:
+        raise ValueError(f"{draft.name} is an encoder-decoder, but {target.name} reads no source that it could share.")
+    if ours.features != form.features:
+        raise ValueError(f"{draft.name} hears other features ({form.features}) than {target.name} ({ours.features}).")
+
+
 def _foreign(site: Site, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
     """A model with another tokenizer. Raises ValueError if one is missing, or nothing is common."""
     if site.tree:
         raise ValueError(f"a tree of candidates needs a draft with the target's tokenizer, {scorer.name} has another.")
+    if scorer.source_form:
+        raise ValueError(f"{scorer.name} is an encoder-decoder, so it needs the tokenizer of {site.target.name}.")
     if site.tokenizer is None or tokenizer is None:
         name = site.target.name if site.tokenizer is None else scorer.name
         raise ValueError(
@@ -237,7 +251,7 @@ def _heads(site: Site, folder: str) -> Drafter:
 
 def _own(site: Site) -> CausalScorer:
     """The target, where it drafts for itself."""
-    if not isinstance(site.target, CausalScorer):
+    if not isinstance(site.target, CausalScorer) or site.target.source_form:
         raise ValueError(f"{site.target.name} is no causal language model, so it cannot draft for itself.")
     return site.target
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.controllers import Fixed, Planned, controller
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
 from slipstream.drafting import Site, drafter, find_tokenizer, source_name
@@ -17,14 +19,16 @@ from slipstream.planfile import Plan
 from slipstream.records import Controller, Request, Round, Shape
 from slipstream.rules import BLOCK, Rule, rule
 from slipstream.sampling import Sampling, request_key
+from slipstream.sources import Source
 from slipstream.stats import Stats
+from slipstream.tasks import Frame, Task, frame
 from slipstream.text import Transcript
 
 GAMMA = 5
 """Tokens drafted per round, unless told otherwise."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or the messages of a chat."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Tensor
+"""Text, token ids, the messages of a chat, or audio features (bins, frames)."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Engine:
     """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads.
 
     `notes` say in a sentence each what was chosen while loading, such as how a draft with another tokenizer drafts.
+    With an encoder-decoder, prompts are sources; `frame` tells what stands around them.
     """
 
     def __init__(
@@ -96,7 +101,9 @@ class Engine:
         rule: Rule = BLOCK,
         exact_shape: bool = False,
         notes: Sequence[str] = (),
+        frame: Frame | None = None,
     ) -> None:
+        self.frame = frame
         self.exact_shape = exact_shape
         self.notes = tuple(notes)
         self.decoder = decoder
@@ -149,13 +156,28 @@ class Engine:
         """Decode a few tokens of one text, with and without the draft, so that the graphs for it are made."""
         most = self.decoder.controller.most
         for decoder in (self.decoder, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
-            deque(rounds(decoder, [Request((0, 0), Sampling(), 2 + most)]), maxlen=0)
+            form = decoder.target.source_form
+            source = None if form is None else form.example()
+            deque(rounds(decoder, [Request((0, 0), Sampling(), 2 + most, source=source)]), maxlen=0)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's token ids. Raises ValueError if it cannot be one: empty, too long, or no tokenizer."""
+        """The prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError if it cannot be one:
+        empty, too long, or no tokenizer."""
         ids = tuple(self._encode(prompt))
-        check_requests(self.decoder.target, [Request(ids, Sampling(), 1)])
+        begin, source = self.framed(ids)
+        check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source)])
         return ids
+
+    def framed(self, ids: Source) -> tuple[tuple[int, ...], Source | None]:
+        """What `encode` returned, or audio features -> the prompt and the source of a request."""
+        if self.frame is not None:
+            return self.frame.begin, ids
+        if isinstance(ids, Tensor):
+            raise ValueError(f"{self.decoder.target.name} reads text: give token ids as a list or a tuple.")
+        return ids, None
+
+    def _key(self, ids: tuple[int, ...], source: Source | None, copy: int = 0) -> int:
+        return request_key(ids, copy) if self.frame is None or source is None else self.frame.key(source, copy)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, without special ones; empty if there is no tokenizer."""
@@ -172,14 +194,15 @@ class Engine:
         eos = frozenset() if asked.ignore_eos else self.eos
         sampler = self._sampling(eos, {name: value for name, value in options.items() if name not in names})
         stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop)
-        requests, transcripts, copies = [], [], dict[tuple[int, ...], int]()
+        requests, transcripts, copies = [], [], dict[int, int]()
         for prompt in prompts:
-            ids = tuple(self._encode(prompt))
-            copies[ids] = copies.get(ids, -1) + 1
+            ids, source = self.framed(prompt if isinstance(prompt, Tensor) else tuple(self._encode(prompt)))
+            name = self._key(ids, source)
+            copies[name] = copies.get(name, -1) + 1
             transcripts.append(Transcript(self.decode, stops))
             stop = _stop(transcripts[-1]) if stops else None
-            key = request_key(ids, copies[ids])
-            requests.append(Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, stop))
+            key = self._key(ids, source, copies[name])
+            requests.append(Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, stop, source))
         if self.exact_shape:
             self._fix_shape(asked, requests)
         return Job(self._decoder(asked), requests, transcripts)
@@ -203,6 +226,8 @@ class Engine:
         if words := settings.get("bad_words"):
             spelled = [form for word in words for form in self._spellings(word)]
             settings = {**settings, "bad_words": spelled}
+        if self.frame and self.frame.bans:
+            settings = {**settings, "processors": (*self.frame.bans, *settings.get("processors", ()))}
         return Sampling(eos=eos, **settings)
 
     def _spellings(self, word: str | Sequence[int]) -> list[list[int]]:
@@ -212,16 +237,16 @@ class Engine:
         return [self._tokenizer().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
 
     def _many(self, prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+        if isinstance(prompts, str | Tensor) or (prompts and isinstance(prompts[0], int | Mapping)):
             return [prompts]
         return prompts
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
+    def _encode(self, prompt: Any) -> Sequence[int]:
         if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
+            return [int(token) for token in prompt]
         tokenizer = self._tokenizer()
         if isinstance(prompt, str):
-            return tokenizer(prompt)["input_ids"]
+            return tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"]
         if not tokenizer.chat_template:
             raise ValueError(f"{self.decoder.target.name} has no chat template; pass the prompt as text.")
         try:
@@ -243,7 +268,8 @@ class Engine:
             transcript.finish()
             text = transcript.text
         stats = row.stats if row else Stats()
-        return Completion(text, tokens, (row and row.finish_reason) or "interrupted", stats, len(request.prompt))
+        length = len(request.prompt if request.source is None else request.source)
+        return Completion(text, tokens, (row and row.finish_reason) or "interrupted", stats, length)
 
 
 def _stop(transcript: Transcript) -> Callable[[list[int]], str | None]:
@@ -263,6 +289,7 @@ def load(
     plan: Plan | str | Path | None = None,
     exact_shape: bool = False,
     tokenizer: Any = None,
+    task: str | Task | None = None,
     compile: bool = False,
     progress: Callable[[str], object] | None = None,
     **from_pretrained: Any,
@@ -275,6 +302,9 @@ def load(
     acceptance rule (block) or its name. A `plan`, or its file, gives what is not given here: target, draft, gamma by
     the number of rows that run together, rule and dtype. `exact_shape` runs every pass of the target in one shape, so
     that plain and speculative decoding see the same bits (slower; chains only).
+
+    An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
+    languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
 
     `compile` makes graphs of the models' passes before it returns (about a minute; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
@@ -305,13 +335,14 @@ def load(
     tokenizer = tokenizer or find_tokenizer(target)
     if made:
         made.check_target(None, scorer.vocab)
+    framing = _frame(scorer, tokenizer, task, exact_shape)
     if draft is None:
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
-        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
+        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen, frame=framing)
     else:
         site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=mode)
         decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size)
-        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
+        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes, framing)
     if compile:
         engine.warm_up()
     return engine
@@ -322,6 +353,17 @@ def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:
     if target is not None:
         return target, dtype
     return EMBEDDED / "target", "float32" if dtype == "auto" else dtype
+
+
+def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> Frame | None:
+    """What stands around the sources of an encoder-decoder; None for a causal model, which has no tasks."""
+    if scorer.source_form is None:
+        if task is not None:
+            raise ValueError(f"{scorer.name} is no encoder-decoder, so it has no tasks: write it into the prompt.")
+        return None
+    if exact_shape:
+        raise ValueError(f"{scorer.name} is an encoder-decoder, for which exact_shape is not available: leave it out.")
+    return frame(scorer.model, tokenizer, task if isinstance(task, Task) else Task.parse(task))
 
 
 def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None, plan: Plan | None) -> Controller:

@@ -29,19 +29,36 @@ MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a grap
 
 
 @dataclass(frozen=True)
+class Cross:
+    """What a decoder reads beside its text: keys and values of its rows' sources, (rows, heads, source, head_dim) by
+    layer, and their additive mask (rows, 1, 1, source). `back` (rows, n, end) is how many positions back everything
+    in the cache lies, where a model has a bias for it."""
+
+    stores: Stores
+    mask: Tensor
+    back: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Pass:
     """What one forward pass reads: tokens, positions and slots (rows, n), and additive masks (rows, 1, n, end) by
-    layer kind. Slots are where the new keys and values go."""
+    layer kind. Slots are where the new keys and values go. `cross` is for decoders that have an encoder."""
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     masks: dict[str, Tensor]
+    cross: Cross | None = None
 
     @property
     def mask(self) -> Tensor | dict[str, Tensor]:
         """As models take it: one tensor if all layers see the same."""
         return self.masks if len(self.masks) > 1 else next(iter(self.masks.values()))
+
+    @property
+    def beside(self) -> dict[str, Cross]:
+        """What a model takes beside its text."""
+        return {} if self.cross is None else {"cross": self.cross}
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
         position_ids=work.positions,
         past_key_values=_GivenSlots(stores, work.slots, end),
         use_cache=True,
+        **work.beside,
     ).logits
 
 

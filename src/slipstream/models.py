@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     Cache,
     PreTrainedModel,
@@ -24,27 +26,19 @@ from transformers import (
 )
 
 from slipstream.cache import RowCache
-from slipstream.execution import EAGER, Execution, Mode, Pass, execution
+from slipstream.execution import EAGER, Cross, Execution, Mode, Pass, execution
 from slipstream.packing import can_pack, packed
 from slipstream.records import Shape, Tree
+from slipstream.seq2seq import Decoder, Sources
 from slipstream.sight import Sight, mask_kinds
+from slipstream.sources import Source, SourceForm
+from slipstream.support import PROVEN, first_sentence, longrope_switch, probe, refuse_unsupported
 
 EMBEDDED = Path(__file__).parent / "demo"
 """The pair that ships with the package: folders `target` and `draft`."""
 
 PREFILL_TOKENS = 512
 """Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
-
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
-
-# Model types covered by the contract tests; any other type has to pass `probe` when it is wrapped.
-PROVEN = frozenset(
-    {
-        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3"),
-        *("gpt2", "gpt_neox", "opt", "falcon", "mixtral", "qwen2_moe"),
-    }
-)
 
 
 class _HFCache(Cache):
@@ -74,21 +68,28 @@ class CausalScorer:
 
     def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
-        self.model = model.eval()
+        self.model: Any = Decoder(model.eval()) if model.config.is_encoder_decoder else model.eval()
         self._config = model.config.get_text_config()
-        _refuse_unsupported(model, self.name)
+        refuse_unsupported(model, self.name)
         self._kinds = mask_kinds(self._config)
+        relative = isinstance(self.model, Decoder) and self.model.relative
+        self._looks_at_distance = relative or any(map(any, self._kinds.values()))
         self.shape: Shape | None = None
         self.device = model.device  # where tokens go in and logits come out
-        self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
+        # Looks at signatures: too slow for every pass.
+        self._keeps = not isinstance(self.model, Decoder) and model._supports_logits_to_keep()
         self.execution = execution
         self._fresh()
         if self._config.model_type not in PROVEN:
-            probe(self)
+            try:
+                probe(self, self._config.model_type)
+            finally:
+                self._fresh()
 
     def _fresh(self) -> None:
         self._rows = RowCache()
         self._cache = _HFCache(self._rows)
+        self._sources = Sources(self.model) if isinstance(self.model, Decoder) else None
 
     @property
     def vocab(self) -> int:
@@ -99,8 +100,14 @@ class CausalScorer:
     @property
     def context(self) -> int | None:
         """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
-        limits = (getattr(self._config, "max_position_embeddings", None), _longrope_switch(self._config))
+        names = ("max_position_embeddings", "max_target_positions")
+        limits = (*(getattr(self._config, name, None) for name in names), longrope_switch(self._config))
         return min((limit for limit in limits if limit), default=None)
+
+    @property
+    def source_form(self) -> SourceForm | None:
+        """What the encoder reads, if there is one."""
+        return self._sources.form if self._sources else None
 
     @property
     def lengths(self) -> list[int]:
@@ -112,13 +119,17 @@ class CausalScorer:
         """Of the cache; 0 before the first pass."""
         return self._rows.bytes_per_token
 
-    def add(self, rows: int) -> None:
-        """Append empty rows."""
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows; an encoder reads the source of each."""
         self._rows.add(rows)
+        if self._sources:
+            self._sources.add([source for source in sources if source is not None])
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         self._rows.free(rows)
+        if self._sources:
+            self._sources.free(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of each row."""
@@ -139,6 +150,14 @@ class CausalScorer:
         logits = self._forward(tokens, self._rows.place(width, first), keep=0, tree=tree)
         self._rows.advance(counts)
         return logits[:, :count]
+
+    def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
+        """The logits (1, n, vocab) of one text by the model's own ways, without our cache."""
+        tokens = torch.tensor([text], device=self.device)
+        if isinstance(self.model, Decoder):
+            assert source is not None
+            return self.model.alone(tokens, source)
+        return self.model(tokens, use_cache=False).logits
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
@@ -184,6 +203,7 @@ class CausalScorer:
             position_ids=work.positions,
             past_key_values=self._cache,
             use_cache=True,
+            **work.beside,
             **({"logits_to_keep": keep} if self._keeps else {}),
         )
         return out.logits.to(self.device)
@@ -194,12 +214,17 @@ class CausalScorer:
         positions = sight.own
         if self.context and self._rows.end > self.context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=self.context - 1)
-        return Pass(tokens, positions, slots, masks)
+        return Pass(tokens, positions, slots, masks, self._cross(sight))
+
+    def _cross(self, sight: Sight) -> Cross | None:
+        if self._sources is None:
+            return None
+        return self._sources.cross(self._rows.part, sight.back if self.model.relative else None)
 
     def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
         if tree is not None:
             return Sight.tree(slots, self._rows.end, tree)
-        if slots.shape[1] == 1 and self._rows.last_sees_all and not any(map(any, self._kinds.values())):
+        if slots.shape[1] == 1 and self._rows.last_sees_all and not self._looks_at_distance:
             return Sight.everything(slots, self._rows.end)  # a drafting step: nothing to compare
         return Sight.chain(slots, self._rows.end)
 
@@ -208,68 +233,6 @@ def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Texts of different lengths -> (rows, longest), padded on the right with zeros."""
     width = max(map(len, texts), default=0)
     return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
-
-
-def _longrope_switch(config: Any) -> int | None:
-    """The length beyond which longrope changes the rotation of all tokens, of the cached ones and of other rows too."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
-    return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
-
-
-def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model; only causal language models are supported.")
-    types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    alien = sorted(map(str, types - ATTENTION_LAYERS - {"attention"}))
-    if alien:
-        raise ValueError(f"{name} has layers of type {', '.join(alien)}, which {STATEFUL}; use another model.")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} ({config.model_type}) {STATEFUL}; use another model.")
-    if config.model_type in {"bloom", "mpt"} or getattr(config, "alibi", False):
-        raise ValueError(f"{name} uses ALiBi, whose bias cannot follow rows of different lengths; use another model.")
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise ValueError(
-            f"{name} ({config.model_type}) counts its local attention from the longest row, so rows of different "
-            "lengths would see too little; use another model."
-        )
-    kernel = getattr(config, "_attn_implementation", None)
-    if kernel not in {"sdpa", "eager", None}:
-        raise ValueError(f"{name} uses attn_implementation={kernel!r}, which takes no mask; load it with 'sdpa'.")
-
-
-@torch.inference_mode()
-def probe(scorer: CausalScorer) -> None:
-    """Compare extend, rollback and ragged rows with fresh forwards on a few tokens.
-
-    Raises ValueError if they differ by more than rounding: the model does not obey positions, mask or cache.
-    """
-    half = min(12, (scorer.context or 12)) // 2
-    texts = [[(7 * i + 3 * r + 1) % scorer.vocab for i in range(half + half * r)] for r in range(2)]
-    wrong = torch.zeros(2, 3, dtype=torch.long, device=scorer.device)
-    try:
-        scorer.add(2)
-        scorer.prefill([text[:-2] for text in texts])
-        scorer.extend(wrong, [1, 2])
-        scorer.rollback([len(text) - 2 for text in texts])
-        ours = scorer.extend(torch.tensor([text[-2:] for text in texts], device=scorer.device), [2, 2])
-        fresh = [scorer.model(torch.tensor([text], device=scorer.device), use_cache=False).logits for text in texts]
-    except Exception as error:
-        reason = f"{type(error).__name__}: {_first_sentence(error)}"
-        raise ValueError(
-            f"{scorer.name} ({scorer._config.model_type}) does not run with our cache: {reason}"
-        ) from error
-    finally:
-        scorer._fresh()
-    theirs = torch.cat([logits[:, -2:].to(ours.device) for logits in fresh]).float()
-    gap = float((ours.float() - theirs).abs().max() / theirs.std())
-    allowed = 0.01 if ours.dtype in {torch.float32, torch.float64} else 0.3
-    if not gap <= allowed:
-        raise ValueError(
-            f"{scorer.name} ({scorer._config.model_type}) gives other logits with a rolled-back cache "
-            f"(difference {gap:.2g} standard deviations, rounding explains {allowed}); it cannot be used."
-        )
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------
@@ -288,9 +251,9 @@ def load_model(
         return source.to(place) if device else source
     _refuse_missing(source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype), **kwargs)
+        model = _kind(source).from_pretrained(source, dtype=_dtype(dtype), **kwargs)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ValueError(f"cannot load the model {str(source)!r}: {_first_sentence(error)}") from error
+        raise ValueError(f"cannot load the model {str(source)!r}: {first_sentence(error)}") from error
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)
 
@@ -313,13 +276,21 @@ def load_scorer(
     return CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
 
 
+def _kind(source: str | Path) -> Any:
+    """transformers' class for what lies there."""
+    config = AutoConfig.from_pretrained(source)
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
+
+
 def _device(device: str | None) -> torch.device:
     """The device asked for, or the GPU if there is one. Raises ValueError if it is not there."""
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device!r} cannot be used: {_first_sentence(error)}") from error
+        raise ValueError(f"device={device!r} cannot be used: {first_sentence(error)}") from error
     return place
 
 
@@ -341,7 +312,7 @@ def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerB
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {_first_sentence(error)}") from error
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {first_sentence(error)}") from error
 
 
 def vocabulary(source: str | Path) -> int:
@@ -349,7 +320,7 @@ def vocabulary(source: str | Path) -> int:
     try:
         return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        reason = _first_sentence(error)
+        reason = first_sentence(error)
         raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}") from error
 
 
@@ -360,8 +331,3 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if dtype not in known:
         raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join(known)}.")
     return known[dtype]
-
-
-def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

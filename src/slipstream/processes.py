@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.records import Shape, Tree
+from slipstream.sources import Source, SourceForm
 
 Table = Callable[[tuple[int, ...]], Sequence[float]]
 """prefix -> probabilities of the next token."""
@@ -17,6 +18,7 @@ class TableScorer:
     """An autoregressive process given by a function of the prefix, in float64. The cache is the text itself."""
 
     device = torch.device("cpu")
+    source_form: SourceForm | None = None
 
     def __init__(self, table: Table, vocab: int, name: str = "table", context: int | None = None) -> None:
         self.table, self.vocab, self.name, self.context = table, vocab, name, context
@@ -27,7 +29,7 @@ class TableScorer:
         """Tokens in the cache, per row."""
         return [len(text) for text in self._texts]
 
-    def add(self, rows: int) -> None:
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows."""
         self._texts += [[] for _ in range(rows)]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.laws import Law
+from slipstream.sources import Source, SourceForm
 from slipstream.stats import Stats
 
 ABSENT = -1
@@ -195,7 +196,7 @@ class Request:
     """One text to be continued.
 
     `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is asked after every emitted
-    token (with prompt and output) and answers a finish reason or None.
+    token and answers a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.
     """
 
     prompt: tuple[int, ...]
@@ -205,6 +206,7 @@ class Request:
     seed: int = 0
     key: int = 0
     stop: Callable[[list[int]], str | None] | None = None
+    source: Source | None = None
 
 
 @dataclass
@@ -325,12 +327,17 @@ class Scorer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def source_form(self) -> SourceForm | None:
+        """What its encoder reads; None for a model without one."""
+        ...
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens in the cache, per row."""
         ...
 
-    def add(self, rows: int) -> None:
-        """Append empty rows."""
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows, with the source of each if the model has an encoder."""
         ...
 
     def free(self, rows: Sequence[int]) -> None:

@@ -44,6 +44,11 @@ class Sight:
         own = base + depths[depths.shape[0] - seen.shape[0] :]
         return Sight(own, others, (places < 0)[:, None] | line, end)
 
+    @property
+    def back(self) -> Tensor:
+        """How many positions back everything lies, (rows, n, slots); negative for what is not to be seen."""
+        return self.own[:, :, None] - self.others[:, None]
+
     def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
         """The additive mask (rows, 1, n, slots) of a layer, within its window."""
         blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)

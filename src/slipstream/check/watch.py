@@ -236,7 +236,7 @@ def replay(target: Scorer, requests: Sequence[Request], outputs: Sequence[Sequen
     ended stay, with meaningless scores.
     """
     rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
-    target.add(len(rows))
+    target.add(len(rows), [request.source for request in requests])
     try:
         target.prefill([row.tokens[:-1] for row in rows])
         for place in range(max(map(len, outputs))):

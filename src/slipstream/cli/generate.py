@@ -38,6 +38,7 @@ from slipstream.cli.options import (
     Stop,
     Stream,
     Target,
+    Task,
     Temperature,
     TopK,
     TopP,
@@ -71,6 +72,7 @@ def generate(
     lossless: Lossless = False,
     exact_shape: ExactShape = False,
     plain: Plain = False,
+    task: Task = None,
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 8,
@@ -91,7 +93,7 @@ def generate(
     profile: Profile = False,
     as_json: Json = False,
 ) -> None:
-    """Continue prompts.
+    """Continue prompts; with an encoder-decoder, translate or summarize them.
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
 
@@ -100,8 +102,7 @@ def generate(
     _one_at_most({"--stream": stream, "--explain": explain, "--json": as_json})
     items, stops, engine = gather(prompts or [], file, chat), [_unescape(text) for text in stop or ()], None
     with busy(console(stderr=True), "loading"):
-        options = {**_sampling(context.params), "stop": stops, "seed": seed, "plain": plain}
-        options |= {"max_new_tokens": max_new_tokens, "lossless": lossless}
+        options = {**_sampling(context.params), **_limits(context.params), "stop": stops}
         if any(not item.error for item in items):
             from slipstream.engine import load
 
@@ -151,7 +152,7 @@ class Work:
 def _how(context: typer.Context) -> dict[str, Any]:
     """How to load; a plan stands in for a gamma and a rule that were not given."""
     params = context.params
-    names = ("gamma", "verify", "dtype", "device", "batch_size", "compile", "exact_shape")
+    names = ("gamma", "verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")
     how = {"tree": parse_tree(params["tree"]), **{name: params[name] for name in names}}
     if not params["plan"]:
         return how
@@ -238,7 +239,7 @@ def _begin(work: Work, item: Item) -> None:
     if len(work.items) > 1:
         gap = "" if item is work.good[0] else "\n"
         print(f"{gap}==> {item.where} <==")
-    print(item.shown, end="", flush=True)
+    print(item.shown, end="\n" if work.engine.frame else "", flush=True)  # what answers a source does not continue it
 
 
 def _show_times(work: Work, completions: Sequence[Completion]) -> None:
@@ -276,6 +277,11 @@ def _sampling(params: dict[str, Any]) -> dict[str, Any]:
     if Sampling(**settings).greedy and idle:
         say(f"note: --temperature 0 is greedy and ignores {', '.join(idle)}.")
     return settings
+
+
+def _limits(params: dict[str, Any]) -> dict[str, Any]:
+    """The other options of a call."""
+    return {name: params[name] for name in ("seed", "plain", "max_new_tokens", "lossless")}
 
 
 def _unescape(text: str) -> str:

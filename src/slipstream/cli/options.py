@@ -83,6 +83,13 @@ Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this t
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
 File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
+Task = Annotated[
+    str | None,
+    _option(
+        *(MODELS, "TASK"),
+        "Of an encoder-decoder: translation_en_to_de, 'eng_Latn>deu_Latn', or text before each source, 'summarize: '.",
+    ),
+]
 Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
 Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]

@@ -34,7 +34,7 @@ class Follower:
         self.scorer.free(ended)
         self.starts = [start for place, start in enumerate(self.starts) if place not in set(ended)]
         new = len(rows) - len(self.starts)
-        self.scorer.add(new)
+        self.scorer.add(new, [row.request.source for row in rows[len(rows) - new :]])
         self.starts += [0] * new
         self._rows = list(rows)
 

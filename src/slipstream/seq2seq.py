@@ -1,0 +1,268 @@
+"""Encoder-decoder models, unmodified, as decoders that run like causal language models.
+
+The encoder reads every source once. What its states are to the decoder, the keys and values of cross-attention, is
+fixed from then on: it lies in a `RowCache` of its own, a row per source, and only self-attention rolls back. Decoders
+count positions from one offset that all rows share; ours have lengths of their own, so `Decoder` runs a twin of the
+model, with the same weights, that is told every row's positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from slipstream.cache import RowCache
+from slipstream.execution import Cross, Stores
+from slipstream.sources import Source, SourceForm
+
+
+@dataclass
+class Where:
+    """The positions (rows, n) of the pass that is running, and how far back (rows, n, end) everything in the cache
+    lies; None while nobody runs a pass of ours."""
+
+    own: Tensor | None = None
+    back: Tensor | None = None
+
+
+class RowPositions(nn.Module):
+    """Stands in for a decoder's table of positions: every row has its own."""
+
+    def __init__(self, table: Any, where: Where) -> None:
+        super().__init__()
+        self.table: Any = table
+        self.where = where
+        # M2M100's sinusoids leave out the row of padding, which they give to the padding token alone.
+        self.padding: int | None = table.padding_idx if hasattr(table, "weights") else None
+        self.offset = int(getattr(table, "offset", 0)) if self.padding is None else self.padding + 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The embeddings (rows, n, width) of the pass's own positions; without one, what the table says."""
+        if self.where.own is None:
+            return self.table(*args, **kwargs)
+        places = self.where.own + self.offset
+        if self.padding is not None:
+            places = places.where(args[0] != self.padding, self.padding)
+        weights = self.table.weight if self.padding is None else self.table.weights
+        return nn.functional.embedding(places, weights)
+
+
+class RowBias:
+    """Stands in for `compute_bias` of T5's attention: the bias of every row's own distances.
+
+    All distances from `relative_attention_max_distance` on share one bucket, so a table by distance holds them all.
+    """
+
+    def __init__(self, attention: nn.Module, where: Where) -> None:
+        self.attention: Any = attention
+        self.where = where
+        self.shared = getattr(type(attention), "compute_bias")  # noqa: B009
+        self.table: Tensor | None = None  # (distances from 0 on, heads)
+
+    def __call__(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Tensor:
+        """(rows or 1, heads, query_length, key_length)."""
+        if self.where.back is None:
+            return self.shared(self.attention, query_length, key_length, device, past_seen_tokens)
+        far = self.attention.relative_attention_max_distance
+        if self.table is None:
+            self.table = self.shared(self.attention, 1, far + 1, device, far)[0, :, 0].flip(-1).t()
+        return self.table[self.where.back.clamp(0, far)].permute(0, 3, 1, 2)
+
+
+class _Both(EncoderDecoderCache):
+    """A cache of self-attention, and keys and values of cross-attention that are ready (or None: still to be made,
+    and kept by `cross`)."""
+
+    def __init__(self, own: Cache, cross: Cache, ready: Stores | None) -> None:
+        super().__init__(own, cross)
+        if ready is not None:
+            cross.layers = [SimpleNamespace(keys=keys, values=values) for keys, values in ready]
+            self.is_updated = dict.fromkeys(range(len(ready)), True)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nobody asks: positions are told."""
+        return 0
+
+
+class _Passing(Cache):
+    """Keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class _Keeping(_Passing):
+    """Keeps the keys and values of cross-attention in a RowCache."""
+
+    def __init__(self, rows: RowCache) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.rows.update(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+class Decoder(nn.Module):
+    """The decoder of an encoder-decoder, called like a causal language model with `cross` beside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.where = Where()
+        self.model = _twin(model)
+        decoder = self.model.get_decoder()
+        if hasattr(decoder, "embed_positions"):
+            decoder.embed_positions = RowPositions(decoder.embed_positions, self.where)
+        self.relative = False
+        for attention in decoder.modules():
+            if getattr(attention, "has_relative_attention_bias", False) and hasattr(attention, "compute_bias"):
+                attention.compute_bias = RowBias(attention, self.where)
+                self.relative = True
+        self.config, self.generation_config = self.model.config, self.model.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.model.dtype
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """What makes logits."""
+        return self.model.get_output_embeddings()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """What reads tokens."""
+        return self.model.get_input_embeddings()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Cache,
+        cross: Cross,
+        use_cache: bool = True,
+    ) -> Any:
+        """As a causal model with explicit positions and a 4-D mask -> an output with logits (rows, n, vocab)."""
+        both = _Both(past_key_values, _Passing(), cross.stores)
+        unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # the model only asks whether there are states
+        self.where.own, self.where.back = position_ids, cross.back
+        try:
+            return self._run(input_ids, attention_mask, unread, cross.mask, both)
+        finally:
+            self.where.own = self.where.back = None
+
+    def read(self, sources: Sequence[Source], keep: RowCache, first: int) -> None:
+        """Run the encoder, and give the rows of `keep` from `first` on the keys and values of its states."""
+        states, heard = self._encode(sources)
+        keep.place(states.shape[1], first)
+        rows = states.shape[0]
+        begin = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
+        everything = states.new_zeros(rows, 1, 1, 1)
+        self._run(begin, everything, states, heard, _Both(_Passing(), _Keeping(keep), None))
+        whole = states.shape[1]
+        keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
+
+    def alone(self, tokens: Tensor, source: Source) -> Tensor:
+        """The logits (1, n, vocab) of a text (1, n) by the model's own ways, without cache."""
+        states, heard = self._encode([source])
+        given = BaseModelOutput(last_hidden_state=states)
+        return self.model(encoder_outputs=given, attention_mask=heard, decoder_input_ids=tokens, use_cache=False).logits
+
+    def _encode(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
+        """The encoder's states (rows, longest, width), and which of them are no padding."""
+        encoder = self.model.get_encoder()
+        if isinstance(sources[0], Tensor):
+            features = torch.stack([source for source in sources if isinstance(source, Tensor)])
+            return encoder(features.to(self.device, self.dtype)).last_hidden_state, None
+        width = max(map(len, sources))
+        ids = torch.zeros(len(sources), width, dtype=torch.long)
+        heard = torch.zeros_like(ids)
+        for row, source in enumerate(sources):
+            ids[row, : len(source)], heard[row, : len(source)] = torch.tensor(source), 1
+        ids, heard = ids.to(self.device), heard.to(self.device)
+        return encoder(input_ids=ids, attention_mask=heard).last_hidden_state, heard
+
+    def _run(self, tokens: Tensor, mask: Tensor, states: Tensor, heard: Tensor | None, cache: _Both) -> Any:
+        return self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            attention_mask=heard,
+            decoder_input_ids=tokens,
+            decoder_attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+
+class Sources:
+    """What the decoder knows of the source of every row: keys and values of cross-attention, fixed per row."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._rows = RowCache()
+        self.form = source_form(decoder.model)
+
+    @torch.inference_mode()
+    def add(self, sources: Sequence[Source]) -> None:
+        """Read the sources of new rows. One longer than the encoder can read is cut."""
+        first = len(self._rows.lengths)
+        self._rows.add(len(sources))
+        if sources:
+            self._decoder.read([self.form.cut(source) for source in sources], self._rows, first)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self._rows.free(rows)
+
+    def cross(self, part: slice, back: Tensor | None) -> Cross:
+        """What a pass of some rows reads; `back` as in `Cross`."""
+        self._rows.place(0, part.start, part.stop)
+        ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.seen
+        keys = stores[0][0]
+        beyond = torch.arange(keys.shape[2])[None] >= ends[:, None]
+        mask = torch.zeros(beyond.shape, dtype=keys.dtype).masked_fill_(beyond, torch.finfo(keys.dtype).min)
+        return Cross(stores, mask[:, None, None].to(keys.device), back)
+
+
+def source_form(model: PreTrainedModel) -> SourceForm:
+    """The sources that an encoder-decoder reads."""
+    config = model.config
+    if model.main_input_name not in {"input_ids", "input_features"} or (
+        model.main_input_name == "input_features" and config.model_type != "whisper"
+    ):
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name}; encoder-decoders of text and Whisper are supported."
+        )
+    if model.main_input_name == "input_features":
+        encoder = model.get_encoder()
+        frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        return SourceForm(0, None, (config.num_mel_bins, frames))
+    longest = getattr(config, "max_position_embeddings", None)
+    return SourceForm(model.get_encoder().get_input_embeddings().num_embeddings, longest)
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Modules of its own over the same weights: the given model stays as it is."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

@@ -1,0 +1,61 @@
+"""What an encoder reads: the source of a text, beside which its decoder writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Source = tuple[int, ...] | Tensor
+"""Token ids, or audio features (bins, frames)."""
+
+
+@dataclass(frozen=True)
+class SourceForm:
+    """The sources that an encoder can read: ids below `vocab`, at most `longest` of them (None: no limit), or, if
+    `features` is not None, audio features of that shape (bins, frames)."""
+
+    vocab: int
+    longest: int | None = None
+    features: tuple[int, int] | None = None
+
+    def example(self, length: int = 2) -> Source:
+        """A source to try a model with, of `length` tokens."""
+        if self.features is not None:
+            return torch.zeros(self.features)
+        return tuple((5 * place + length) % self.vocab for place in range(length))
+
+    def check(self, source: Source, where: str, model: str) -> None:
+        """Raises ValueError for a source that the encoder cannot read; `where` names it, `model` reads it."""
+        if self.features is not None:
+            if not isinstance(source, Tensor) or tuple(source.shape) != self.features:
+                given = tuple(source.shape) if isinstance(source, Tensor) else "token ids"
+                raise ValueError(f"{where} is {given}, but {model} hears features {self.features} (bins, frames).")
+            return
+        if isinstance(source, Tensor):
+            raise ValueError(f"{where} is audio, but {model} reads text.")
+        if not source:
+            raise ValueError(f"{where} is empty: its source needs at least one token.")
+        if self.longest and len(source) > self.longest:
+            raise ValueError(
+                f"{where} has {len(source)} tokens, but the encoder of {model} reads {self.longest}; "
+                f"shorten it to at most {self.longest}."
+            )
+        if not all(0 <= token < self.vocab for token in source):
+            raise ValueError(f"{where} has token ids outside 0..{self.vocab - 1}, which {model} reads.")
+
+    def cut(self, source: Source) -> Source:
+        """What the encoder reads of it: all, or as much as it can."""
+        return source if isinstance(source, Tensor) else source[: self.longest]
+
+
+def check_source(form: SourceForm | None, source: Source | None, where: str, model: str) -> None:
+    """Raises ValueError unless the model (`form` None: it has no encoder) can work with this source (None: none)."""
+    if form is None:
+        if source is not None:
+            raise ValueError(f"{where} has a source, but {model} has no encoder to read it.")
+    elif source is None:
+        raise ValueError(f"{where} has no source, but {model} is an encoder-decoder and reads one.")
+    else:
+        form.check(source, where, model)

@@ -1,0 +1,85 @@
+"""A scorer beside the texts it should hold, compared with fresh forwards of each text alone, without cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.models import CausalScorer
+from slipstream.sources import Source
+from toys import HF_VOCAB, WINDOW
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # in standard deviations of the logits
+
+
+def text(name: int, count: int) -> list[int]:
+    """A reproducible random text, without the padding token of any family."""
+    return torch.randint(2, HF_VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist()
+
+
+def source(scorer: CausalScorer, name: int, length: int) -> Source | None:
+    """What the model's encoder reads, if it has one: a random source of `length` tokens, or features."""
+    form = scorer.source_form
+    if form is None:
+        return None
+    if form.features is None:
+        return tuple(text(name, length))
+    return torch.randn(form.features, generator=torch.Generator().manual_seed(name))
+
+
+class Reference:
+    """A scorer beside the texts it should hold; every step is compared with fresh forwards."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.scorer = CausalScorer(model)
+        self.texts: list[list[int]] = []
+        self.sources: list[Source | None] = []
+        self.fresh_names = itertools.count(1000)
+
+    def add(self, *lengths: int) -> None:
+        """Prefill new rows behind the others."""
+        new = [text(next(self.fresh_names), length) for length in lengths]
+        sources = [source(self.scorer, next(self.fresh_names), 1 + 5 * length % 23) for length in lengths]
+        self.scorer.add(len(new), sources)
+        self.scorer.prefill(new, first=len(self.texts))
+        self.texts += new
+        self.sources += sources
+
+    def free(self, *rows: int) -> None:
+        """End some rows."""
+        self.scorer.free(rows)
+        self.texts = [text for place, text in enumerate(self.texts) if place not in rows]
+        self.sources = [source for place, source in enumerate(self.sources) if place not in rows]
+
+    @torch.inference_mode()
+    def step(self, *counts: int) -> float:
+        """Feed wrong tokens, roll back, feed `counts[r]` true ones -> largest difference in standard deviations."""
+        wrong = torch.tensor([text(next(self.fresh_names), 3) for _ in counts])
+        self.scorer.extend(wrong, [1 + place % 3 for place in range(len(counts))])
+        self.scorer.rollback([len(text) for text in self.texts])
+        new = [text(next(self.fresh_names), max(counts)) for _ in counts]
+        logits = self.scorer.extend(torch.tensor(new), counts)
+        assert logits.shape == (len(counts), max(counts), self.scorer.vocab)
+        gaps = []
+        for place, count in enumerate(counts):
+            self.texts[place] = [*self.texts[place], *new[place][:count]]
+            want = self.scorer.alone(self.texts[place], self.sources[place])[0, -count:].float()
+            gaps.append(float((logits[place, :count].float() - want).abs().max() / want.std()))
+        assert self.scorer.lengths == [len(text) for text in self.texts]
+        return max(gaps)
+
+
+def contract(model: PreTrainedModel) -> float:
+    """The whole contract -> largest difference. The first rows are longer than the window, the second is not."""
+    rows = Reference(model)
+    rows.add(2 * WINDOW + 3, 3, WINDOW)
+    gaps = [rows.step(1, 4, 2), rows.step(4, 1, 4)]
+    rows.free(1)
+    gaps.append(rows.step(2, 3))
+    rows.add(3 * WINDOW, 1)  # late, and longer than the others
+    gaps += [rows.step(1, 2, 3, 4), rows.step(4, 3, 2, 1)]
+    rows.free(0, 2)
+    gaps.append(rows.step(2, 2))
+    return max(gaps)
