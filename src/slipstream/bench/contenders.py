@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,13 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import Engine
 from slipstream.models import CausalScorer, load_model
 from slipstream.packing import PackedLinear
-from slipstream.records import Request, Row, Scorer
+from slipstream.records import Request, Round, Row, Scorer
 from slipstream.rules import Rule, rule
 from slipstream.sampling import Sampling, request_key
 from slipstream.stats import Stats
+
+Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
+"""Decodes requests, as `rounds` does."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ def _untouched(scorer: CausalScorer) -> Any:
     return load_model(model.config.name_or_path, model.dtype, str(model.device))
 
 
-def ours(name: str, decoder: Decoder, gamma: int | None = None) -> Contender:
-    """A decoder of ours, with whatever drafter, verifier and controller it has."""
+def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rounds) -> Contender:
+    """A decoder of ours, with whatever drafter, verifier and controller it has. `play` may look at its rounds."""
 
     def run(task: Task) -> Output:
         sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0
@@ -90,7 +93,7 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None) -> Contender:
             Request(prompt, sampler, task.max_new_tokens, task.eos, task.seed, request_key(prompt, index))
             for index, prompt in enumerate(task.prompts)
         ]
-        for round in rounds(replace(decoder, batch_size=task.batch), requests):
+        for round in play(replace(decoder, batch_size=task.batch), requests):
             rows |= {row.index: row for row in round.rows}
             count += 1
         done = [rows[index] for index in range(len(requests))]

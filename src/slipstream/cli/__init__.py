@@ -11,5 +11,6 @@ from slipstream.cli import exits as exits
 from slipstream.cli import generate as generate
 from slipstream.cli import heads as heads
 from slipstream.cli import ngram as ngram
+from slipstream.cli import paper as paper
 from slipstream.cli import plan as plan
 from slipstream.cli.app import main as main

@@ -1,0 +1,141 @@
+"""`slipstream paper`: the paper's tables and figures from our own runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.options import OUTPUT, Compile, Device
+from slipstream.explain import console
+
+if TYPE_CHECKING:
+    from slipstream.paper.lab import Lab
+    from slipstream.paper.report import Sheet
+
+CORPORA = "Models and corpora"
+NAMES = "table1 to table5, figure1 to figure5, gamma (best, and an oracle's), iid, bleu, or all."
+
+
+def _option(panel: str | None, metavar: str | None, help: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
+
+
+What = Annotated[list[str], typer.Argument(metavar="NAME...", help=NAMES)]
+Standins = Annotated[
+    str | None, _option(CORPORA, "FOLDER", "Stand-ins for the paper's T5 models; trained there if absent (hours).")
+]
+Pairs = Annotated[
+    str | None,
+    _option(CORPORA, "FOLDER", "Aligned files as Multi30k's: *train*.en, *train*.de, *test*...; or dataset:NAME."),
+]
+Articles = Annotated[
+    str | None, _option(CORPORA, "FILE", 'News to summarize: a JSON list with "article"; or dataset:NAME.')
+]
+Texts = Annotated[list[str] | None, _option(CORPORA, "FILE", "More text for summaries. Repeatable.", "--texts")]
+Own = Annotated[
+    str | None, _option(CORPORA, "MODEL", "An encoder-decoder of your own instead of stand-ins: hub name or folder.")
+]
+Drafts = Annotated[
+    list[str] | None, _option(CORPORA, "MODEL", "Its drafts. Repeatable, the smallest first.", "--draft")
+]
+Prefix = Annotated[str, _option(CORPORA, "TEXT", "Stands before every source: 'translate English to German: '.")]
+Quick = Annotated[
+    bool, _option(None, None, "Tiny models and few texts: minutes instead of hours; labelled so.", "--quick")
+]
+Again = Annotated[bool, _option(None, None, "Measure anew what the folder holds.", "--again")]
+Out = Annotated[str | None, _option(OUTPUT, "FOLDER", "Write JSON and plots there, and the page FOLDER.md beside it.")]
+Json = Annotated[bool, _option(OUTPUT, None, "The sheets as JSON, nothing else.", "--json")]
+
+
+@app.command()
+def paper(
+    what: What,
+    standins: Standins = None,
+    pairs: Pairs = None,
+    articles: Articles = None,
+    texts: Texts = None,
+    target: Own = None,
+    draft: Drafts = None,
+    prefix: Prefix = "",
+    compile: Compile = False,
+    device: Device = None,
+    quick: Quick = False,
+    again: Again = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Reproduce the paper's tables and figures (arXiv 2211.17192), and put the paper's numbers beside ours.
+
+    table1 and figure1 to figure4 need nothing. With --out, what was measured is kept and used again.
+
+    Example: slipstream paper table1 figure3 --out build/paper
+
+    Example: slipstream paper all --standins build/standins --pairs multi30k --articles cnndm.json --out docs/paper
+    """
+    names = _names(what)
+    from slipstream.paper.lab import FULL, QUICK, Given, Lab
+    from slipstream.paper.subjects import Loading
+
+    if target and not draft:
+        raise ValueError("--target needs its drafts: give --draft, once or more.")
+    folder = Path(standins).expanduser() if standins else None
+    given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()), prefix)
+    how = Loading(compile, device, progress=say)
+    lab = Lab(given, QUICK if quick else FULL, how, _folder(out), again, say)
+    try:
+        sheets = _made(names, lab, as_json)
+    except KeyboardInterrupt:
+        say("interrupted: what was finished is kept; the same command goes on from there.")
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        print(json.dumps([sheet.as_dict() for sheet in sheets], ensure_ascii=False))
+
+
+def _names(what: Sequence[str]) -> list[str]:
+    from slipstream.paper.catalogue import ALL, MAKERS
+
+    unknown = [name for name in what if name not in (*MAKERS, ALL)]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no table or figure of the paper: use {', '.join(MAKERS)} or {ALL}.")
+    return list(MAKERS) if ALL in what else list(dict.fromkeys(what))
+
+
+def _folder(out: str | None) -> Path | None:
+    """Where files go, checked before anything is measured."""
+    from slipstream.paper.draw import check_drawing
+
+    if out is None:
+        return None
+    check_drawing()
+    folder = Path(out).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _made(names: Sequence[str], lab: Lab, as_json: bool) -> list[Sheet]:
+    from slipstream.paper.catalogue import make
+
+    sheets = []
+    for name in names:
+        sheets.append(make(name, lab))
+        if not as_json:
+            _show(sheets[-1])
+    return sheets
+
+
+def _show(sheet: Sheet) -> None:
+    screen = console()
+    screen.print(f"\n{sheet.title}{' (quick: tiny models, few texts)' if sheet.quick else ''}", style="bold")
+    heads, cells = [column.name for column in sheet.columns], sheet.cells()
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    for line in (heads, *cells):  # as wide as it is: a terminal that is too narrow wraps whole lines
+        screen.print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), soft_wrap=True)
+    if sheet.text:
+        screen.print(f"\n{sheet.text}", soft_wrap=True)
+    for note in sheet.notes:
+        screen.print(note, style="dim")

@@ -1,0 +1,54 @@
+"""Every table and figure by the name users give, and what makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.paper import figures, ideal, tables
+from slipstream.paper.draw import draw
+from slipstream.paper.lab import Lab
+from slipstream.paper.page import write_page
+from slipstream.paper.report import Sheet, read_sheets, write_json
+
+MAKERS: dict[str, Callable[[Lab], Sheet]] = {
+    "table1": lambda lab: ideal.table1(),
+    "table2": tables.table2,
+    "table3": tables.table3,
+    "table4": tables.table4,
+    "table5": tables.table5,
+    "figure1": figures.figure1,
+    "figure2": lambda lab: ideal.figure2(),
+    "figure3": lambda lab: ideal.figure3(),
+    "figure4": lambda lab: ideal.figure4(),
+    "figure5": figures.figure5,
+    "gamma": figures.gamma,
+    "iid": figures.iid,
+    "bleu": tables.bleu,
+}
+ALL = "all"
+CORPORA = " --standins FOLDER --pairs FOLDER --articles FILE --texts FILES"
+ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
+"""Those that need no corpora."""
+
+
+def make(name: str, lab: Lab) -> Sheet:
+    """One table or figure, with the command that makes it; its files are written if the lab has a folder."""
+    quick = " --quick" * lab.scale.quick
+    given = "" if name in ALONE else CORPORA
+    compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))
+    command = f"slipstream paper {name}{given}{compiled}{quick} --out docs/paper"
+    sheet = replace(MAKERS[name](lab), command=command)
+    if lab.out:
+        _write(sheet, lab, lab.out)
+    return sheet
+
+
+def _write(sheet: Sheet, lab: Lab, out: Path) -> None:
+    write_json(sheet.as_dict(), out / f"{sheet.name}.json")
+    if sheet.drawn:
+        draw(sheet, out / f"{sheet.name}.svg")
+    if sheet.name == "figure1":
+        (out / "figure1.html").write_text(lab.story()["html"], encoding="utf-8")
+    write_page(read_sheets(out, tuple(MAKERS)), out)

@@ -1,0 +1,127 @@
+"""A family of stand-ins in a folder: a target and its drafts, trained from pairs if they are not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
+
+from slipstream.files import whole
+from slipstream.paper import standins
+from slipstream.paper.corpora import Pairs
+from slipstream.paper.standins import DRAFTS, GROWN_INNER, TARGET, Size
+from slipstream.paper.training import Example, Learner, Plan, answers
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a family is made: the target at first, then grown, then its drafts by what the target says."""
+
+    vocab: int = 6000
+    first: Plan = field(default_factory=lambda: Plan(8, last=0.3))
+    grown: Plan = field(default_factory=lambda: Plan(0.6, rate=3e-4, warm=20, seed=1))
+    inner: int = GROWN_INNER
+    target: Size = TARGET
+    drafts: dict[str, tuple[Size, Plan]] = field(
+        default_factory=lambda: {
+            "small": (DRAFTS["small"], Plan(12, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(10, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(6, rate=1e-3)),
+        }
+    )
+    longest: int = 64  # tokens of what the target says
+    greedy_share: float = 0.5  # of the sources that drafts learn from are answered greedily, the rest sampled
+
+
+RECIPES = {
+    "translation": Recipe(),
+    "lead": Recipe(
+        first=Plan(3, batch=64, last=0.3), grown=Plan(0.3, batch=64, rate=3e-4, warm=20, seed=1), longest=96
+    ),
+}
+"""About two hours on two cores that do nothing else, minutes on a GPU."""
+
+
+def tiny(longest: int, inner: int = 512) -> Recipe:
+    """Models that learn little, in a minute or two: to see that everything runs."""
+    plan = Plan(1.5, batch=64, rate=4e-3, warm=20)
+    sizes = {"small": Size(16, 1, 16, 32, 1, 1), "base": Size(32, 2, 16, 64, 1, 1), "large": Size(64, 2, 32, 128, 1, 1)}
+    return Recipe(
+        *(2000, plan, replace(plan, epochs=0.1, rate=3e-4, seed=1), inner, Size(128, 4, 32, 256, 1, 2)),
+        {name: (size, plan) for name, size in sizes.items()},
+        longest,
+    )
+
+
+QUICK_RECIPES = {"translation": tiny(64), "lead": tiny(96)}
+
+Say = Callable[[str], object]
+
+
+def complete(folder: Path, recipe: Recipe) -> bool:
+    """Whether all models of a family are there."""
+    return all((folder / name / "config.json").exists() for name in ("target", *recipe.drafts))
+
+
+def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
+    """Train what is missing in `folder`: target, answers, drafts. An interrupted run goes on where it stopped."""
+    if complete(folder, recipe):
+        return
+    work = folder / "training"
+    tokenizer = _tokenizer(pairs, work, recipe.vocab)
+    examples = [Example(tuple(tokenizer(a).input_ids), tuple(tokenizer(b).input_ids)) for a, b in pairs.train]
+    if not (folder / "target" / "config.json").exists():
+        standins.save(_target(examples, len(tokenizer), work, recipe, say), tokenizer, folder / "target")
+    target = T5ForConditionalGeneration.from_pretrained(folder / "target", dtype=torch.float32)
+    told = _told(target, examples, work / "answers.pt", recipe, say)
+    for name, (size, plan) in recipe.drafts.items():
+        if not (folder / name / "config.json").exists():
+            draft = standins.new_model(size, len(tokenizer))
+            Learner(draft, told, plan, work / f"{name}.pt").learn(_watch(name, say))
+            standins.save(draft, tokenizer, folder / name)
+
+
+def _tokenizer(pairs: Pairs, work: Path, vocab: int) -> PreTrainedTokenizerFast:
+    saved = work / "tokenizer"
+    if not saved.exists():
+        standins.new_tokenizer(pairs.texts(), vocab).save_pretrained(saved)
+    return PreTrainedTokenizerFast.from_pretrained(saved)
+
+
+def _target(examples: list[Example], vocab: int, work: Path, recipe: Recipe, say: Say) -> T5ForConditionalGeneration:
+    first = standins.new_model(recipe.target, vocab)
+    Learner(first, examples, recipe.first, work / "first.pt").learn(_watch("target", say))
+    target = standins.grown(first, recipe.inner)
+    Learner(target, examples, recipe.grown, work / "grown.pt").learn(_watch("grown target", say))
+    return target
+
+
+def _told(
+    target: T5ForConditionalGeneration, examples: list[Example], file: Path, recipe: Recipe, say: Say
+) -> list[Example]:
+    """What the target says to the sources it learned from, some greedily and the rest sampled; kept in a file."""
+    if file.exists():
+        return [Example(*told) for told in torch.load(file, weights_only=True)]
+    cut = int(recipe.greedy_share * len(examples))
+    told: list[Example] = []
+    for part, temperature in ((examples[:cut], 0.0), (examples[cut:], 1.0)):
+        sources = [example.source for example in part]
+
+        def watch(done: int, of: int, temperature: float = temperature) -> None:
+            say(f"answers at temperature {temperature:g}: {done} of {of}")
+
+        told += answers(target, sources, temperature, recipe.longest, watch=watch)
+    with whole(file) as written:
+        torch.save([(example.source, example.target, example.laws) for example in told], written)
+    return told
+
+
+def _watch(name: str, say: Say) -> Callable[[int, int, float], None]:
+    def watch(step: int, steps: int, loss: float) -> None:
+        if step % 20 == 0 or step == steps:
+            say(f"{name}: step {step} of {steps}, loss {loss:.3f}")
+
+    return watch

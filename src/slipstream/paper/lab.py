@@ -1,0 +1,186 @@
+"""The lab: what was given, what is measured with it, and what was measured before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slipstream.paper import corpora, families, speeds, trails
+from slipstream.paper.corpora import Pairs
+from slipstream.paper.families import QUICK_RECIPES, RECIPES, Recipe
+from slipstream.paper.published import SUMMARIES, TRANSLATION, WRITING
+from slipstream.paper.quality import bleu
+from slipstream.paper.report import write_json
+from slipstream.paper.speeds import Course
+from slipstream.paper.subjects import DRAFT, Loading, Subject, embedded, family
+from slipstream.paper.traces import story, timeline
+
+MEASURED = "measured"  # the folder of what tables are made of
+LENGTHS = {TRANSLATION: 64, SUMMARIES: 96}
+STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user named: a folder of stand-ins, corpora, or models of their own with a `prefix` for their sources."""
+
+    standins: Path | None = None
+    pairs: str | None = None
+    articles: str | None = None
+    texts: tuple[str, ...] = ()
+    target: str | None = None
+    drafts: tuple[str, ...] = ()
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: `tokens` for every alpha, `length` of texts of the embedded pair, sentences for BLEU."""
+
+    tokens: int = 10_000
+    length: int = 128
+    sentences: int = 1000
+    course: Course = field(default_factory=Course)
+    recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
+    most_pairs: int | None = None
+    quick: bool = False
+
+
+FULL = Scale()
+QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, 6000, quick=True)
+
+
+@dataclass
+class Lab:
+    """Measures what tables ask for, once; with a folder `out`, also once for all runs (unless `again`)."""
+
+    given: Given
+    scale: Scale = FULL
+    how: Loading = field(default_factory=Loading)
+    out: Path | None = None
+    again: bool = False
+    say: Callable[[str], Any] = print
+    _subjects: dict[tuple[str, bool], Subject] = field(default_factory=dict)
+    _found: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    # ---- what is there ----
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks with encoder-decoders that can be measured with what was given."""
+        found = {TRANSLATION: self.given.pairs, SUMMARIES: self.given.articles}
+        there = tuple(task for task, source in found.items() if source and (self.given.standins or self.given.target))
+        if self.given.target and not there:
+            raise ValueError(
+                "--target needs something to translate or to summarize: give --pairs FOLDER or --articles FILE."
+            )
+        return there
+
+    def need_tasks(self) -> tuple[str, ...]:
+        """The same. Raises ValueError if there are none."""
+        if not self.tasks:
+            raise ValueError(
+                "this table needs encoder-decoders: give --standins FOLDER with --pairs FOLDER (translation) or "
+                "--articles FILE (summaries), or models of your own by --target and --draft with either."
+            )
+        return self.tasks
+
+    def subject(self, task: str, compiled: bool | None = None) -> Subject:
+        """The models of a task, loaded once."""
+        key = (task, self.how.compile if compiled is None else compiled)
+        if key not in self._subjects:
+            how = replace(self.how, compile=key[1])
+            self._subjects[key] = embedded(self.scale.length, how) if task == WRITING else self._family(task, how)
+        return self._subjects[key]
+
+    def _family(self, task: str, how: Loading) -> Subject:
+        pairs = self._pairs(task)
+        if self.given.target:
+            drafts: dict[str, Path | str] = {Path(name).name: name for name in self.given.drafts}
+            return family(pairs.prefixed(self.given.prefix), self.given.target, drafts, LENGTHS[task], how)
+        recipe, folder = self.scale.recipes[task], self.standins / task
+        families.make(pairs, folder, recipe, self.say)
+        return family(pairs, folder / "target", {name: folder / name for name in recipe.drafts}, LENGTHS[task], how)
+
+    @property
+    def standins(self) -> Path:
+        """Where the stand-ins lie; quick ones apart."""
+        assert self.given.standins is not None
+        return self.given.standins / "quick" if self.scale.quick else self.given.standins
+
+    def _pairs(self, task: str) -> Pairs:
+        if task == TRANSLATION:
+            assert self.given.pairs is not None
+            pairs = corpora.translation(self.given.pairs)
+        else:
+            assert self.given.articles is not None
+            pairs = corpora.leads(self.given.articles, self.given.texts)
+        return pairs.first(self.scale.most_pairs)
+
+    # ---- what is measured ----
+
+    def alphas(self, task: str, temperature: int) -> dict[str, Any]:
+        """Acceptance of n-grams and drafts along the target's texts, by draft."""
+
+        def measure() -> dict[str, Any]:
+            subject = self.subject(task, compiled=False)
+            requests, outputs = trails.write(subject, temperature, self.scale.tokens, self.say)
+            self.say(f"{task} at temperature {temperature}: acceptance along {sum(map(len, outputs))} tokens")
+            found = trails.follow(subject, trails.scouts(subject), requests, outputs)
+            return trails.record(subject, found)
+
+        return self._measured(f"alphas-{task}-{temperature}", measure)
+
+    def speeds(self, task: str, temperature: int) -> dict[str, Any]:
+        """The race of plain, speculative and transformers' decoding."""
+
+        def measure() -> dict[str, Any]:
+            alphas = self.alphas(task, temperature)["drafts"]
+            return speeds.race(self.subject(task), temperature, alphas, self.scale.course, self.say)
+
+        return self._measured(f"speeds-{task}-{temperature}", measure)
+
+    def bleu(self) -> dict[str, Any]:
+        """Quality of translations."""
+        if TRANSLATION not in self.need_tasks():
+            raise ValueError("BLEU is of translations: give --pairs FOLDER.")
+
+        def measure() -> dict[str, Any]:
+            subject = self.subject(TRANSLATION, compiled=False)
+            return bleu(subject, (0.0, 1.0), self.scale.sentences, self.say)
+
+        return self._measured("bleu", measure)
+
+    def story(self) -> dict[str, Any]:
+        """The trace of the embedded pair."""
+
+        def measure() -> dict[str, Any]:
+            return story(replace(self.subject(WRITING, compiled=False), length=STORY), DRAFT, STORY_GAMMA, 1.0)
+
+        return self._measured("story", measure)
+
+    def timeline(self) -> dict[str, Any]:
+        """Calls over time: of translations if they can be measured, else of the embedded pair."""
+
+        def measure() -> dict[str, Any]:
+            subject = self.subject(TRANSLATION if TRANSLATION in self.tasks else WRITING)
+            return timeline(subject, next(iter(subject.drafts)), self.scale.course.repetitions, self.say)
+
+        return self._measured("timeline", measure)
+
+    def _measured(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was measured under this name, now or, in the folder, at the same scale before."""
+        file = self.out / MEASURED / f"{name}.json" if self.out else None
+        if name not in self._found and file and file.is_file() and not self.again:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record["quick"] == self.scale.quick:
+                self._found[name] = record
+        if name not in self._found:
+            self._found[name] = {**json.loads(json.dumps(measure())), "quick": self.scale.quick}
+            if file:
+                write_json(self._found[name], file)
+        return self._found[name]

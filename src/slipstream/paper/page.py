@@ -1,0 +1,96 @@
+"""docs/paper.md: every sheet with the command that makes it, from the JSON files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.paper.report import Sheet, markdown
+
+INTRODUCTION = """\
+# The paper, reproduced
+
+Every table and figure of "Fast Inference from Transformers via Speculative Decoding" (Leviathan, Kalman, Matias;
+ICML 2023, [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)) beside our own runs. This page is written by
+`slipstream paper`; every number on it comes from the command beside it, and lies as JSON in [paper/](paper). Columns
+named `paper` hold what the paper prints; `ours / paper` is the ratio. `pip install 'slipstream[paper]'` brings what the
+commands need beside the core.
+
+## What is different here
+
+| | paper | here |
+|---|---|---|
+| target | T5 v1.1 XXL, 11 B parameters, fine-tuned | T5 v1.1 type, trained from scratch (sizes below the tables) |
+| drafts | T5 v1.1 small 77 M, base 250 M, large 800 M: 1/140, 1/44, 1/14 of it | the same type, about 1/100, 1/30, \
+1/10, taught by what the target says |
+| translation | WMT English-German | Multi30k: captions of pictures, short and simple sentences |
+| summaries | CNN/DailyMail, articles to highlights | `lead`: a passage of a CNN/DailyMail article to its first two \
+sentences |
+| unconditional text | GPT-like 97 M and 6 M on lm1b | the embedded pair, Llama type, 9.9 M and 0.9 M, on Python |
+| dialog | LaMDA 137 B with 100 M, 2 B, 8 B | none |
+| machine | one TPU-v4, T5X | the one named below each table |
+| texts | long enough that the encoder does not count | short: the encoder's share is told and counted |
+
+The models are small and trained within hours on a CPU, minutes on a GPU. They are no substitute for the paper's. What
+can be compared is the method: how alpha orders the drafts, how alpha and c give the speed, and what the theory says
+against what the clock says.
+
+The paper's own models can be measured by whoever has the hardware:
+
+```
+$ slipstream paper table2 table4 --target google/t5-v1_1-xxl --draft google/t5-v1_1-small --draft google/t5-v1_1-base \\
+    --draft google/t5-v1_1-large --pairs dataset:bentrevett/multi30k --out build/paper
+```
+
+T5 v1.1 has seen no task and must be fine-tuned first, as the paper did; the first T5 was trained on several, so that
+`--target t5-large --draft t5-small --prefix "translate English to German: "` works as it is.
+
+Not copied from the paper, for they do not follow from its own figures: the speeds of section A.5 for lenience at
+temperature 1, the inequality of greedy lenience (printed the wrong way round), and the remark that c was always below
+0.05 (Table 4 has 0.11 for large).
+"""
+
+
+def page(sheets: Sequence[Sheet], folder: str) -> str:
+    """The Markdown page; pictures lie in `folder` beside it."""
+    parts = [INTRODUCTION]
+    for sheet in sheets:
+        parts.append("\n".join(_section(sheet, folder)))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(sheet: Sheet, folder: str) -> Iterator[str]:
+    yield f"## {sheet.title}\n"
+    yield f"```\n$ {sheet.command}\n```\n"
+    if sheet.quick:
+        yield "**Quick: tiny models and few texts, to show that it runs. Not to be compared with the paper's.**\n"
+    if sheet.drawn:
+        yield f"![{sheet.title}]({folder}/{sheet.name}.svg)\n"
+    if table := markdown(sheet):
+        yield "\n".join(table) + "\n"
+    if sheet.text:
+        yield f"```\n{sheet.text.rstrip()}\n```\n"
+    yield from (f"{note}\n" for note in sheet.notes)
+    if sheet.environment:
+        yield f"{machine(sheet.environment)}\n"
+
+
+def machine(facts: dict[str, Any]) -> str:
+    """Where it was measured, and the sizes of the models."""
+    place = (
+        f"{facts['cpu']}, {facts['threads']} of {facts['cores']} threads"
+        if "cpu" in str(facts["device"])
+        else facts["device"]
+    )
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("slipstream", "torch", "transformers"))
+    sizes = facts.get("parameters") or {}
+    models = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in sizes.items())
+    return f"Measured {facts['date'][:10]} on {place}; {versions}{f'; parameters: {models}' if models else ''}."
+
+
+def write_page(sheets: Sequence[Sheet], out: Path) -> Path:
+    """The page beside the folder of the sheets: `docs/paper` gives `docs/paper.md`."""
+    file = out.with_name(f"{out.name}.md")
+    file.write_text(page(sheets, out.name), encoding="utf-8")
+    return file

@@ -1,0 +1,120 @@
+"""What is measured: a target, its drafts from the smallest on, and the texts they are asked to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from slipstream.controllers import Fixed
+from slipstream.decoding import Decoder, NoDraft
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafting import Site, drafter
+from slipstream.engine import Engine, load
+from slipstream.execution import Mode
+from slipstream.models import EMBEDDED
+from slipstream.paper import writing
+from slipstream.paper.corpora import Pairs
+from slipstream.paper.published import WRITING
+from slipstream.records import Request, Scorer
+from slipstream.rules import TOKEN
+from slipstream.sampling import Sampling, request_key
+
+DRAFT = "embedded draft"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target (as an engine without a draft), `drafts` by name, `sources` as text, the `references` they should
+    give (or none), and `known()`, the token ids that n-grams are counted in."""
+
+    name: str
+    engine: Engine
+    drafts: Mapping[str, Scorer]
+    sources: tuple[str, ...]
+    known: Callable[[], list[list[int]]]
+    length: int
+    references: tuple[str, ...] = ()
+    _drafters: dict[str, ModelDrafter] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Decoder:
+        """The target alone."""
+        return Decoder(self.engine.decoder.target, NoDraft(), TOKEN.verify, Fixed(0), 1, TOKEN.seam)
+
+    def drafted(self, draft: str, gamma: int) -> Decoder:
+        """The target with a draft, by Algorithm 1."""
+        if draft not in self._drafters:
+            self._drafters[draft] = ModelDrafter(self.drafts[draft], self.engine.decoder.target.vocab)
+        return replace(self.plain, drafter=self._drafters[draft], controller=Fixed(gamma))
+
+    def lend(self, draft: str) -> Scorer:
+        """A draft's model for other work than drafting, without the rows that drafting left in its cache."""
+        self._drafters.pop(draft, None)
+        self.drafts[draft].free(range(len(self.drafts[draft].lengths)))
+        return self.drafts[draft]
+
+    def requests(self, temperature: float, places: Sequence[int], seed: int = 0) -> list[Request]:
+        """Of some of the sources; one that is taken again draws other numbers."""
+        sampler, copies, made = Sampling(temperature=temperature), dict[int, int](), list[Request]()
+        for place in places:
+            copies[place] = copies.get(place, -1) + 1
+            prompt = self.engine.encode(self.sources[place])
+            key = request_key(prompt, copies[place])
+            made.append(Request(prompt, sampler, self.length, self.engine.eos, seed, key))
+        return made
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Of every model, by name."""
+        models = {"target": self.engine.decoder.target, **self.drafts}
+        return {name: scorer.model.num_parameters() for name, scorer in models.items() if hasattr(scorer, "model")}
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded."""
+
+    compile: bool = False
+    device: str | None = None
+    dtype: str = "float32"
+    progress: Callable[[str], object] | None = None
+
+
+def embedded(length: int, how: Loading) -> Subject:
+    """The pair that ships with the package, writing Python."""
+    engine, drafts = _loaded(EMBEDDED / "target", {DRAFT: EMBEDDED / "draft"}, how)
+
+    def known() -> list[list[int]]:
+        return [engine.tokenizer(text, verbose=False)["input_ids"] for text in writing.texts()]
+
+    return Subject(WRITING, engine, drafts, tuple(writing.prompts()), known, length)
+
+
+def family(pairs: Pairs, target: str | Path, drafts: Mapping[str, str | Path], length: int, how: Loading) -> Subject:
+    """Models that answer sources: stand-ins from their folders, or others by their hub names."""
+    engine, found = _loaded(target, drafts, how)
+    sources, references = zip(*pairs.held_out, strict=True)
+
+    def known() -> list[list[int]]:
+        return list(_answers(engine, pairs))
+
+    return Subject(pairs.name, engine, found, sources, known, length, references)
+
+
+def _answers(engine: Engine, pairs: Pairs) -> Iterator[list[int]]:
+    for _, target in pairs.train:
+        yield list(engine.tokenizer(target)["input_ids"])
+
+
+def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
+    engine = load(target, dtype=how.dtype, device=how.device, compile=how.compile, verify=TOKEN, progress=how.progress)
+    mode = Mode(how.compile, None, how.progress)
+    site = Site(engine.decoder.target, engine.tokenizer, how.dtype, how.device, mode=mode)
+    found = dict[str, Scorer]()
+    for name, source in drafts.items():
+        made = drafter(str(source), site)
+        if not isinstance(made, ModelDrafter):
+            raise ValueError(f"draft {name} does not share the target's tokenizer, as the paper's drafts do.")
+        found[name] = made.scorer
+    return engine, found

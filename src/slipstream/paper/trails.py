@@ -1,0 +1,161 @@
+"""Acceptance along texts that the target wrote (Corollary 3.6): alpha of models and n-grams, strict and lenient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import slipstream.acceptance as acceptance
+from slipstream.bench.machine import environment
+from slipstream.check.watch import plain_law, replay
+from slipstream.decoding import generate
+from slipstream.drafters.model import fit
+from slipstream.drafters.ngram import NgramModel
+from slipstream.laws import Law
+from slipstream.paper import walks
+from slipstream.paper.published import LENIENCES
+from slipstream.paper.subjects import Subject
+from slipstream.records import Request, Row, Scorer
+from slipstream.theory import bootstrap_ratio
+
+Outputs = Sequence[Sequence[int]]
+Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
+"""Walks along given outputs: q (rows, 1, vocab) before every token."""
+
+BATCH = 32
+LAGS, RUN, PLACES = 5, 6, 12
+REPLICATES = 200
+GAMMAS, ENDLESS = range(1, 17), range(1, 17)
+
+
+class Trail:
+    """How a draft fares at every position of some texts: beta, and the chance that the token written there is kept."""
+
+    def __init__(self) -> None:
+        self.betas: list[list[float]] = []
+        self.chances: list[list[float]] = []
+        self.lenient = dict.fromkeys(LENIENCES, 0.0)  # sums over positions
+
+    def begin(self, texts: int) -> None:
+        """Texts that are walked together."""
+        self.betas += [[] for _ in range(texts)]
+        self.chances += [[] for _ in range(texts)]
+
+    def step(self, texts: Sequence[int], p: Law, q: Law, written: Tensor) -> None:
+        """One position of some of the texts; `written` (rows, 1) stands there."""
+        beta = acceptance.beta(p, q)
+        chance = beta if p.point else (q.of(written) / p.of(written)).clamp(max=1)
+        for text, kept, kept_here in zip(texts, beta[:, 0].tolist(), chance[:, 0].tolist(), strict=True):
+            self.betas[text].append(min(1.0, kept))
+            self.chances[text].append(kept_here)
+        for lenience in self.lenient:
+            self.lenient[lenience] += float(lenient_beta(p, q, lenience).clamp(max=1).sum())
+
+    def figures(self) -> dict[str, Any]:
+        """What tables and figures are made of."""
+        positions = sum(map(len, self.betas))
+        pairs = [(math.fsum(betas), len(betas)) for betas in self.betas if betas]
+        one = walks.endless(self.chances)
+        return {
+            "alpha": asdict(bootstrap_ratio(pairs, replicates=REPLICATES)),
+            "positions": positions,
+            "mean_length": positions / len(pairs),
+            "lenient": {f"{lenience:g}": total / positions for lenience, total in self.lenient.items()},
+            "by_place": walks.by_place(self.chances, PLACES),
+            "after": [walks.after(self.chances, kept) for kept in range(RUN)],
+            "autocorrelation": [walks.autocorrelation(self.chances, lag) for lag in range(1, LAGS + 1)],
+            "tokens_per_round": {str(gamma): walks.tokens_per_round(self.chances, gamma) for gamma in GAMMAS},
+            "endless_tokens_per_round": {str(gamma): walks.tokens_per_round(one, gamma) for gamma in ENDLESS},
+            "oracle": walks.oracle(one),
+        }
+
+
+def lenient_beta(p: Law, q: Law, lenience: float) -> Tensor:
+    """alpha_l at each position (rows, positions): sum_x min(p/l, q), greedily whether p(x) >= l max p (section A.5)."""
+    if p.tokens is None:
+        return torch.minimum(p.dense / lenience, q.dense).sum(-1)
+    assert p.scores is not None and q.tokens is not None
+    scores = p.scores.gather(-1, q.tokens.unsqueeze(-1)).squeeze(-1)
+    return ((q.tokens == p.tokens) | (scores >= p.scores.amax(-1) + math.log(lenience))).float()
+
+
+def write(
+    subject: Subject, temperature: float, tokens: int, say: Callable[[str], object]
+) -> tuple[list[Request], Outputs]:
+    """The target's own texts, about `tokens` in all; at a temperature, sources are taken again if they are too few."""
+    made: list[tuple[Request, list[int]]] = []
+    decoder, place, written = replace(subject.plain, batch_size=BATCH), 0, 0
+    most = len(subject.sources) * (8 if temperature else 1)
+    while written < tokens and place < most:
+        places = [index % len(subject.sources) for index in range(place, min(place + BATCH, most))]
+        requests = subject.requests(temperature, places, seed=place // len(subject.sources))
+        made += [(request, row.output) for request, row in zip(requests, generate(decoder, requests), strict=True)]
+        place, written = place + BATCH, sum(len(output) for _, output in made)
+        say(f"{subject.name} at temperature {temperature:g}: {min(written, tokens)} of {tokens} tokens")
+    return [request for request, _ in made], [output for _, output in made]
+
+
+def scouts(subject: Subject) -> dict[str, Scout]:
+    """Unigrams, bigrams and the drafts of a subject."""
+    begin = list(subject.requests(1.0, [0])[0].prompt)
+    vocab, known = subject.engine.decoder.target.vocab, subject.known()
+    opened = [[*begin, *text] for text in known] if subject.references else known
+    tables = {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
+    found: dict[str, Scout] = {name: _table(model, name) for name, model in tables.items()}
+    return found | {name: _model(subject.lend(name), vocab) for name in subject.drafts}
+
+
+def _model(draft: Scorer, vocab: int) -> Scout:
+    def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
+        for _, rows, scores, _ in replay(draft, requests, outputs):
+            yield plain_law(rows, fit(scores, vocab), draft.name)
+
+    return walk
+
+
+def _table(model: NgramModel, name: str) -> Scout:
+    def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
+        rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
+        for place in range(max(map(len, outputs))):
+            laws = np.stack([model.law(model.state(row.tokens[-model.order :])) for row in rows])
+            yield plain_law(rows, torch.from_numpy(np.log(laws))[:, None], f"the {name} model")
+            for row, output in zip(rows, outputs, strict=True):
+                row.tokens += output[place : place + 1]
+
+    return walk
+
+
+@torch.inference_mode()
+def follow(
+    subject: Subject, found: Mapping[str, Scout], requests: Sequence[Request], outputs: Outputs
+) -> dict[str, Trail]:
+    """Walk along the target's texts with every scout."""
+    trails = {name: Trail() for name in found}
+    for start in range(0, len(outputs), BATCH):
+        some, texts = requests[start : start + BATCH], outputs[start : start + BATCH]
+        for trail in trails.values():
+            trail.begin(len(texts))
+        others = {name: scout(some, texts) for name, scout in found.items()}
+        for place, _, _, p in replay(subject.engine.decoder.target, some, texts):
+            alive = torch.tensor([row for row, text in enumerate(texts) if place < len(text)])
+            written = torch.tensor([[texts[row][place]] for row in alive])
+            for name, other in others.items():
+                here, there = p.select(alive.to(p.device)), next(other).to(p.device).select(alive.to(p.device))
+                trails[name].step([start + row for row in alive.tolist()], here, there, written.to(p.device))
+    return trails
+
+
+def record(subject: Subject, trails: Mapping[str, Trail]) -> dict[str, Any]:
+    """What was found, as a JSON object."""
+    return {
+        "subject": subject.name,
+        "environment": environment(subject.engine),
+        "parameters": subject.parameters,
+        "drafts": {name: trail.figures() for name, trail in trails.items()},
+    }

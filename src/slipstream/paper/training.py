@@ -1,0 +1,197 @@
+"""Training a T5-type model on pairs, or a draft on its target's laws: with progress, resuming where it stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import T5ForConditionalGeneration
+
+from slipstream.files import whole
+from slipstream.paper.standins import EOS, PAD
+
+IGNORED = -100
+SOFT = 32  # tokens of a law that are kept for a draft to learn from
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids with </s>. `laws`: of every target position, the likeliest tokens and their probabilities."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    laws: tuple[Tensor, Tensor] | None = None  # (positions, SOFT) both
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how fast: passes over the examples, pairs per step, learning rate and where it ends."""
+
+    epochs: float
+    batch: int = 128
+    rate: float = 1e-3
+    last: float = 0.0  # share of the rate that is left at the end
+    warm: int = 200  # steps until the full rate
+    seed: int = 0
+
+
+Watch = Callable[[int, int, float], object]
+"""(steps done, steps in all, loss): called after every step."""
+
+
+class Learner:
+    """A model in training. `learn` goes on after an interruption, also in a new process."""
+
+    def __init__(self, model: T5ForConditionalGeneration, examples: Sequence[Example], plan: Plan, file: Path) -> None:
+        """`file` keeps the state; raises ValueError if it belongs to another training."""
+        self.model, self.examples, self.plan, self.file = model, examples, plan, file
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(self.device).train()
+        decayed = [weight for weight in model.parameters() if weight.dim() > 1]
+        others = [weight for weight in model.parameters() if weight.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)
+        self.steps = max(1, round(plan.epochs * len(examples) / plan.batch))
+        self.step = 0
+        if file.exists():
+            self._resume()
+
+    def learn(self, watch: Watch = lambda step, steps, loss: None, save_every: int = 100) -> None:
+        """The steps that are left. Interrupted, it saves first."""
+        try:
+            while self.step < self.steps:
+                loss = self._learn(self._batch())
+                self.step += 1
+                watch(self.step, self.steps, loss)
+                if self.step % save_every == 0:
+                    self._save()
+        finally:
+            self._save()
+        self.model.eval().cpu()
+
+    def _learn(self, batch: Sequence[Example]) -> float:
+        torch.manual_seed(self.plan.seed * 1_000_003 + self.step)  # of dropout
+        source = padded([example.source for example in batch], PAD).to(self.device)
+        labels = padded([example.target for example in batch], IGNORED).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(input_ids=source, attention_mask=source != PAD, labels=labels).logits
+        loss = _loss(logits.float(), labels, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.rate * _rate(self.step, self.steps, self.plan)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def _batch(self) -> list[Example]:
+        """Pairs of similar length; they depend on the seed and the step alone, so resuming changes nothing."""
+        size, count = self.plan.batch, len(self.examples)
+        epoch, place = divmod(self.step, max(1, count // size))
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch, rng = epoch, random.Random(self.plan.seed * 7919 + epoch)
+            order = [(len(self.examples[i].source) + rng.random() * 4, i) for i in rng.sample(range(count), count)]
+            chunks = [sorted(order[start : start + 32 * size]) for start in range(0, count, 32 * size)]
+            places = [i for chunk in chunks for _, i in chunk]
+            self._batches = [places[start : start + size] for start in range(0, count - size + 1, size)] or [places]
+            rng.shuffle(self._batches)
+        return [self.examples[i] for i in self._batches[place]]
+
+    # ---- state ----
+
+    def _save(self) -> None:
+        state = {
+            "plan": asdict(self.plan),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with whole(self.file) as part:
+            torch.save(state, part)
+
+    def _resume(self) -> None:
+        state: dict[str, Any] = torch.load(self.file, map_location=self.device, weights_only=True)
+        if state["plan"] != asdict(self.plan):
+            raise ValueError(f"{self.file} belongs to a training with another plan: delete it, or give the same plan.")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+
+def _loss(logits: Tensor, labels: Tensor, batch: Sequence[Example]) -> Tensor:
+    """Cross entropy against the text, or against the target's laws where they are known. Mean over tokens.
+
+    Of a law only the SOFT likeliest tokens are kept; what little lies outside teaches nothing.
+    """
+    if batch[0].laws is None:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    logs = logits.log_softmax(-1)
+    tokens = padded_laws([example.laws[0] for example in batch if example.laws], logits.shape[1]).to(logits.device)
+    shares = padded_laws([example.laws[1] for example in batch if example.laws], logits.shape[1]).to(logits.device)
+    inside = -(shares.float() * logs.gather(-1, tokens.long())).sum(-1)
+    real = labels != IGNORED
+    return inside[real].mean()
+
+
+def _rate(step: int, steps: int, plan: Plan) -> float:
+    """A warm-up, then half a cosine down to `last`."""
+    falling = 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * step / steps)).item()
+    return min(1.0, (step + 1) / plan.warm) * (plan.last + (1 - plan.last) * falling)
+
+
+def padded(texts: Sequence[Sequence[int]], value: int) -> Tensor:
+    """(rows, longest)."""
+    width = max(map(len, texts))
+    return torch.tensor([[*text, *[value] * (width - len(text))] for text in texts])
+
+
+def padded_laws(laws: Sequence[Tensor], width: int) -> Tensor:
+    """(rows, width, SOFT)."""
+    return torch.stack([functional.pad(law, (0, 0, 0, width - len(law))) for law in laws])
+
+
+@torch.no_grad()
+def answers(
+    model: T5ForConditionalGeneration,
+    sources: Sequence[tuple[int, ...]],
+    temperature: float,
+    most: int = 64,
+    batch: int = 256,
+    watch: Callable[[int, int], object] = lambda done, of: None,
+) -> list[Example]:
+    """What the model says to every source, with the laws (T=1) it said it by. Sampled unless `temperature` is 0."""
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    found: list[Example | None] = [None] * len(sources)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).eval()
+    for start in range(0, len(order), batch):
+        places = order[start : start + batch]
+        tokens = padded([sources[i] for i in places], PAD).to(device)
+        torch.manual_seed(start)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        with torch.autocast(device.type, torch.bfloat16):
+            out = model.generate(
+                tokens,
+                attention_mask=tokens != PAD,
+                max_new_tokens=most,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **sampling,
+            )
+        laws = [logits.float().softmax(-1).topk(SOFT) for logits in out.logits]
+        tops = torch.stack([law.indices for law in laws], 1).to(torch.int16).cpu()
+        shares = torch.stack([law.values for law in laws], 1).to(torch.bfloat16).cpu()
+        for row, place in enumerate(places):
+            text = out.sequences[row, 1:].tolist()
+            length = text.index(EOS) + 1 if EOS in text else len(text)
+            kept = (tops[row, :length].clone(), shares[row, :length].clone())
+            found[place] = Example(tuple(sources[place]), tuple(text[:length]), kept)
+        watch(min(start + batch, len(order)), len(order))
+    return [example for example in found if example]

@@ -1,0 +1,176 @@
+"""Stand-ins for the paper's models: corpora, growth, training that can be interrupted, and families in folders."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import T5ForConditionalGeneration
+
+from slipstream.paper import corpora, families, standins
+from slipstream.paper.corpora import Pairs
+from slipstream.paper.families import Recipe
+from slipstream.paper.standins import PAD, Size
+from slipstream.paper.training import Example, Learner, Plan, answers
+
+SMALL = Size(16, 2, 8, 24, 1, 1)
+WORDS = ["a", "man", "and", "a", "dog", "run", "in", "the", "park", "while", "it", "rains", "on", "them"]
+
+
+def sentences(count: int) -> list[tuple[str, str]]:
+    """Sources and what they become."""
+    texts = [" ".join(WORDS[start % 5 : start % 5 + 3 + start % 6]) for start in range(count)]
+    return [(text, text.upper()) for text in texts]
+
+
+PAIRS = Pairs("translation", tuple(sentences(24)), tuple(sentences(4)))
+EXAMPLES = [Example(tuple(range(2, 6 + n % 3)), (*range(3, 5 + n % 4), 1)) for n in range(12)]
+PLAN = Plan(4.0, batch=4, warm=2, seed=3)
+
+
+def aligned(folder: Path, pairs: Pairs = PAIRS, zipped: bool = False) -> Path:
+    """Files as Multi30k's."""
+    folder.mkdir(exist_ok=True)
+    for part, lines in (("train", pairs.train), ("test", pairs.held_out)):
+        for place, language in enumerate(("en", "de")):
+            text = "".join(f"{pair[place]}\n" for pair in lines).encode()
+            name = folder / f"x.{part}.{language}"
+            name.with_name(name.name + ".gz" * zipped).write_bytes(gzip.compress(text) if zipped else text)
+    return folder
+
+
+# ---- corpora ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_aligned_files(tmp_path: Path, zipped: bool) -> None:
+    assert corpora.translation(str(aligned(tmp_path / "pairs", zipped=zipped))) == PAIRS
+
+
+def test_files_that_are_not_aligned(tmp_path: Path) -> None:
+    folder = aligned(tmp_path / "pairs")
+    (folder / "x.train.de").write_text("one line\n")
+    with pytest.raises(ValueError, match=r"24 lines in 'en' and 1 in 'de'"):
+        corpora.translation(str(folder))
+    with pytest.raises(ValueError, match="there is no file"):
+        corpora.translation(str(tmp_path))
+
+
+def article(number: int) -> str:
+    return " ".join(f"Sentence {number} of part {part} says a little more than that." for part in range(30))
+
+
+def test_leads_are_first_sentences(tmp_path: Path) -> None:
+    file = tmp_path / "news.json"
+    file.write_text(json.dumps([{"article": article(number)} for number in range(6)]))
+    pairs = corpora.leads(str(file), [], held_out=2)
+    assert pairs.train and all(source.startswith(lead) for source, lead in (*pairs.train, *pairs.held_out))
+    assert {source.split()[1] for source, _ in pairs.train} == {"0", "1", "2", "3"}
+    assert {source.split()[1] for source, _ in pairs.held_out} == {"4", "5"}
+    assert [source.split()[4] for source, _ in pairs.held_out[:2]] == ["0", "0"]  # beginnings of articles first
+    assert pairs == corpora.leads(str(file), [], held_out=2)
+    with pytest.raises(ValueError, match="give more"):
+        corpora.leads(str(file), [], held_out=6)
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="no JSON list"):
+        corpora.leads(str(file), [])
+
+
+def test_pairs_can_be_cut_and_prefixed() -> None:
+    assert len(PAIRS.first(3).train) == 3 and PAIRS.first(None) == PAIRS
+    assert all(source.startswith("say: ") for source, _ in PAIRS.prefixed("say: ").held_out)
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+def logits(model: T5ForConditionalGeneration) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[3, 4, 1]]), decoder_input_ids=torch.tensor([[0, 5, 6]])).logits
+
+
+def test_growth_keeps_the_function_and_lets_everything_learn() -> None:
+    model = standins.new_model(SMALL, 20)
+    wide = standins.grown(model, 64)
+    assert torch.allclose(logits(model), logits(wide), atol=1e-5)
+    assert standins.parameters(wide) > standins.parameters(model)
+    wide(input_ids=torch.tensor([[3, 4, 1]]), labels=torch.tensor([[5, 6, 1]])).loss.backward()
+    gate = next(weight for name, weight in wide.named_parameters() if name.endswith("wo.weight"))
+    assert gate.grad is not None and gate.grad[:, SMALL.inner :].abs().sum() > 0
+    with torch.no_grad():
+        gate[:, SMALL.inner :] += 1.0  # the control: new units with an output change the function
+    assert not torch.allclose(logits(model), logits(wide), atol=1e-5)
+
+
+def weights(model: T5ForConditionalGeneration) -> dict[str, torch.Tensor]:
+    return model.state_dict()
+
+
+def learned(file: Path, plan: Plan = PLAN, stop: int | None = None) -> T5ForConditionalGeneration:
+    """A model after its training, or after an interruption."""
+
+    def watch(step: int, steps: int, loss: float) -> None:
+        if step == stop:
+            raise KeyboardInterrupt
+
+    model = standins.new_model(SMALL, 20)
+    Learner(model, EXAMPLES, plan, file).learn(watch)
+    return model
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = learned(tmp_path / "whole.pt")
+    with pytest.raises(KeyboardInterrupt):
+        learned(tmp_path / "cut.pt", stop=5)
+    again = learned(tmp_path / "cut.pt")
+    assert all(torch.equal(weights(whole)[name], weights(again)[name]) for name in weights(whole))
+    other = learned(tmp_path / "other.pt", replace(PLAN, seed=4))
+    assert any(not torch.equal(weights(whole)[name], weights(other)[name]) for name in weights(whole))
+    with pytest.raises(ValueError, match="another plan"):
+        learned(tmp_path / "cut.pt", replace(PLAN, rate=0.5))
+
+
+def test_answers_come_with_their_laws() -> None:
+    model = standins.new_model(SMALL, 50)
+    sources = [(3, 4, 1), (5, 1), (6, 7, 8, 1)]
+    found = answers(model, sources, 1.0, most=6, batch=2)
+    assert found == [] or [example.source for example in found] == sources
+    for example in found:
+        tokens, shares = example.laws or (torch.empty(0), torch.empty(0))
+        assert tokens.shape == shares.shape == (len(example.target), 32)
+        assert example.target[0] in tokens[0].tolist() or float(shares[0].sum()) < 0.999
+    greedy = answers(model, sources, 0.0, most=6, batch=3)
+    assert [example.target for example in greedy] == [example.target for example in answers(model, sources, 0.0, 6, 1)]
+
+
+RECIPE = Recipe(
+    *(300, Plan(1.0, batch=8, warm=2), Plan(0.5, batch=8, warm=2, seed=1), 40, SMALL),
+    {"small": (Size(8, 1, 8, 8, 1, 1), Plan(1.0, batch=8, warm=2))},
+    8,
+)
+
+
+def test_a_family_is_made_once_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def stop(text: str) -> None:
+        said.append(text)
+        if text.startswith("answers"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        families.make(PAIRS, tmp_path / "family", RECIPE, stop)
+    assert not families.complete(tmp_path / "family", RECIPE)
+    said.clear()
+    families.make(PAIRS, tmp_path / "family", RECIPE, said.append)
+    assert families.complete(tmp_path / "family", RECIPE)
+    assert not any(text.startswith(("target", "grown")) for text in said)  # these were done
+    said.clear()
+    families.make(PAIRS, tmp_path / "family", RECIPE, said.append)
+    assert said == []
+    model = T5ForConditionalGeneration.from_pretrained(tmp_path / "family" / "target")
+    assert model.config.d_ff == 40 and model.config.decoder_start_token_id == PAD
