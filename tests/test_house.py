@@ -155,7 +155,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "faiss": ("drafters.nearest",),
     "datasets": ("documents",),
     "typer": ("cli", "cli.*"),
-    "rich": ("cli", "cli.*", "explain"),
+    "rich": ("cli", "cli.*", "explain", "paper.traces"),
     "matplotlib": ("plan.plot", "bench.plot", "paper.draw"),
     "tokenizers": ("paper.standins",),
     "sacrebleu": ("paper.quality",),
