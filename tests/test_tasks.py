@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,11 @@ from transformers import GenerationMixin, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import slipstream
+from slipstream.bench import QUICK, measure
+from slipstream.check import check
 from slipstream.cli import app as cli
 from slipstream.cli import generate as _generate  # noqa: F401  (registers the command)
+from slipstream.plan.run import Settings, make
 from slipstream.tasks import Task, frame
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
@@ -208,3 +212,30 @@ def test_a_name_and_a_prefix_exclude_each_other() -> None:
 
 def test_whisper_features_have_the_size_that_the_model_says() -> None:
     assert slipstream.load(tiny(Family("WhisperConfig", WHISPER, {}))).decoder.target.source_form.features == (8, 40)
+
+
+# ---- the other commands -----------------------------------------------------------------------------------------
+
+
+def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str]) -> None:
+    report = check(slipstream.load(*pair, dtype="float32"), SOURCES, max_new_tokens=16, samples=200, ignore_eos=True)
+    assert report.verdict == "pass"
+
+
+def test_the_benchmark_counts_the_same_tokens_for_all(pair: tuple[str, str]) -> None:
+    settings = replace(QUICK, batches=(1, 2), gammas=(2,), max_new_tokens=8, repetitions=1, temperatures=(0.0,))
+    report = measure(slipstream.load(*pair, dtype="float32"), SOURCES, settings)
+    assert {row.contender for row in report.rows} == {
+        "slipstream plain",
+        "slipstream speculative",
+        "transformers generate",
+    }
+    assert all(row.matches_plain == row.matches_transformers == len(SOURCES) for row in report.rows)
+
+
+def test_a_plan_is_made(pair: tuple[str, str]) -> None:
+    engine = slipstream.load(*pair, dtype="float32")
+    settings = Settings(gammas=(1, 2), batches=(1,), max_new_tokens=8, repetitions=1)
+    report = make(engine, {"small": engine.decoder.drafter}, SOURCES, settings)
+    assert report.gammas.keys() == {1}
+    assert report.prompt_tokens == (2, 14)

@@ -33,7 +33,7 @@ from slipstream.records import (
 )
 from slipstream.rules import TOKEN
 from slipstream.sampling import draw
-from slipstream.sources import check_source
+from slipstream.sources import Frame, check_source
 from slipstream.stats import Stats
 
 
@@ -58,6 +58,7 @@ class Decoder:
     controller: Controller = field(default_factory=lambda: Fixed(5))
     batch_size: int = 8
     seam: Seam = draw
+    frame: Frame | None = None  # around the sources of an encoder-decoder
 
 
 def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:

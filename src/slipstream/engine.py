@@ -19,9 +19,9 @@ from slipstream.planfile import Plan
 from slipstream.records import Controller, Request, Round, Shape
 from slipstream.rules import BLOCK, Rule, rule
 from slipstream.sampling import Sampling, request_key
-from slipstream.sources import Source
+from slipstream.sources import Frame, framed, numbers
 from slipstream.stats import Stats
-from slipstream.tasks import Frame, Task, frame
+from slipstream.tasks import Task, frame
 from slipstream.text import Transcript
 
 GAMMA = 5
@@ -101,9 +101,7 @@ class Engine:
         rule: Rule = BLOCK,
         exact_shape: bool = False,
         notes: Sequence[str] = (),
-        frame: Frame | None = None,
     ) -> None:
-        self.frame = frame
         self.exact_shape = exact_shape
         self.notes = tuple(notes)
         self.decoder = decoder
@@ -164,20 +162,14 @@ class Engine:
         """The prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError if it cannot be one:
         empty, too long, or no tokenizer."""
         ids = tuple(self._encode(prompt))
-        begin, source = self.framed(ids)
+        begin, source = framed(self.frame, ids)
         check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source)])
         return ids
 
-    def framed(self, ids: Source) -> tuple[tuple[int, ...], Source | None]:
-        """What `encode` returned, or audio features -> the prompt and the source of a request."""
-        if self.frame is not None:
-            return self.frame.begin, ids
-        if isinstance(ids, Tensor):
-            raise ValueError(f"{self.decoder.target.name} reads text: give token ids as a list or a tuple.")
-        return ids, None
-
-    def _key(self, ids: tuple[int, ...], source: Source | None, copy: int = 0) -> int:
-        return request_key(ids, copy) if self.frame is None or source is None else self.frame.key(source, copy)
+    @property
+    def frame(self) -> Frame | None:
+        """What stands around sources; None for a causal target."""
+        return self.decoder.frame
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, without special ones; empty if there is no tokenizer."""
@@ -194,14 +186,14 @@ class Engine:
         eos = frozenset() if asked.ignore_eos else self.eos
         sampler = self._sampling(eos, {name: value for name, value in options.items() if name not in names})
         stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop)
-        requests, transcripts, copies = [], [], dict[int, int]()
+        requests, transcripts, copies = [], [], dict[tuple[int, ...], int]()
         for prompt in prompts:
-            ids, source = self.framed(prompt if isinstance(prompt, Tensor) else tuple(self._encode(prompt)))
-            name = self._key(ids, source)
+            given = prompt if isinstance(prompt, Tensor) else tuple(self._encode(prompt))
+            (ids, source), name = framed(self.frame, given), numbers(given)
             copies[name] = copies.get(name, -1) + 1
             transcripts.append(Transcript(self.decode, stops))
             stop = _stop(transcripts[-1]) if stops else None
-            key = self._key(ids, source, copies[name])
+            key = request_key(name, copies[name])
             requests.append(Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, stop, source))
         if self.exact_shape:
             self._fix_shape(asked, requests)
@@ -337,12 +329,12 @@ def load(
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)
     if draft is None:
-        plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0))
-        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen, frame=framing)
+        plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
+        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
     else:
         site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=mode)
-        decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size)
-        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes, framing)
+        decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size, frame=framing)
+        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
     if compile:
         engine.warm_up()
     return engine

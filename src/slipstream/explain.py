@@ -99,7 +99,9 @@ class Story:
 
     def whole(self) -> Iterator[Span]:
         """Prompt and output; a character that never got complete shows as INCOMPLETE."""
-        yield Span(self._decode(self.row.request.prompt), "prompt")
+        source = self.row.request.source
+        begin = self._decode(self.row.request.prompt)
+        yield Span(f"{self._decode(source)}\n{begin}" if isinstance(source, tuple) else begin, "prompt")
         shown = _closed([span.text for span in self.spans])
         yield from (Span(text, span.kind) for text, span in zip(shown, self.spans, strict=True))
 

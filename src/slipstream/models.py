@@ -29,7 +29,7 @@ from slipstream.cache import RowCache
 from slipstream.execution import EAGER, Cross, Execution, Mode, Pass, execution
 from slipstream.packing import can_pack, packed
 from slipstream.records import Shape, Tree
-from slipstream.seq2seq import Decoder, Sources
+from slipstream.seq2seq import SourceDecoder, Sources
 from slipstream.sight import Sight, mask_kinds
 from slipstream.sources import Source, SourceForm
 from slipstream.support import PROVEN, first_sentence, longrope_switch, probe, refuse_unsupported
@@ -68,16 +68,16 @@ class CausalScorer:
 
     def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
-        self.model: Any = Decoder(model.eval()) if model.config.is_encoder_decoder else model.eval()
+        self.model = model.eval()
+        self._decoder = SourceDecoder(model) if model.config.is_encoder_decoder else None
         self._config = model.config.get_text_config()
         refuse_unsupported(model, self.name)
         self._kinds = mask_kinds(self._config)
-        relative = isinstance(self.model, Decoder) and self.model.relative
-        self._looks_at_distance = relative or any(map(any, self._kinds.values()))
+        self._relative = self._decoder is not None and self._decoder.relative
+        self._looks_at_distance = self._relative or any(map(any, self._kinds.values()))
         self.shape: Shape | None = None
         self.device = model.device  # where tokens go in and logits come out
-        # Looks at signatures: too slow for every pass.
-        self._keeps = not isinstance(self.model, Decoder) and model._supports_logits_to_keep()
+        self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
         self.execution = execution
         self._fresh()
         if self._config.model_type not in PROVEN:
@@ -89,7 +89,7 @@ class CausalScorer:
     def _fresh(self) -> None:
         self._rows = RowCache()
         self._cache = _HFCache(self._rows)
-        self._sources = Sources(self.model) if isinstance(self.model, Decoder) else None
+        self._sources = Sources(self._decoder) if self._decoder else None
 
     @property
     def vocab(self) -> int:
@@ -123,7 +123,7 @@ class CausalScorer:
         """Append empty rows; an encoder reads the source of each."""
         self._rows.add(rows)
         if self._sources:
-            self._sources.add([source for source in sources if source is not None])
+            self._sources.add(rows, sources)
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
@@ -154,9 +154,9 @@ class CausalScorer:
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """The logits (1, n, vocab) of one text by the model's own ways, without our cache."""
         tokens = torch.tensor([text], device=self.device)
-        if isinstance(self.model, Decoder):
+        if self._decoder:
             assert source is not None
-            return self.model.alone(tokens, source)
+            return self._decoder.alone(tokens, source)
         return self.model(tokens, use_cache=False).logits
 
     def fix_shape(self, shape: Shape | None) -> None:
@@ -197,7 +197,7 @@ class CausalScorer:
             logits = self.execution.run(work, self._rows.stores)
             if logits is not None:
                 return logits
-        out = self.model(
+        out = (self._decoder or self.model)(
             input_ids=tokens,
             attention_mask=work.mask,
             position_ids=work.positions,
@@ -219,7 +219,7 @@ class CausalScorer:
     def _cross(self, sight: Sight) -> Cross | None:
         if self._sources is None:
             return None
-        return self._sources.cross(self._rows.part, sight.back if self.model.relative else None)
+        return self._sources.cross(self._rows.part, sight.back if self._relative else None)
 
     def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
         if tree is not None:

@@ -2,8 +2,8 @@
 
 The encoder reads every source once. What its states are to the decoder, the keys and values of cross-attention, is
 fixed from then on: it lies in a `RowCache` of its own, a row per source, and only self-attention rolls back. Decoders
-count positions from one offset that all rows share; ours have lengths of their own, so `Decoder` runs a twin of the
-model, with the same weights, that is told every row's positions.
+count positions from one offset that all rows share; ours have lengths of their own, so `SourceDecoder` runs a twin of
+the model, with the same weights, that is told every row's positions.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Keeping(_Passing):
         return key_states, value_states
 
 
-class Decoder(nn.Module):
+class SourceDecoder(nn.Module):
     """The decoder of an encoder-decoder, called like a causal language model with `cross` beside."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -136,7 +136,6 @@ class Decoder(nn.Module):
             if getattr(attention, "has_relative_attention_bias", False) and hasattr(attention, "compute_bias"):
                 attention.compute_bias = RowBias(attention, self.where)
                 self.relative = True
-        self.config, self.generation_config = self.model.config, self.model.generation_config
 
     @property
     def device(self) -> torch.device:
@@ -147,14 +146,6 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.model.dtype
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """What makes logits."""
-        return self.model.get_output_embeddings()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """What reads tokens."""
-        return self.model.get_input_embeddings()
 
     def forward(
         self,
@@ -219,18 +210,21 @@ class Decoder(nn.Module):
 class Sources:
     """What the decoder knows of the source of every row: keys and values of cross-attention, fixed per row."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: SourceDecoder) -> None:
         self._decoder = decoder
         self._rows = RowCache()
         self.form = source_form(decoder.model)
 
     @torch.inference_mode()
-    def add(self, sources: Sequence[Source]) -> None:
-        """Read the sources of new rows. One longer than the encoder can read is cut."""
+    def add(self, rows: int, sources: Sequence[Source | None]) -> None:
+        """Read the sources of new rows. One longer than the encoder can read is cut. Raises ValueError if one lacks."""
+        given = [self.form.cut(source) for source in sources if source is not None]
+        if len(given) != rows:
+            raise ValueError(f"{type(self._decoder.model).__name__} is an encoder-decoder: every row needs a source.")
         first = len(self._rows.lengths)
-        self._rows.add(len(sources))
-        if sources:
-            self._decoder.read([self.form.cut(source) for source in sources], self._rows, first)
+        self._rows.add(rows)
+        if rows:
+            self._decoder.read(given, self._rows, first)
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,32 @@ class SourceForm:
     def cut(self, source: Source) -> Source:
         """What the encoder reads of it: all, or as much as it can."""
         return source if isinstance(source, Tensor) else source[: self.longest]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around sources: `prefix` before their text, `begin` at the beginning of what the decoder writes,
+    and `bans`, processors for tokens that it must not write."""
+
+    prefix: str
+    begin: tuple[int, ...]
+    bans: tuple[Any, ...] = ()
+
+
+def framed(frame: Frame | None, given: Source) -> tuple[tuple[int, ...], Source | None]:
+    """What a user gave -> the prompt and the source of a request. Without a frame, it is the prompt."""
+    if frame is not None:
+        return frame.begin, given
+    if isinstance(given, Tensor):
+        raise ValueError("a causal model reads text: give token ids as a list or a tuple, not as a tensor.")
+    return given, None
+
+
+def numbers(given: Source) -> tuple[int, ...]:
+    """Integers that name a source: its ids, or the bits of its features."""
+    if isinstance(given, tuple):
+        return given
+    return tuple(given.float().cpu().contiguous().view(torch.int32).flatten().tolist())
 
 
 def check_source(form: SourceForm | None, source: Source | None, where: str, model: str) -> None:

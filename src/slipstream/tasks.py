@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from slipstream.sampling import request_key
-from slipstream.sources import Source
+from slipstream.sources import Frame
 
 
 @dataclass(frozen=True)
@@ -38,22 +35,6 @@ class Task:
             src, _, tgt = text.partition(">")
             return Task(src_lang=src.strip() or None, tgt_lang=tgt.strip() or None)
         return Task(prefix=text) if ":" in text or " " in text else Task(text)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What stands around sources: `prefix` before their text, `begin` at the beginning of what the decoder writes,
-    and `bans`, processors for tokens that it must not write."""
-
-    prefix: str
-    begin: tuple[int, ...]
-    bans: tuple[Any, ...] = ()
-
-    def key(self, source: Source, copy: int = 0) -> int:
-        """A request's name in the keys of its draws, as `sampling.request_key`."""
-        if isinstance(source, Tensor):
-            source = tuple(source.float().cpu().contiguous().view(torch.int32).flatten().tolist())
-        return request_key((*self.begin, *source), copy)
 
 
 def frame(model: Any, tokenizer: Any, task: Task) -> Frame:

@@ -86,7 +86,8 @@ def _check(decoder: Decoder, texts: Sequence[Sequence[int]], settings: Settings)
     """All must be able to do the same work: whole batches, and texts within every context."""
     if len(texts) < (batch := max(settings.batches)):
         raise ValueError(f"a batch of {batch} needs as many prompts, but there are {len(texts)}.")
-    longest = max(map(len, texts)) + settings.max_new_tokens
+    begin = len(decoder.frame.begin) if decoder.frame else max(map(len, texts))
+    longest = begin + settings.max_new_tokens
     for name, context in ((scorer.name, scorer.context) for scorer in scorers(decoder)):
         if context and longest > context:
             raise ValueError(f"prompt and new tokens are up to {longest}, but {without_folder(name)} holds {context}.")

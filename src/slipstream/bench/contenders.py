@@ -17,6 +17,7 @@ from slipstream.packing import PackedLinear
 from slipstream.records import Request, Round, Row, Scorer
 from slipstream.rules import Rule, rule
 from slipstream.sampling import Sampling, request_key
+from slipstream.sources import framed
 from slipstream.stats import Stats
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
@@ -69,6 +70,8 @@ def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
     models = [_untouched(scorer) for scorer in everyone if isinstance(scorer, CausalScorer)]
     if len(models) < len(everyone):
         return []
+    if engine.frame:  # assisted generation has no settings for encoder-decoders that we know to be its best
+        return [peers.generate(models[0], engine.frame.begin)]
     contenders = [peers.generate(models[0])]
     if len({model.config.get_text_config().vocab_size for model in models}) == 1 < len(models):
         contenders += [peers.assisted(models[0], models[1], gamma) for gamma in settings.gammas]
@@ -90,8 +93,9 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
     def run(task: Task) -> Output:
         sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0
         requests = [
-            Request(prompt, sampler, task.max_new_tokens, task.eos, task.seed, request_key(prompt, index))
-            for index, prompt in enumerate(task.prompts)
+            Request(begin, sampler, task.max_new_tokens, task.eos, task.seed, request_key(given, index), source=source)
+            for index, given in enumerate(task.prompts)
+            for begin, source in [framed(decoder.frame, given)]
         ]
         for round in play(replace(decoder, batch_size=task.batch), requests):
             rows |= {row.index: row for row in round.rows}

@@ -6,19 +6,22 @@ for the call: what a model brings along (top-k 50, penalties, end tokens) would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, Contender, Output, Task
 from slipstream.models import padded
 
 
-def generate(model: PreTrainedModel) -> Contender:
-    """transformers' plain decoding, batches padded on the left."""
-    return Contender(GENERATE, lambda task: _generate(model, task))
+def generate(model: PreTrainedModel, begin: Sequence[int] = ()) -> Contender:
+    """transformers' plain decoding, batches padded on the left; `begin` is how the decoder of an encoder-decoder
+    begins, whose prompts are sources."""
+    return Contender(GENERATE, lambda task: _generate(model, task, begin))
 
 
 def assisted(target: PreTrainedModel, draft: PreTrainedModel, gamma: int) -> Contender:
@@ -51,10 +54,11 @@ def lookup(model: PreTrainedModel, gamma: int) -> Contender:
     return Contender(LOOKUP, run, gamma, largest_batch=1)
 
 
-def _generate(model: PreTrainedModel, task: Task, **arguments: Any) -> Output:
+def _generate(model: PreTrainedModel, task: Task, begin: Sequence[int] = (), **arguments: Any) -> Output:
     """Run `generate` on all prompts, and count the target's passes."""
     eos, tokens = sorted(task.eos), list[list[int]]()
     limits = {"max_new_tokens": task.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": (eos or [0])[0]}
+    limits |= {"decoder_start_token_id": begin[0]} if begin else {}
     sampling = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
     with (
         _configured(model, **limits, **(sampling if task.temperature else {"do_sample": False})),
@@ -62,11 +66,20 @@ def _generate(model: PreTrainedModel, task: Task, **arguments: Any) -> Output:
     ):
         for start in range(0, len(task.prompts), task.batch):
             texts = task.prompts[start : start + task.batch]
-            ids = padded([text[::-1] for text in texts], model.device).flip(1)
-            mask = padded([[1] * len(text) for text in texts], model.device).flip(1)
-            out = model.generate(input_ids=ids, attention_mask=mask, **arguments)
-            tokens += out[:, ids.shape[1] :].tolist()
+            inputs = _inputs(texts, begin, model.device)
+            out = model.generate(**inputs, **arguments)
+            tokens += out[:, len(begin) or inputs["input_ids"].shape[1] :].tolist()
     return Output(tokens, calls=len(calls))
+
+
+def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Prompts padded on the left; sources padded on the right, for encoders count from there."""
+    heard = [[1] * len(text) for text in texts]
+    if begin:
+        given = {"input_ids": texts, "attention_mask": heard, "decoder_input_ids": [begin] * len(texts)}
+        return {name: padded(rows, device) for name, rows in given.items()}
+    ids = padded([text[::-1] for text in texts], device).flip(1)
+    return {"input_ids": ids, "attention_mask": padded(heard, device).flip(1)}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from slipstream.decoding import Decoder
 from slipstream.records import Request, Sampler
 from slipstream.rules import Rule
 from slipstream.sampling import request_key
+from slipstream.sources import framed
 
 Listener = Callable[[str, int, int], None]
 """Told how far a check is: (what it does, done, of how many)."""
@@ -65,7 +66,9 @@ class Case:
         limit, prompts = tokens or self.settings.max_new_tokens, self.prompts
         every = [(prompts[i % len(prompts)], i) for i in range(count or len(prompts))]
         return [
-            Request(prompt, sampler, limit, self.eos, self.settings.seed, request_key(prompt, i)) for prompt, i in every
+            Request(begin, sampler, limit, self.eos, self.settings.seed, request_key(given, i), source=source)
+            for given, i in every
+            for begin, source in [framed(self.decoder.frame, given)]
         ]
 
     def under(self, rule: Rule) -> Decoder:

@@ -52,11 +52,11 @@ class Rounding:
 
     def see_whole(self, target: Scorer, text: Text, plain: Sequence[Tensor]) -> None:
         """The scores of a text's positions, against the target's own forward."""
-        model = getattr(target, "model", None)
-        if model is None:
+        alone = getattr(target, "alone", None)
+        if alone is None:
             return
-        tokens = torch.tensor([[*text.row.request.prompt, *text.tokens[:-1]]], device=target.device)
-        scores = model(tokens, use_cache=False).logits[0, -len(plain) :].to(plain[0].device)
+        request = text.row.request
+        scores = alone([*request.prompt, *text.tokens[:-1]], request.source)[0, -len(plain) :].to(plain[0].device)
         self.whole = max(self.whole or 0.0, _farthest(torch.stack(list(plain)), scores))
 
 

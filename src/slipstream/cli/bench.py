@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
-from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Batches, Compile, Device, Dtype, File, Target, option
+from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Batches, Compile, Device, Dtype, File, Target, Task, option
 from slipstream.explain import busy, console, steps
 from slipstream.prompts import gather, sound
 
@@ -56,6 +56,7 @@ def bench(
     dtype: Dtype = "auto",
     device: Device = None,
     compile: Compile = False,
+    task: Task = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +76,7 @@ def bench(
         check_plot(plot)
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
-        engine, others = _engines(target, draft or [], compile, dtype=dtype, device=device)
+        engine, others = _engines(target, draft or [], compile, dtype=dtype, device=device, task=task)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
     if target and not draft:

@@ -26,6 +26,7 @@ from slipstream.cli.options import (
     RepetitionPenalty,
     ReportJson,
     Target,
+    Task,
     TopK,
     TopP,
     Tree,
@@ -68,6 +69,7 @@ def check(
     device: Device = None,
     batch_size: BatchSize = 8,
     compile: Compile = False,
+    task: Task = None,
     max_new_tokens: MaxNewTokens = 64,
     samples: Samples = 1500,
     temperature: Temperature = None,
@@ -94,7 +96,7 @@ def check(
     given = sound(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
-        names = ("gamma", "verify", "dtype", "device", "batch_size", "compile")
+        names = ("gamma", "verify", "dtype", "device", "batch_size", "compile", "task")
         how = {name: context.params[name] for name in names}
         engine = load(target, draft, tree=parse_tree(tree), progress=say, **how)
     tell(engine.notes)

@@ -25,6 +25,7 @@ from slipstream.cli.options import (
     Prompts,
     Seed,
     Target,
+    Task,
     Temperature,
     TopK,
     TopP,
@@ -86,6 +87,7 @@ def plan(
     dtype: Dtype = "auto",
     device: Device = None,
     compile: Compile = False,
+    task: Task = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -117,12 +119,12 @@ def plan(
     settings = _settings(context.params)
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
     with busy(console(stderr=True), "loading"):
-        engine, drafters = _load(target, draft or [], verify=verify, dtype=dtype, device=device, compile=compile)
+        how = {name: context.params[name] for name in ("verify", "dtype", "device", "compile", "task")}
+        engine, drafters = _load(target, draft or [], **how)
     report = _measured(engine, drafters, texts, settings)
     made = report.plan(target, engine.decoder.target.vocab, dtype, compile)
     print(json.dumps(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
-    if save:
-        made.save(save)
+    _keep(made, save)
     _draw(report, plot)
     _export(made, export or [])
     if report.interrupted:
@@ -179,6 +181,11 @@ def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any]
     except KeyboardInterrupt:
         say("interrupted: too little was measured for a plan.")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _keep(made: Plan, file: str | None) -> None:
+    if file:
+        made.save(file)
 
 
 def _draw(report: Report, file: str | None) -> None:

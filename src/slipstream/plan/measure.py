@@ -18,6 +18,7 @@ from slipstream.decoding import Decoder, NoDraft, rounds
 from slipstream.plan.predict import Beat, Costs, Tally, between
 from slipstream.records import Controller, Drafter, Request, Round, Row, Scorer
 from slipstream.sampling import Sampling, request_key
+from slipstream.sources import Frame, framed
 from slipstream.stats import Stats
 
 Step = Callable[[str], None]
@@ -50,25 +51,29 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Task:
-    """What is decoded: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored."""
+    """What is decoded: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored. With
+    a `frame`, the texts are sources."""
 
     texts: tuple[tuple[int, ...], ...]
     rows: int
     length: int
     sampler: Sampling
     seed: int = 0
+    frame: Frame | None = None
 
     def requests(self, places: Sequence[int], seed: int = 0) -> list[Request]:
         """Of some of the texts. A text draws the same random numbers whatever runs beside it."""
         return [
             Request(
-                self.texts[place],
+                begin,
                 self.sampler,
                 self.length,
                 seed=self.seed + seed,
                 key=request_key(self.texts[place], place),
+                source=source,
             )
             for place in places
+            for begin, source in [framed(self.frame, self.texts[place])]
         ]
 
     def parts(self) -> list[range]:

@@ -162,7 +162,8 @@ def make(
     _check(engine, drafters, texts, settings)
     decoder = replace(engine.decoder, verifier=engine.rule.verify, seam=engine.rule.seam)
     report = Report(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
-    tasks = [Task(texts, rows, settings.max_new_tokens, settings.sampling, settings.seed) for rows in settings.batches]
+    how = (settings.max_new_tokens, settings.sampling, settings.seed, decoder.frame)
+    tasks = [Task(texts, rows, *how) for rows in settings.batches]
     step = _steps(tasks, len(drafters), settings, on_step)
     for task in tasks:
         plain, records = sweep(decoder, list(drafters.values()), task, settings.most, step)
@@ -205,7 +206,8 @@ def _check(engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequ
         raise ValueError("there is nothing to plan without a draft: give --draft.")
     if len(texts) < (least := max(2, *settings.batches)):
         raise ValueError(f"a plan needs {least} prompts or more here, but there are {len(texts)}.")
-    longest, context = max(map(len, texts)) + settings.max_new_tokens, engine.decoder.target.context
+    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
+    longest, context = begin + settings.max_new_tokens, engine.decoder.target.context
     if context and longest > context:
         name = engine.decoder.target.name
         raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")
