@@ -31,7 +31,7 @@ from slipstream.records import Key
 from slipstream.rules import Rule
 from slipstream.sampling import draw
 from slipstream.stats import Stats
-from toys import FAMILIES, HF_VOCAB, PAIRS, scorer, tiny
+from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, scorer, tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 8], [3, 3], [60, 2, 11, 30]]
 SMALL = Settings(gammas=(2, 3), batches=(1, 3), temperatures=(0.0, 1.0), max_new_tokens=6, repetitions=2)
@@ -112,6 +112,14 @@ def test_all_contenders_emit_the_same_greedy_tokens(batch: int) -> None:
         assert race.timed(each, task(batch=batch)).tokens == expected
         assert max(rows) == batch
         rows.clear()
+
+
+def test_generate_runs_a_decoder_that_is_deeper_than_its_encoder() -> None:
+    """The cache that transformers itself makes has the encoder's number of layers."""
+    engine = load(tiny(SEQ2SEQ["t5"], num_layers=1, num_decoder_layers=3))
+    settings = replace(SMALL, batches=(1, 3), temperatures=(0.0,))
+    rows = bench.measure(engine, PROMPTS, settings).rows
+    assert [(row.contender, row.matches_transformers) for row in rows] == [(PLAIN, 4), (GENERATE, 4)] * 2
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -684,8 +692,8 @@ def test_transformers_contenders_run_without_our_packed_weights(tmp_path: Path) 
     model = tiny(FAMILIES["llama"])
     model.save_pretrained(tmp_path)
     packed = load_scorer(tmp_path, device="cpu", mode=Mode(packed=True))
-    theirs = contenders._untouched(packed)
+    theirs = contenders.untouched(packed)
     assert not any(isinstance(part, PackedLinear) for part in theirs.modules())
     assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
     plain = load_scorer(model)
-    assert contenders._untouched(plain) is model
+    assert contenders.untouched(plain) is model

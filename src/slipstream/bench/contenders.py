@@ -67,7 +67,7 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
 def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
     """Those that can run with the same model objects."""
     everyone = scorers(engine.decoder)
-    models = [_untouched(scorer) for scorer in everyone if isinstance(scorer, CausalScorer)]
+    models = [untouched(scorer) for scorer in everyone if isinstance(scorer, CausalScorer)]
     if len(models) < len(everyone):
         return []
     if engine.frame:  # assisted generation has no settings for encoder-decoders that we know to be its best
@@ -79,7 +79,7 @@ def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
     return contenders + [peers.lookup(models[0], gamma) for gamma in settings.gammas]
 
 
-def _untouched(scorer: CausalScorer) -> Any:
+def untouched(scorer: CausalScorer) -> Any:
     """The model as transformers loads it: our packed weights would make its contenders faster than users know them."""
     model = scorer.model
     if not any(isinstance(module, PackedLinear) for module in model.modules()):

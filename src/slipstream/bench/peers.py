@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, Contender, Output, Task
 from slipstream.models import padded
@@ -72,12 +71,14 @@ def _generate(model: PreTrainedModel, task: Task, begin: Sequence[int] = (), **a
     return Output(tokens, calls=len(calls))
 
 
-def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Prompts padded on the left; sources padded on the right, for encoders count from there."""
     heard = [[1] * len(text) for text in texts]
     if begin:
         given = {"input_ids": texts, "attention_mask": heard, "decoder_input_ids": [begin] * len(texts)}
-        return {name: padded(rows, device) for name, rows in given.items()}
+        # The cache that `generate` makes has as many layers as the encoder: too few for a T5 whose decoder has more.
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        return {**{name: padded(rows, device) for name, rows in given.items()}, "past_key_values": cache}
     ids = padded([text[::-1] for text in texts], device).flip(1)
     return {"input_ids": ids, "attention_mask": padded(heard, device).flip(1)}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.options import OUTPUT, Compile, Device
+from slipstream.cli.options import OUTPUT, Compile, Device, Task
 from slipstream.explain import console
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ Own = Annotated[
 Drafts = Annotated[
     list[str] | None, _option(CORPORA, "MODEL", "Its drafts. Repeatable, the smallest first.", "--draft")
 ]
-Prefix = Annotated[str, _option(CORPORA, "TEXT", "Stands before every source: 'translate English to German: '.")]
 Quick = Annotated[
     bool, _option(None, None, "Tiny models and few texts: minutes instead of hours; labelled so.", "--quick")
 ]
@@ -61,7 +60,7 @@ def paper(
     texts: Texts = None,
     target: Own = None,
     draft: Drafts = None,
-    prefix: Prefix = "",
+    task: Task = None,
     compile: Compile = False,
     device: Device = None,
     quick: Quick = False,
@@ -84,8 +83,8 @@ def paper(
     if target and not draft:
         raise ValueError("--target needs its drafts: give --draft, once or more.")
     folder = Path(standins).expanduser() if standins else None
-    given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()), prefix)
-    how = Loading(compile, device, progress=say)
+    given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
+    how = Loading(compile, device, progress=say, task=task)
     lab = Lab(given, QUICK if quick else FULL, how, _folder(out), again, say)
     try:
         sheets = _made(names, lab, as_json)

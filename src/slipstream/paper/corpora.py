@@ -35,11 +35,6 @@ class Pairs:
         """Only so many to learn from; None: all."""
         return replace(self, train=self.train[:most])
 
-    def prefixed(self, prefix: str) -> Pairs:
-        """The same with words before every source, as models that know several tasks want it."""
-        train, held_out = (tuple((prefix + a, b) for a, b in part) for part in (self.train, self.held_out))
-        return replace(self, train=train, held_out=held_out)
-
 
 def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
     """Line-aligned files whose names hold `train` or `test` and end in .en/.de or .en.gz/.de.gz, as Multi30k's.

@@ -26,7 +26,7 @@ STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
 @dataclass(frozen=True)
 class Given:
-    """What the user named: a folder of stand-ins, corpora, or models of their own with a `prefix` for their sources."""
+    """What the user named: a folder of stand-ins, corpora, or models of their own."""
 
     standins: Path | None = None
     pairs: str | None = None
@@ -34,7 +34,6 @@ class Given:
     texts: tuple[str, ...] = ()
     target: str | None = None
     drafts: tuple[str, ...] = ()
-    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Lab:
         pairs = self._pairs(task)
         if self.given.target:
             drafts: dict[str, Path | str] = {Path(name).name: name for name in self.given.drafts}
-            return family(pairs.prefixed(self.given.prefix), self.given.target, drafts, LENGTHS[task], how)
+            return family(pairs, self.given.target, drafts, LENGTHS[task], how)
         recipe, folder = self.scale.recipes[task], self.standins / task
         families.make(pairs, folder, recipe, self.say)
         return family(pairs, folder / "target", {name: folder / name for name in recipe.drafts}, LENGTHS[task], how)

@@ -44,7 +44,7 @@ $ slipstream paper table2 table4 --target google/t5-v1_1-xxl --draft google/t5-v
 ```
 
 T5 v1.1 has seen no task and must be fine-tuned first, as the paper did; the first T5 was trained on several, so that
-`--target t5-large --draft t5-small --prefix "translate English to German: "` works as it is.
+`--target google-t5/t5-large --draft google-t5/t5-small --task translation_en_to_de` works as it is.
 
 Not copied from the paper, for they do not follow from its own figures: the speeds of section A.5 for lenience at
 temperature 1, the inequality of greedy lenience (printed the wrong way round), and the remark that c was always below

@@ -8,12 +8,12 @@ from statistics import median
 from typing import Any
 
 from slipstream.bench import PLAIN, SPECULATIVE, Contender, Report, Settings, Task
-from slipstream.bench.contenders import ours
+from slipstream.bench.contenders import ours, untouched
 from slipstream.bench.machine import environment
 from slipstream.bench.peers import generate
 from slipstream.bench.race import run_race
 from slipstream.decoding import Decoder
-from slipstream.models import load_model
+from slipstream.models import CausalScorer
 from slipstream.paper.published import GAMMAS
 from slipstream.paper.subjects import Subject
 from slipstream.plan.measure import beats
@@ -93,7 +93,9 @@ def race(
     for name, gamma in gammas.items():
         made = ours(SPECULATIVE, subject.drafted(name, gamma), gamma, play=logs[name].play)
         contenders.append(replace(made, draft=name))
-    contenders.append(generate(_untouched(subject)))
+    target = subject.engine.decoder.target
+    assert isinstance(target, CausalScorer)
+    contenders.append(generate(untouched(target), subject.begin))
     report = _run(subject, temperature, course, contenders, say)
     costs = {name: log.costs(gammas.get(name, 0)) for name, log in logs.items()}
     rows = {row.draft: row for row in report.rows if row.contender == SPECULATIVE}
@@ -138,17 +140,10 @@ def _run(
 ) -> Report:
     settings = Settings((3,), (1,), (temperature,), subject.length, course.repetitions, ignore_eos=False)
     report = Report(environment(subject.engine), settings)
-    requests = subject.requests(temperature, range(min(course.texts, len(subject.sources))))
-    prompts = tuple(request.prompt for request in requests)
-    task = Task(prompts, 1, temperature, subject.length, subject.engine.eos, 0)
+    texts = tuple(subject.engine.encode(source) for source in subject.sources[: course.texts])
+    task = Task(texts, 1, temperature, subject.length, subject.engine.eos, 0)
     run_race(report, task, contenders, lambda name: say(f"{subject.name} at temperature {temperature:g}: {name}"))
     return report
-
-
-def _untouched(subject: Subject) -> Any:
-    """The target as transformers loads it."""
-    model: Any = subject.engine.decoder.target.model  # type: ignore[attr-defined]
-    return load_model(model.config.name_or_path, model.dtype, str(model.device))
 
 
 def _row(result: Any, gamma: int, alphas: Mapping[str, Any], costs: Costs, plain: Costs) -> dict[str, Any]:

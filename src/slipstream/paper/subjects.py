@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft
@@ -40,7 +41,13 @@ class Subject:
     @property
     def plain(self) -> Decoder:
         """The target alone."""
-        return Decoder(self.engine.decoder.target, NoDraft(), TOKEN.verify, Fixed(0), 1, TOKEN.seam)
+        alone = replace(self.engine.decoder, drafter=NoDraft(), controller=Fixed(0), batch_size=1)
+        return replace(alone, verifier=TOKEN.verify, seam=TOKEN.seam)
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """How the decoder of an encoder-decoder begins; nothing for a causal model."""
+        return self.engine.frame.begin if self.engine.frame else ()
 
     def drafted(self, draft: str, gamma: int) -> Decoder:
         """The target with a draft, by Algorithm 1."""
@@ -59,9 +66,9 @@ class Subject:
         sampler, copies, made = Sampling(temperature=temperature), dict[int, int](), list[Request]()
         for place in places:
             copies[place] = copies.get(place, -1) + 1
-            prompt = self.engine.encode(self.sources[place])
-            key = request_key(prompt, copies[place])
-            made.append(Request(prompt, sampler, self.length, self.engine.eos, seed, key))
+            prompt, source = self.engine.framed(self.engine.encode(self.sources[place]))
+            key = request_key((place, *prompt), copies[place])
+            made.append(Request(prompt, sampler, self.length, self.engine.eos, seed, key, source=source))
         return made
 
     @property
@@ -79,6 +86,7 @@ class Loading:
     device: str | None = None
     dtype: str = "float32"
     progress: Callable[[str], object] | None = None
+    task: str | None = None  # for models that know several, as for `slipstream.load`
 
 
 def embedded(length: int, how: Loading) -> Subject:
@@ -108,7 +116,8 @@ def _answers(engine: Engine, pairs: Pairs) -> Iterator[list[int]]:
 
 
 def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
-    engine = load(target, dtype=how.dtype, device=how.device, compile=how.compile, verify=TOKEN, progress=how.progress)
+    named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
+    engine = load(target, dtype=how.dtype, device=how.device, **named)
     mode = Mode(how.compile, None, how.progress)
     site = Site(engine.decoder.target, engine.tokenizer, how.dtype, how.device, mode=mode)
     found = dict[str, Scorer]()

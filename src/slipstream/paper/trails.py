@@ -103,9 +103,8 @@ def write(
 
 def scouts(subject: Subject) -> dict[str, Scout]:
     """Unigrams, bigrams and the drafts of a subject."""
-    begin = list(subject.requests(1.0, [0])[0].prompt)
     vocab, known = subject.engine.decoder.target.vocab, subject.known()
-    opened = [[*begin, *text] for text in known] if subject.references else known
+    opened = [[*subject.begin, *text] for text in known]
     tables = {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
     found: dict[str, Scout] = {name: _table(model, name) for name, model in tables.items()}
     return found | {name: _model(subject.lend(name), vocab) for name in subject.drafts}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from slipstream.files import whole
 from slipstream.paper.standins import EOS, PAD
@@ -180,6 +180,8 @@ def answers(
             out = model.generate(
                 tokens,
                 attention_mask=tokens != PAD,
+                # Without it, `generate` makes one with as many layers as the encoder has, which may be too few.
+                past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
                 max_new_tokens=most,
                 output_logits=True,
                 return_dict_in_generate=True,
