@@ -20,6 +20,7 @@ from slipstream.paper.published import WRITING
 from slipstream.records import Request, Scorer
 from slipstream.rules import TOKEN
 from slipstream.sampling import Sampling, request_key
+from slipstream.sources import framed
 
 DRAFT = "embedded draft"
 
@@ -66,7 +67,7 @@ class Subject:
         sampler, copies, made = Sampling(temperature=temperature), dict[int, int](), list[Request]()
         for place in places:
             copies[place] = copies.get(place, -1) + 1
-            prompt, source = self.engine.framed(self.engine.encode(self.sources[place]))
+            prompt, source = framed(self.engine.frame, self.engine.encode(self.sources[place]))
             key = request_key((place, *prompt), copies[place])
             made.append(Request(prompt, sampler, self.length, self.engine.eos, seed, key, source=source))
         return made
