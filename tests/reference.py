@@ -7,6 +7,7 @@ import itertools
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.execution import Execution
 from slipstream.models import CausalScorer
 from slipstream.sources import Source
 from toys import HF_VOCAB, WINDOW
@@ -32,8 +33,8 @@ def source(scorer: CausalScorer, name: int, length: int) -> Source | None:
 class Reference:
     """A scorer beside the texts it should hold; every step is compared with fresh forwards."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.scorer = CausalScorer(model)
+    def __init__(self, model: PreTrainedModel, execution: Execution | None = None) -> None:
+        self.scorer = CausalScorer(model, execution=execution)
         self.texts: list[list[int]] = []
         self.sources: list[Source | None] = []
         self.fresh_names = itertools.count(1000)
@@ -71,9 +72,9 @@ class Reference:
         return max(gaps)
 
 
-def contract(model: PreTrainedModel) -> float:
+def contract(model: PreTrainedModel, execution: Execution | None = None) -> float:
     """The whole contract -> largest difference. The first rows are longer than the window, the second is not."""
-    rows = Reference(model)
+    rows = Reference(model, execution)
     rows.add(2 * WINDOW + 3, 3, WINDOW)
     gaps = [rows.step(1, 4, 2), rows.step(4, 1, 4)]
     rows.free(1)

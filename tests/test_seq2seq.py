@@ -5,6 +5,7 @@ that end early, the logits are those of a fresh forward of each text alone; gree
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -12,16 +13,21 @@ import torch
 import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
-from reference import TOLERANCE, contract, source
+from reference import TOLERANCE, Reference, contract, source, text
 from slipstream import seq2seq
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, generate, plain
+from slipstream.drafters.corpus import Corpus
+from slipstream.drafters.datastore import Datastore
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter, TreeDrafter
+from slipstream.execution import Compiled, Mode
 from slipstream.laws import Law
-from slipstream.models import CausalScorer
-from slipstream.records import Draft, Drafter, Request, Seam
+from slipstream.models import CausalScorer, load_scorer
+from slipstream.packing import PackedLinear, can_pack, packed
+from slipstream.records import Context, Draft, Drafter, Request, Row, Seam
 from slipstream.rules import BLOCK, TOKEN, Rule
+from slipstream.sampling import draw
 from slipstream.sources import Source
 from toys import (
     BART,
@@ -176,7 +182,7 @@ def drafters(model: PreTrainedModel) -> dict[str, Drafter]:
         "another size": ModelDrafter(CausalScorer(tiny(SEQ2SEQ["t5"], seed=1, num_layers=1))),
         "another family": ModelDrafter(CausalScorer(tiny(SEQ2SEQ["bart"], seed=1))),
         "decoder only": ModelDrafter(CausalScorer(tiny(FAMILIES["llama"]))),
-        "lookup": Lookup(),
+        "lookup": Lookup(vocab=HF_VOCAB),
         "tree": TreeDrafter(CausalScorer(model), (3, 2, 1)),
     }
 
@@ -217,6 +223,87 @@ def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
     assert float((first[0] - first[1]).abs().sum()) > 0.01  # the sources matter
     together = {(x, y): p * q for x, p in laws[0].items() for y, q in laws[1].items()}
     assert total_variation(enumerate_outcomes(run, 200_000), together) < 1e-9
+
+
+def test_lookup_copies_from_the_source() -> None:
+    """Unless its ids are those of another vocabulary."""
+
+    def copied(drafter: Drafter, *heard: int) -> list[int]:
+        row = Row(Request((START,), GREEDY, 9, source=heard), 0, [START, 12, 13])
+        draft = drafter.propose(Context((row,), draw), [3])
+        return draft.tokens[0, : draft.lengths[0]].tolist()
+
+    for make in (lambda: Lookup(vocab=HF_VOCAB), lambda: Datastore(HF_VOCAB, Corpus.build([[90]], HF_VOCAB))):
+        assert copied(make(), 11, 12, 13, 14, 15) == [14, 15, START]
+        assert copied(make(), 11, 12, 13, 14, HF_VOCAB) == []
+    assert copied(Lookup(), 11, 12, 13, 14, 15) == []
+
+
+# ---- how passes run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
+@pytest.mark.parametrize("family", ["t5", "umt5", "bart", "whisper"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_obey_the_contract(family: str, dtype: torch.dtype) -> None:
+    """T5 with one matrix in float32, as transformers keeps it in half precision, and tied embeddings."""
+    model = tiny(SEQ2SEQ[family], dtype=dtype)
+    if not can_pack(model):
+        pytest.skip(f"no packed weights in {dtype} on this processor")
+    if family == "t5":
+        model.decoder.block[0].layer[2].DenseReluDense.wo.float()
+    twin = packed(model)
+    assert sum(isinstance(part, PackedLinear) for part in seq2seq.SourceDecoder(twin).model.modules()) > 30
+    assert contract(twin) < TOLERANCE[dtype]
+    plainly, faster = (Reference(each) for each in (model, twin))
+    heard = source(plainly.scorer, 1, 9)
+    left, right = (each.scorer.alone(text(2, 7), heard).float() for each in (plainly, faster))
+    assert float((left - right).detach().abs().max() / left.detach().std()) < TOLERANCE[dtype]
+
+
+def test_compiled_passes_obey_the_contract() -> None:
+    """One graph for batches and one for single rows, over sources of any length."""
+    model, said = tiny(SEQ2SEQ["t5"], num_layers=1), list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert contract(model, Compiled(model, "toy", said.append)) < 10 * TOLERANCE[torch.float32]
+        assert said == ["compiling T5ForConditionalGeneration for batches"]
+        decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
+        one = requests(model)[0]
+        assert plain(decoder, [one])[0].output == by_transformers(model, one)
+    assert said[1:] == ["compiling T5ForConditionalGeneration for one text"]
+
+
+@pytest.mark.parametrize("family", ["umt5", "bart", "m2m_100", "whisper"])
+def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph alone, without the compiler behind it."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, options, **rest: compiler(*given, backend="eager", **rest))
+    model, said = tiny(SEQ2SEQ[family]), list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert contract(model, Compiled(model, "toy", said.append)) < TOLERANCE[torch.float32]
+    assert len(said) == 1
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
+@pytest.mark.parametrize(("family", "kept"), [("bart", {"lm_head"}), ("t5", set())])
+def test_a_head_with_a_bias_behind_it_is_left_to_the_compiler(family: str, kept: set[str]) -> None:
+    """Inductor fails on packed weights to which something is added."""
+    model = tiny(SEQ2SEQ[family])
+    scorer = load_scorer(model, mode=Mode(compiled=True))
+    assert {name for name, part in scorer.model.named_modules() if type(part) is torch.nn.Linear} == kept
+    everything = load_scorer(model, mode=Mode(packed=True)).model
+    assert not any(type(part) is torch.nn.Linear for part in everything.modules())
+
+
+def test_sources_of_one_token_can_be_compiled() -> None:
+    """A graph would take the number one for a constant, so that two slots are looked at."""
+    scorer = CausalScorer(tiny(SEQ2SEQ["t5"]))
+    scorer.add(1, [(5,)])
+    cross = scorer._sources.cross(slice(0, None), None)
+    assert cross.mask.shape[-1] == cross.stores[0][0].shape[2] == 2
+    assert cross.mask[0, 0, 0].isfinite().all() and (cross.mask[0, 0, 0] < 0).tolist() == [False, True]
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def _ngram(site: Site, file: str, online: bool = False) -> Drafter:
 
 
 def _lookup(site: Site, value: str, **options: Any) -> Drafter:
-    return Lookup(**options)
+    return Lookup(**options, vocab=site.target.vocab)
 
 
 def _exit(site: Site, layers: str) -> Drafter:

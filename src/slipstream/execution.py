@@ -21,10 +21,13 @@ from transformers import Cache, PreTrainedModel
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
 
+Parts = tuple[Stores, Tensor, Tensor | None] | None
+"""The fields of a `Cross`, as graphs take them."""
+
 LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
 OPTIONS = {"freezing": True, "cpp_wrapper": True}
 BUCKET = 64  # slots of captured passes are rounded up to this
-INPUTS = ("tokens", "positions", "slots", "masks", "stores")
+INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
 MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
 
 
@@ -94,7 +97,7 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
     """What makes passes of few tokens faster in this mode; None is eager. A device without one gives a warning."""
     if not mode.compiled:
         return None
-    if model.device.type in KINDS:
+    if model.device.type in KINDS and not (model.device.type == "cuda" and model.config.is_encoder_decoder):
         return KINDS[model.device.type](model, name, mode.progress)
     warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
     return None
@@ -167,7 +170,7 @@ class Compiled:
         if single not in self._graphs:
             return self._make(single, work, stores)
         try:
-            return self._graphs[single](work.tokens, work.positions, work.slots, work.masks, stores)
+            return self._graphs[single](work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
         except Exception as error:  # dynamo has met something it had not seen when the graph was made
             self._give_up(error)
             return None
@@ -191,7 +194,7 @@ class Compiled:
                 torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
                 warnings.catch_warnings(action="ignore"),
             ):
-                logits = graph(work.tokens, work.positions, work.slots, work.masks, stores)
+                logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
             _compare(eager, logits)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._give_up(error)
@@ -219,8 +222,10 @@ def _warn(name: str, error: Exception) -> None:
 def _traceable(model: PreTrainedModel) -> Callable[..., Tensor]:
     """The pass as a function of tensors alone; the weights in its closure are what freezing makes constant."""
 
-    def function(tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores) -> Tensor:
-        return forward(model, Pass(tokens, positions, slots, masks), stores)
+    def function(
+        tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
+    ) -> Tensor:
+        return forward(model, Pass(tokens, positions, slots, masks, cross and Cross(*cross)), stores)
 
     # Dynamo counts recompilations by code object: models must not share the count.
     code = function.__code__.replace()
@@ -229,7 +234,12 @@ def _traceable(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 def _settled(work: Pass) -> Pass:
     """The same with integers that were made in inference mode, whoever made the given ones: graphs are strict here."""
-    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks)
+    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks, work.cross)
+
+
+def _parts(work: Pass) -> Parts:
+    """What a decoder reads beside its text, as graphs take it."""
+    return (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
 
 
 def _mark_symbols(work: Pass, stores: Stores, single: bool) -> None:
@@ -239,8 +249,13 @@ def _mark_symbols(work: Pass, stores: Stores, single: bool) -> None:
         _mark(tensor, (*rows, 1))
     for mask in work.masks.values():
         _mark(mask, (*rows, 2, 3))
-    for store in (store for pair in stores for store in pair):
+    cross = work.cross.stores if work.cross else []
+    for store in (store for pair in (*stores, *cross) for store in pair):
         _mark(store, (*rows, 2))
+    if work.cross:
+        _mark(work.cross.mask, (*rows, 3))
+        if work.cross.back is not None:
+            _mark(work.cross.back, (*rows, 1, 2))
 
 
 def _mark(tensor: Tensor, dims: Sequence[int]) -> None:
@@ -294,7 +309,7 @@ class Captured:
 
     def run(self, work: Pass, stores: Stores) -> Tensor | None:
         """See `Execution`."""
-        if self._failed or not stores or work.tokens.shape[1] > MOST_WIDTH:
+        if self._failed or work.cross or not stores or work.tokens.shape[1] > MOST_WIDTH:
             return None
         if self._stores != (address := stores[0][0].data_ptr()):
             self._stores, self._graphs = address, {}

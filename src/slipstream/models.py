@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -78,7 +78,8 @@ class CausalScorer:
         self.shape: Shape | None = None
         self.device = model.device  # where tokens go in and logits come out
         self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
-        self.execution = execution
+        # What runs the passes of an encoder-decoder is its decoder.
+        self.execution = execution.of(cast(Any, self._decoder), self.name) if execution and self._decoder else execution
         self._fresh()
         if self._config.model_type not in PROVEN:
             try:
@@ -272,7 +273,9 @@ def load_scorer(
     if pack is None:  # of a model that we loaded ourselves nobody holds the plain weights, so they can go
         pack = mode.compiled or not isinstance(source, PreTrainedModel)
     if pack and can_pack(model):
-        model = packed(model)
+        # inductor takes what BART and Marian add to a packed head for the bias of one that it packed, and stops
+        biased = mode.compiled and hasattr(model, "final_logits_bias")
+        model = packed(model, keep=model.get_output_embeddings() if biased else None)
     return CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
 
 

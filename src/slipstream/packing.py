@@ -38,8 +38,9 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def packed(model: PreTrainedModel) -> PreTrainedModel:
+def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedModel:
     """A twin of the model that shares everything but its linear layers, which have packed copies of the weights.
+    The layer `keep` stays as it is.
 
     Needs memory for a second copy of the matrices unless the original is dropped. Raises ValueError if `can_pack`
     is false.
@@ -53,6 +54,8 @@ def packed(model: PreTrainedModel) -> PreTrainedModel:
     twin = copy.deepcopy(model, shared)
     for parent in list(twin.modules()):
         for name, child in list(parent.named_children()):
+            if keep is not None and getattr(child, "weight", None) is keep.weight:
+                continue
             if type(child) is nn.Linear:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
             elif type(child) is Conv1D:  # GPT-2's linear layer, stored the other way round

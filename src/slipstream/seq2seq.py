@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,6 +76,14 @@ class RowBias:
         return self.table[self.where.back.clamp(0, far)].permute(0, 3, 1, 2)
 
 
+@dataclass
+class _Layer:
+    """Keys and values of a layer of cross-attention, as models look them up."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class _Both(EncoderDecoderCache):
     """A cache of self-attention, and keys and values of cross-attention that are ready (or None: still to be made,
     and kept by `cross`)."""
@@ -84,7 +91,7 @@ class _Both(EncoderDecoderCache):
     def __init__(self, own: Cache, cross: Cache, ready: Stores | None) -> None:
         super().__init__(own, cross)
         if ready is not None:
-            cross.layers = [SimpleNamespace(keys=keys, values=values) for keys, values in ready]
+            cross.layers = [_Layer(keys, values) for keys, values in ready]
             self.is_updated = dict.fromkeys(range(len(ready)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -213,6 +220,7 @@ class Sources:
     def __init__(self, decoder: SourceDecoder) -> None:
         self._decoder = decoder
         self._rows = RowCache()
+        self._rows.least = 2  # graphs would take a single token for a constant
         self.form = source_form(decoder.model)
 
     @torch.inference_mode()

@@ -47,6 +47,13 @@ class ByRow(Generic[T]):
         self._known = {key: entry for key, entry in self._known.items() if entry[0] is not gone}
 
 
+def heard(row: Row, vocab: int) -> tuple[int, ...]:
+    """The tokens of an encoder's source: what is summarized or corrected is worth copying. None where the row has no
+    such source, or one with ids that a decoder of `vocab` tokens does not know."""
+    source = row.request.source
+    return source if isinstance(source, tuple) and max(source) < vocab else ()
+
+
 def ended(copy: list[int], row: Row) -> list[int]:
     """A copy up to its first end-of-text token: nothing behind that can be emitted."""
     return copy[: next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.drafters.copies import ByRow, ended, sure
+from slipstream.drafters.copies import ByRow, ended, heard, sure
 from slipstream.drafters.corpus import Corpus, Match
 from slipstream.drafters.lookup import SuffixAutomaton
 from slipstream.drafters.memory import Limits, Memory
@@ -112,7 +112,7 @@ class Datastore:
         """A memory that cannot be written must not cost the response that was just made."""
         assert self.memory is not None
         try:
-            self.memory.add(self.namespace(row.request), row.request.prompt, row.output)
+            self.memory.add(self.namespace(row.request), self._asked(row), row.output)
         except OSError as error:
             self.learn = False
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
@@ -121,10 +121,14 @@ class Datastore:
         """A new row: recall the responses to the nearest requests."""
         recalled = None
         if self.memory is not None:
-            near = self.memory.nearest(self.namespace(row.request), row.request.prompt, self.settings.nearest)
+            near = self.memory.nearest(self.namespace(row.request), self._asked(row), self.settings.nearest)
             marked = [[self.vocab + 1, *response] for _, response in near if response.max() < self.vocab]
             recalled = Corpus.build(marked, self.vocab, marks=1) if marked else None
         return _Trace(SuffixAutomaton(), recalled)
+
+    def _asked(self, row: Row) -> tuple[int, ...]:
+        """What requests are compared by: with an encoder-decoder, prompts are alike and sources differ."""
+        return heard(row, self.vocab) or row.request.prompt
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
         """The draft of the longest match, cut after the first end-of-text token."""
@@ -139,7 +143,7 @@ class Datastore:
         """What each source has for the text; of equally long matches the first is taken."""
         trace, found = self._traces[row], list[Match]()
         if self.settings.own:
-            trace.own.follow(row.tokens)
+            trace.own.follow([*heard(row, self.vocab), *row.tokens])
             copy = trace.own.following(gamma)
             found.append(Match(trace.own.length, tuple(copy), (1.0,) * len(copy)))
         if trace.recalled is not None:

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from slipstream.drafters.copies import ByRow, ended, sure
+from slipstream.drafters.copies import ByRow, ended, heard, sure
 from slipstream.records import Context, Draft, Round, Row
 
 DEPTH = 64
@@ -113,7 +113,7 @@ class SuffixAutomaton:
 
 
 class Lookup:
-    """Copies what followed the most recent earlier occurrence of the longest suffix of prompt and output.
+    """Copies what followed the most recent earlier occurrence of the longest suffix of prompt (or source) and output.
 
     A match of m tokens drafts at most factor * m + offset tokens, never more than gamma; without a match the round
     is a plain step. q is a point mass, so a drafted x is kept with chance p(x). In texts that loop with more than
@@ -127,9 +127,11 @@ class Lookup:
         min_matching_ngram_size: int = 1,
         factor: float = 1.0,
         offset: float = 1.0,
+        vocab: int = 0,
     ) -> None:
         """The first two are transformers' names; None drafts up to gamma tokens and matches suffixes of any size.
 
+        `vocab` is the target's; without it, nothing is copied from the source of an encoder-decoder.
         As there, a longer match counts as one of `max_matching_ngram_size`; one shorter than
         `min_matching_ngram_size` counts as none. Raises ValueError for settings under which nothing can be drafted.
         """
@@ -147,7 +149,7 @@ class Lookup:
         self.prompt_lookup_num_tokens = prompt_lookup_num_tokens
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
-        self.factor, self.offset = factor, offset
+        self.factor, self.offset, self.vocab = factor, offset, vocab
         self._texts: ByRow[SuffixAutomaton] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -165,7 +167,7 @@ class Lookup:
         if not gamma:
             return []
         automaton = self._texts[row]
-        automaton.follow(row.tokens)
+        automaton.follow([*heard(row, self.vocab), *row.tokens])
         if automaton.length < self.min_matching_ngram_size:
             return []
         most = min(gamma, self.prompt_lookup_num_tokens or gamma, int(self.factor * automaton.length + self.offset))
