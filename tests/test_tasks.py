@@ -20,8 +20,11 @@ from slipstream.bench import QUICK, measure
 from slipstream.check import check
 from slipstream.cli import app as cli
 from slipstream.cli import generate as _generate  # noqa: F401  (registers the command)
+from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.models import CausalScorer
 from slipstream.plan.run import Settings, make
 from slipstream.tasks import Task, frame
+from slipstream.teach import Lesson, Teacher
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
 VOCAB = 257
@@ -104,6 +107,12 @@ def test_an_engine_hears_features() -> None:
     twice = engine.generate(sounds[:1] * 2, **settings)
     assert twice[0].tokens != twice[1].tokens
     assert engine.generate(sounds[0], **settings)[0].tokens == twice[0].tokens
+    together = engine.generate(torch.stack(sounds), max_new_tokens=12)
+    assert [one.tokens for one in together] == [one.tokens for one in done]
+    with pytest.raises(ValueError, match="audio features have no token ids"):
+        engine.encode(sounds[0])
+    with pytest.raises(ValueError, match=r"prompt 0 is token ids, but .* hears features"):
+        engine.generate([3, 4, 5])
 
 
 def test_tokens_that_the_makers_forbid_are_not_written() -> None:
@@ -155,6 +164,26 @@ def test_a_causal_model_has_no_tasks() -> None:
 def test_exact_shape_is_refused(pair: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="exact_shape is not available"):
         slipstream.load(*pair, exact_shape=True)
+
+
+def test_what_is_for_causal_models_says_so(pair: tuple[str, str], tmp_path: Path) -> None:
+    target = CausalScorer(tiny(SEQ2SEQ["t5"]), "toy")
+    with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: only causal models can draft"):
+        ExitDrafter(target, 1)
+    with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: heads are for causal models\.$"):
+        Teacher(target.model, "toy", [1, 2, 3], tmp_path, Lesson())
+    with pytest.raises(ValueError, match="so it cannot draft for itself"):
+        slipstream.load(pair[0], "exit:1")
+    with pytest.raises(ValueError, match="every row needs a source"):
+        target.add(1)
+    with pytest.raises(ValueError, match="give token ids as a list or a tuple"):
+        slipstream.load().generate(torch.zeros(2, 3))
+
+
+def test_rounds_are_explained_with_the_source_before_them(pair: tuple[str, str]) -> None:
+    result = run("--target", pair[0], "--draft", pair[1], "--max-new-tokens", "6", "--explain", "hello")
+    assert result.exit_code == 0
+    assert "hello\n" in result.stdout
 
 
 def test_an_encoder_decoder_cannot_draft_for_a_causal_model(pair: tuple[str, str]) -> None:

@@ -161,6 +161,8 @@ class Engine:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError if it cannot be one:
         empty, too long, or no tokenizer."""
+        if isinstance(prompt, Tensor):
+            raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
         ids = tuple(self._encode(prompt))
         begin, source = framed(self.frame, ids)
         check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source)])
@@ -229,7 +231,9 @@ class Engine:
         return [self._tokenizer().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
 
     def _many(self, prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-        if isinstance(prompts, str | Tensor) or (prompts and isinstance(prompts[0], int | Mapping)):
+        if isinstance(prompts, Tensor):
+            return list(prompts) if prompts.dim() == 3 else [prompts]
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
             return [prompts]
         return prompts
 

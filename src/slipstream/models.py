@@ -152,6 +152,7 @@ class CausalScorer:
         self._rows.advance(counts)
         return logits[:, :count]
 
+    @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """The logits (1, n, vocab) of one text by the model's own ways, without our cache."""
         tokens = torch.tensor([text], device=self.device)

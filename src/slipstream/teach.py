@@ -65,6 +65,8 @@ class Teacher:
 
     def __init__(self, model: Any, name: str, tokens: Sequence[int] | np.ndarray, folder: str | Path, lesson: Lesson):
         """`tokens` is the whole text. Raises ValueError if it is too short, or if `folder` holds another training."""
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder: heads are for causal models.")
         self.model, self.folder, self.lesson = model.eval(), Path(folder), lesson
         text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         cut = len(text) - max(lesson.length, int(HELD_OUT * len(text)))

@@ -131,6 +131,8 @@ def part_of(target: CausalScorer, kept: Sequence[int]) -> CausalScorer:
 
 def find_layers(model: nn.Module, name: str) -> tuple[list[str], nn.ModuleList]:
     """The path to the list of the model's layers, and the list. Raises ValueError if there is no such list."""
+    if _text_config(model).is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder: only causal models can draft with some of their layers.")
     count = getattr(_text_config(model), "num_hidden_layers", None)
     found = [
         (path.split("."), module)
