@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.options import OUTPUT, Compile, Device, Task
+from slipstream.cli.options import OUTPUT, Compile, Device, Dtype, Task
 from slipstream.explain import console
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def paper(
     draft: Drafts = None,
     task: Task = None,
     compile: Compile = False,
+    dtype: Dtype = "float32",
     device: Device = None,
     quick: Quick = False,
     again: Again = False,
@@ -84,7 +85,7 @@ def paper(
         raise ValueError("--target needs its drafts: give --draft, once or more.")
     folder = Path(standins).expanduser() if standins else None
     given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
-    how = Loading(compile, device, progress=say, task=task)
+    how = Loading(compile, device, dtype, say, task)
     lab = Lab(given, QUICK if quick else FULL, how, _folder(out), again, say)
     try:
         sheets = _made(names, lab, as_json)

@@ -22,17 +22,18 @@ class Recipe:
 
     vocab: int = 6000
     first: Plan = field(default_factory=lambda: Plan(8, last=0.3))
-    grown: Plan = field(default_factory=lambda: Plan(0.6, rate=3e-4, warm=20, seed=1))
+    grown: Plan = field(default_factory=lambda: Plan(0.3, rate=3e-4, warm=20, seed=1))
     inner: int = GROWN_INNER
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(12, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(10, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(6, rate=1e-3)),
+            "small": (DRAFTS["small"], Plan(24, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(20, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(12, rate=1e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says
+    heard: int = 12_000  # sources whose answers the drafts learn from
     greedy_share: float = 0.5  # of the sources that drafts learn from are answered greedily, the rest sampled
 
 
@@ -51,8 +52,9 @@ def tiny(longest: int, inner: int = 512) -> Recipe:
     sizes = {"small": Size(16, 1, 16, 32, 1, 1), "base": Size(32, 2, 16, 64, 1, 1), "large": Size(64, 2, 32, 128, 1, 1)}
     return Recipe(
         *(2000, plan, replace(plan, epochs=0.1, rate=3e-4, seed=1), inner, Size(128, 4, 32, 256, 1, 2)),
-        {name: (size, plan) for name, size in sizes.items()},
+        {name: (size, replace(plan, epochs=4.0)) for name, size in sizes.items()},
         longest,
+        heard=2000,
     )
 
 
@@ -105,6 +107,7 @@ def _told(
     """What the target says to the sources it learned from, some greedily and the rest sampled; kept in a file."""
     if file.exists():
         return [Example(*told) for told in torch.load(file, weights_only=True)]
+    examples = examples[: recipe.heard]
     cut = int(recipe.greedy_share * len(examples))
     told: list[Example] = []
     for part, temperature in ((examples[:cut], 0.0), (examples[cut:], 1.0)):

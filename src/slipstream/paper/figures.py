@@ -50,7 +50,7 @@ def figure5(lab: Lab) -> Sheet:
         rows.append((name, lane["tokens"], runs, *spent.values(), lane["calls"][-1][1]))
     heads = ("decoding", "tokens", "target runs", "once, ms", "draft, ms", "target, ms", "rest, ms", "all, ms")
     notes = (
-        f"The same greedy text of the {found['subject']} target with the {found['draft']} draft, one call after the "
+        f"The same greedy text of the {found['subject']} target with draft {found['draft']}, one call after the "
         "other, as measured; of several runs the one with the median time. `once`: the target's encoder (or prompt).",
     )
     title = "Figure 5: calls over time with gamma 7, 3 and plain"

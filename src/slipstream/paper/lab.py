@@ -64,6 +64,7 @@ class Lab:
     again: bool = False
     say: Callable[[str], Any] = print
     _subjects: dict[tuple[str, bool], Subject] = field(default_factory=dict)
+    _tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # n-grams, counted once
     _found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     # ---- what is there ----
@@ -129,7 +130,9 @@ class Lab:
             subject = self.subject(task, compiled=False)
             requests, outputs = trails.write(subject, temperature, self.scale.tokens, self.say)
             self.say(f"{task} at temperature {temperature}: acceptance along {sum(map(len, outputs))} tokens")
-            found = trails.follow(subject, trails.scouts(subject), requests, outputs)
+            if task not in self._tables:
+                self._tables[task] = trails.tables(subject)
+            found = trails.follow(subject, trails.scouts(subject, self._tables[task]), requests, outputs)
             return trails.record(subject, found)
 
         return self._measured(f"alphas-{task}-{temperature}", measure)

@@ -126,10 +126,11 @@ def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str]
     """Costs with gamma 5, by turns; a first text of each warms up."""
     decoders = {PLAIN: subject.plain, **{name: subject.drafted(name, PILOT_GAMMA) for name in subject.drafts}}
     logs = {name: Log() for name in decoders}
-    for place in range(min(texts, len(subject.sources))):
+    texts = min(texts, len(subject.sources))
+    for place in range(texts):
         say(f"{subject.name} at temperature {temperature:g}: pilot, text {place + 1} of {texts}")
         for name, decoder in decoders.items():
-            log = Log() if place == 0 else logs[name]
+            log = Log() if place == 0 and texts > 1 else logs[name]
             for _ in log.play(decoder, subject.requests(temperature, [place])):
                 pass
     return {name: log.costs(0 if name == PLAIN else PILOT_GAMMA) for name, log in logs.items()}

@@ -101,12 +101,17 @@ def write(
     return [request for request, _ in made], [output for _, output in made]
 
 
-def scouts(subject: Subject) -> dict[str, Scout]:
-    """Unigrams, bigrams and the drafts of a subject."""
+def tables(subject: Subject) -> dict[str, NgramModel]:
+    """Unigrams and bigrams of the text that a subject's models learned from."""
     vocab, known = subject.engine.decoder.target.vocab, subject.known()
     opened = [[*subject.begin, *text] for text in known]
-    tables = {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
-    found: dict[str, Scout] = {name: _table(model, name) for name, model in tables.items()}
+    return {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
+
+
+def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Scout]:
+    """n-grams and the drafts of a subject."""
+    vocab = subject.engine.decoder.target.vocab
+    found: dict[str, Scout] = {name: _table(model, name) for name, model in counted.items()}
     return found | {name: _model(subject.lend(name), vocab) for name in subject.drafts}
 
 
