@@ -31,6 +31,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lab, "QUICK", TINY)
         patch.setattr(lab.trails, "REPLICATES", 100)
+        patch.setattr(lab, "LENGTHS", {published.TRANSLATION: 10})
         patch.setattr(subjects.writing, "texts", lambda: ["def f(x):\n    return x\n"])
         result = run("paper", *NAMES, *found)
     assert result.exit_code == 0, result.stderr
