@@ -65,6 +65,8 @@ def test_models_loaded_by_name_are_packed_and_loaded_models_are_not(tmp_path: An
     assert not has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(packed=False)))
     assert not has_packed(load_scorer(model))
     assert has_packed(load_scorer(model, mode=Mode(packed=True)))
+    assert has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(narrow=True)))
+    assert not has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(compiled=True, narrow=True)))
 
 
 def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
@@ -75,10 +77,12 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
 
 
 @packs
-def test_a_compiled_scorer_gives_the_eager_logits(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_compiled_scorer_gives_the_eager_logits(narrow: bool) -> None:
     """Two graphs, one for single rows and one for batches, serve every shape that decoding meets."""
-    model, said = packed(tiny(FAMILIES["llama"], num_hidden_layers=1)), list[str]()
-    compiled = Compiled(model, "toy", said.append)
+    model, said = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str]()
+    model = model if narrow else packed(model)
+    compiled = Compiled(model, "toy", said.append, narrow)
     eager, fast = CausalScorer(model), CausalScorer(model, execution=compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -26,6 +26,9 @@ Parts = tuple[Stores, Tensor, Tensor | None] | None
 
 LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
 OPTIONS = {"freezing": True, "cpp_wrapper": True}
+# Generated products of matrices read weights at the memory's speed for one or two columns and lose from six on; oneDNN's
+# cost nearly the same for all.
+NARROW = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
 BUCKET = 64  # slots of captured passes are rounded up to this
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
 MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
@@ -67,10 +70,13 @@ class Pass:
 @dataclass(frozen=True)
 class Mode:
     """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
-    a loaded model would need its weights twice. `progress` is told when a graph is being made."""
+    a loaded model would need its weights twice. `narrow` is for drafts, whose passes are one or two tokens of one text:
+    compiled, they keep their plain weights, which the graph for one text multiplies faster. `progress` is told when a
+    graph is being made."""
 
     compiled: bool = False
     packed: bool | None = None
+    narrow: bool = False
     progress: Callable[[str], object] | None = None
 
 
@@ -98,7 +104,7 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
     if not mode.compiled:
         return None
     if model.device.type in KINDS and not (model.device.type == "cuda" and model.config.is_encoder_decoder):
-        return KINDS[model.device.type](model, name, mode.progress)
+        return KINDS[model.device.type](model, name, mode.progress, mode.narrow)
     warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
     return None
 
@@ -154,6 +160,7 @@ class Compiled:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
+    narrow: bool = False  # see `Mode`
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
 
@@ -190,7 +197,7 @@ class Compiled:
             _mark_symbols(work, stores, single)
             # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
             with (
-                torch._inductor.config.patch(OPTIONS),
+                torch._inductor.config.patch(OPTIONS | (NARROW if self.narrow and single else {})),
                 torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
                 warnings.catch_warnings(action="ignore"),
             ):
@@ -295,6 +302,7 @@ class Captured:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
+    narrow: bool = False  # all the same to CUDA
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _stores: int = 0  # where the stores of the graphs lie
     _failed: bool = False

@@ -272,7 +272,7 @@ def load_scorer(
     model = load_model(source, dtype, device, **kwargs)
     pack = mode.packed
     if pack is None:  # of a model that we loaded ourselves nobody holds the plain weights, so they can go
-        pack = mode.compiled or not isinstance(source, PreTrainedModel)
+        pack = (mode.compiled or not isinstance(source, PreTrainedModel)) and not (mode.compiled and mode.narrow)
     if pack and can_pack(model):
         # inductor takes what BART and Marian add to a packed head for the bias of one that it packed, and stops
         biased = mode.compiled and hasattr(model, "final_logits_bias")
