@@ -77,7 +77,9 @@ def _excess(b: Tensor, p: Law, q: Law) -> Tensor:
     weight = b[:, :-1]
     if q.tokens is not None:
         return weight * (1 - p.of(q.tokens))
-    return (weight.unsqueeze(-1) * p.dense - q.dense).clamp_(min=0).sum(-1)
+    # In the laws' own dtype: float64 over a whole vocabulary would cost as much as the target's last layer.
+    rest = p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
+    return rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)
 
 
 def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
