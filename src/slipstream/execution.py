@@ -26,8 +26,8 @@ Parts = tuple[Stores, Tensor, Tensor | None] | None
 
 LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
 OPTIONS = {"freezing": True, "cpp_wrapper": True}
-# Generated products of matrices read weights at the memory's speed for one or two columns and lose from six on; oneDNN's
-# cost nearly the same for all.
+# Products of matrices by generated code read weights at the memory's speed for one or two columns and lose from six on;
+# oneDNN's cost nearly the same for all.
 NARROW = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
 BUCKET = 64  # slots of captured passes are rounded up to this
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
