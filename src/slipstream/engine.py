@@ -336,7 +336,7 @@ def load(
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
         engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
     else:
-        site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=mode)
+        site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=replace(mode, ahead=_ahead(steering)))
         decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size, frame=framing)
         engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
     if compile:
@@ -369,6 +369,11 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
     if tree and (gamma is None or isinstance(gamma, int)):
         return Fixed(len(tree))
     return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
+
+
+def _ahead(steering: Controller) -> int:
+    """How many tokens a draft's graph makes at once: none where the number is found out on the way."""
+    return steering.most if isinstance(steering, Fixed | Planned) else 0
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-import torch._inductor.config
-import torch.fx.experimental._config
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
+
+from slipstream.tracing import Frozen, vary, warn
 
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
@@ -25,12 +24,9 @@ Parts = tuple[Stores, Tensor, Tensor | None] | None
 """The fields of a `Cross`, as graphs take them."""
 
 LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
-OPTIONS = {"freezing": True, "cpp_wrapper": True}
-# Products of matrices by generated code read weights at the memory's speed for one or two columns and lose from six on;
-# oneDNN's cost nearly the same for all.
-NARROW = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
 BUCKET = 64  # slots of captured passes are rounded up to this
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
+EAGERLY = "runs eagerly, it"
 MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
 
 
@@ -71,12 +67,13 @@ class Pass:
 class Mode:
     """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
     a loaded model would need its weights twice. `narrow` is for drafts, whose passes are one or two tokens of one text:
-    compiled, they keep their plain weights, which the graph for one text multiplies faster. `progress` is told when a
-    graph is being made."""
+    compiled, they keep their plain weights, which the graph for one text multiplies faster, and draft up to `ahead`
+    tokens in one graph (0: token by token). `progress` is told when a graph is being made."""
 
     compiled: bool = False
     packed: bool | None = None
     narrow: bool = False
+    ahead: int = 0
     progress: Callable[[str], object] | None = None
 
 
@@ -184,24 +181,16 @@ class Compiled:
 
     def of(self, model: PreTrainedModel, name: str) -> Compiled:
         """See `Execution`."""
-        return Compiled(model, name, self.progress)
+        return Compiled(model, name, self.progress, self.narrow)
 
     def _make(self, single: bool, work: Pass, stores: Stores) -> Tensor:
         if self.progress:
             self.progress(f"compiling {self.name} for {'one text' if single else 'batches'}")
         eager = forward(self.model, work, stores)
-        graph = torch.compile(
-            _traceable(self.model), dynamic=False, fullgraph=True, options={"guard_filter_fn": _only_inputs}
-        )
+        graph = Frozen(_function(self.model), INPUTS, narrow=self.narrow and single)
         try:
             _mark_symbols(work, stores, single)
-            # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
-            with (
-                torch._inductor.config.patch(OPTIONS | (NARROW if self.narrow and single else {})),
-                torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-                warnings.catch_warnings(action="ignore"),
-            ):
-                logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
+            logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
             _compare(eager, logits)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._give_up(error)
@@ -211,32 +200,18 @@ class Compiled:
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
-        _warn(self.name, error)
+        warn(self.name, EAGERLY, error)
 
 
-def _only_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a model
-    that nobody changes, would cost as much as a small draft's pass."""
-    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(INPUTS) for guard in guards]
-
-
-def _warn(name: str, error: Exception) -> None:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
-    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    warnings.warn(f"{name} runs eagerly, it cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)
-
-
-def _traceable(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """The pass as a function of tensors alone; the weights in its closure are what freezing makes constant."""
+def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """The pass as a function of tensors alone."""
 
     def function(
         tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
     ) -> Tensor:
         return forward(model, Pass(tokens, positions, slots, masks, cross and Cross(*cross)), stores)
 
-    # Dynamo counts recompilations by code object: models must not share the count.
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+    return function
 
 
 def _settled(work: Pass) -> Pass:
@@ -253,21 +228,16 @@ def _mark_symbols(work: Pass, stores: Stores, single: bool) -> None:
     """Rows (unless one), new tokens and slots vary."""
     rows = () if single else (0,)
     for tensor in (work.tokens, work.positions, work.slots):
-        _mark(tensor, (*rows, 1))
+        vary(tensor, (*rows, 1))
     for mask in work.masks.values():
-        _mark(mask, (*rows, 2, 3))
+        vary(mask, (*rows, 2, 3))
     cross = work.cross.stores if work.cross else []
     for store in (store for pair in (*stores, *cross) for store in pair):
-        _mark(store, (*rows, 2))
+        vary(store, (*rows, 2))
     if work.cross:
-        _mark(work.cross.mask, (*rows, 3))
+        vary(work.cross.mask, (*rows, 3))
         if work.cross.back is not None:
-            _mark(work.cross.back, (*rows, 1, 2))
-
-
-def _mark(tensor: Tensor, dims: Sequence[int]) -> None:
-    for dim in dims:
-        torch._dynamo.mark_dynamic(tensor, dim)
+            vary(work.cross.back, (*rows, 1, 2))
 
 
 def _compare(eager: Tensor, compiled: Tensor) -> None:
@@ -329,7 +299,7 @@ class Captured:
                 self._graphs[key] = self._capture(_widened(work, end), stores)
             except Exception as error:  # a synchronization in the model's code, too little memory, ...
                 self._failed = True
-                _warn(self.name, error)
+                warn(self.name, EAGERLY, error)
                 return None
         graph = self._graphs[key]
         _fill(graph.work, work)

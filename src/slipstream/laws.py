@@ -99,3 +99,15 @@ class Law:
 def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     given = [part for part in parts if part is not None]
     return torch.cat(given, dim) if len(given) == len(parts) else None
+
+
+def fit(logits: Tensor, vocab: int) -> Tensor:
+    """Cut or pad logits (..., v) to the target's vocabulary: its other ids get probability zero."""
+    if logits.shape[-1] >= vocab:
+        return logits[..., :vocab]
+    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=float("-inf"))
+
+
+def wide(logits: Tensor) -> Tensor:
+    """In float32 or wider: laws are made of these."""
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -7,7 +7,7 @@ refused at construction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,8 @@ from transformers import (
 
 from slipstream.cache import RowCache
 from slipstream.execution import EAGER, Cross, Execution, Mode, Pass, execution
+from slipstream.fused import FED, Fused, Room, Wish
+from slipstream.laws import Law
 from slipstream.packing import can_pack, packed
 from slipstream.records import Shape, Tree
 from slipstream.seq2seq import SourceDecoder, Sources
@@ -80,6 +82,7 @@ class CausalScorer:
         self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
         # What runs the passes of an encoder-decoder is its decoder.
         self.execution = execution.of(cast(Any, self._decoder), self.name) if execution and self._decoder else execution
+        self.fused: Fused | None = None
         self._fresh()
         if self._config.model_type not in PROVEN:
             try:
@@ -151,6 +154,26 @@ class CausalScorer:
         logits = self._forward(tokens, self._rows.place(width, first), keep=0, tree=tree)
         self._rows.advance(counts)
         return logits[:, :count]
+
+    def fuse(self, gamma: int, progress: Callable[[str], object] | None = None) -> None:
+        """From now on draft chains of up to `gamma` tokens in one graph, where that is possible."""
+        self.fused = Fused(self._decoder or self.model, self.name, gamma, self._kinds, self._relative, progress)
+
+    @torch.inference_mode()
+    def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
+        """Draft a chain for the one text in the cache -> tokens (1, gamma) and the law each was drawn from; None where
+        that has to be done token by token."""
+        if self.fused is None or len(self.lengths) != 1:
+            return None
+        length, room = self.lengths[0], FED + self.fused.gamma
+        if self.context and length + room > self.context:
+            return None
+        self._rows.place(room)
+        cross = self._sources.cross(self._rows.part, None) if self._sources else None
+        found = self.fused.run(wish, Room(length, self._rows.end, self._rows.stores, cross))
+        if found is not None:
+            self._rows.advance([len(wish.fed) + wish.gamma - 1])
+        return found
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
@@ -277,7 +300,10 @@ def load_scorer(
         # inductor takes what BART and Marian add to a packed head for the bias of one that it packed, and stops
         biased = mode.compiled and hasattr(model, "final_logits_bias")
         model = packed(model, keep=model.get_output_embeddings() if biased else None)
-    return CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
+    scorer = CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
+    if mode.compiled and mode.ahead and model.device.type == "cpu":
+        scorer.fuse(mode.ahead, mode.progress)
+    return scorer
 
 
 def _kind(source: str | Path) -> Any:

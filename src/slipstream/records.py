@@ -258,20 +258,17 @@ class Context:
         return self.law(logits, Texts(draft.fed, [(), *ancestors(draft.parents)]), model)
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
-        """Token ids (rows, positions). Position j of `law` is the text's token len(tokens) + start + j.
+        """Token ids (rows, positions), drawn from a law by `key`."""
+        return self.seam(law, self.key(purpose, start))
 
-        `start` is one number, or one per row.
-        """
+    def key(self, purpose: str, start: int | Sequence[int] = 0) -> Key:
+        """Of draws for the texts' tokens from len(tokens) + start on; `start` is one number, or one per row."""
         starts = [start] * len(self.rows) if isinstance(start, int) else start
         origins = tuple(len(row.tokens) for row in self.rows)
-        key = Key(
-            tuple(row.request.seed for row in self.rows),
-            tuple(row.request.key for row in self.rows),
-            origins,
-            tuple(origin + begin for origin, begin in zip(origins, starts, strict=True)),
-            purpose,
-        )
-        return self.seam(law, key)
+        places = tuple(origin + begin for origin, begin in zip(origins, starts, strict=True))
+        requests = [row.request for row in self.rows]
+        seeds, names = tuple(request.seed for request in requests), tuple(request.key for request in requests)
+        return Key(seeds, names, origins, places, purpose)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
+from slipstream.laws import wide
 from slipstream.records import Key, Law, Row, Texts
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -94,6 +95,15 @@ class Sampling:
         """Whether every law is a point mass."""
         return self.temperature == 0
 
+    @property
+    def temperature_alone(self) -> float | None:
+        """The temperature, if nothing else shapes the law (0 is greedy); None otherwise."""
+        return None if self._penalties(0, torch.device("cpu")) or self.processors or self._cuts else self.temperature
+
+    @property
+    def _cuts(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1) and not self.greedy
+
     def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
         """The processors in order, for a row whose prompt has `prompt_length` tokens."""
         if (prompt_length, device) not in self._chains:
@@ -137,7 +147,7 @@ class Sampling:
 
         Raises FloatingPointError if the logits hold NaN or infinity, naming model, text and position.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.float()
+        scores = wide(logits)
         best = scores.max(-1)
         _check_finite(best.values, rows, texts, model)
         if any(self.chain(len(row.request.prompt), scores.device) for row in rows):
@@ -223,13 +233,17 @@ def draw(law: Law, key: Key) -> Tensor:
     if law.probs is None:
         assert law.tokens is not None
         return law.tokens
-    cumulative = law.probs.cumsum(-1, dtype=torch.float64)
+    return inverse(law.probs, torch.tensor(uniforms(key, law.positions), dtype=torch.float64, device=law.device))
+
+
+def inverse(probs: Tensor, chances: Tensor) -> Tensor:
+    """The tokens (rows, positions) where the cumulative weights (rows, positions, vocab) pass `chances` in [0, 1)."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[..., -1:]
-    chance = torch.tensor(uniforms(key, law.positions), dtype=torch.float64, device=law.device)
     # u * total may round up to total itself, which would fall off the end.
-    aim = torch.minimum(chance.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Without any weight (NaN where settings forbid every token) the search falls off the end; `decoding` reports it.
-    return torch.searchsorted(cumulative, aim, right=True).squeeze(-1).clamp(max=law.dense.shape[-1] - 1)
+    aim = torch.minimum(chances.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Without any weight (NaN where settings forbid every token) all are passed; `decoding` reports it.
+    return (cumulative <= aim).sum(-1).clamp(max=probs.shape[-1] - 1)
 
 
 def draw_coupled(law: Law, key: Key) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from slipstream.decoding import Decoder, play_round
-from slipstream.drafters.model import Follower, fit
-from slipstream.laws import Law
+from slipstream.drafters.model import Follower
+from slipstream.laws import Law, fit
 from slipstream.models import padded
 from slipstream.records import Context, Draft, Drafter, Key, Round, Row, Scorer, Seam, Tree, Verdict
 from slipstream.rules import MATCH, TOKEN

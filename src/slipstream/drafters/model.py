@@ -8,9 +8,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from slipstream.laws import Law
-from slipstream.models import padded
+from slipstream.fused import FED, Wish
+from slipstream.laws import Law, fit
+from slipstream.models import CausalScorer, padded
 from slipstream.records import ABSENT, Context, Draft, Round, Row, Scorer, Texts, Tree, accepted_paths, ancestors
+from slipstream.sampling import Sampling, draw, uniforms
 
 
 class Follower:
@@ -40,11 +42,19 @@ class Follower:
 
     def catch_up(self, room: int) -> Tensor:
         """Feed what the cache lacks, leaving room for more tokens -> logits (rows, 1, vocab) of the last token."""
+        return self.feed(self.lacking(room))
+
+    def lacking(self, room: int) -> list[list[int]]:
+        """Feed what the cache lacks but one or two tokens, leaving room for more -> those tokens."""
         self._slide(room)
         missing = self._missing()
-        if max(map(len, missing)) > 2:
+        if max(map(len, missing)) > FED:
             self.scorer.prefill([tokens[:-1] for tokens in missing])
             missing = self._missing()
+        return missing
+
+    def feed(self, missing: Sequence[Sequence[int]]) -> Tensor:
+        """Feed tokens, one or more for every row -> logits (rows, 1, vocab) of the last ones."""
         counts = torch.tensor([len(tokens) for tokens in missing], device=self.scorer.device)
         logits = self.scorer.extend(padded(missing, self.scorer.device), counts.tolist())
         return logits[torch.arange(len(missing), device=counts.device), counts - 1].unsqueeze(1)
@@ -108,7 +118,10 @@ class ModelDrafter:
         gamma = max(gammas, default=0)
         if not gamma:
             return Draft.empty(len(context.rows), self.scorer.device)
-        logits = self._follower.catch_up(gamma)
+        missing = self._follower.lacking(gamma)
+        if (draft := self._at_once(context, missing, gammas)) is not None:
+            return draft
+        logits = self._follower.feed(missing)
         tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=self.scorer.device)
         laws: list[Law] = []
         for i in range(gamma):
@@ -117,6 +130,18 @@ class ModelDrafter:
             if i + 1 < gamma:
                 logits = self.scorer.extend(tokens[:, -1:], [int(i + 1 < wanted) for wanted in gammas])
         return Draft(tokens, Law.join(laws, 1), tuple(gammas), _windowed(self._follower, gammas))
+
+    def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
+        """The whole chain of one text by one graph, with the draws it would have token by token; None if there is no
+        such graph, or if more than a temperature makes the law."""
+        sampler = context.rows[0].request.sampler
+        if not isinstance(self.scorer, CausalScorer) or len(gammas) != 1 or context.seam is not draw:
+            return None
+        if not isinstance(sampler, Sampling) or (temperature := sampler.temperature_alone) is None:
+            return None
+        chances = uniforms(context.key("draft"), gammas[0])[0] if temperature else ()
+        chain = self.scorer.chain(Wish(tuple(missing[0]), gammas[0], temperature, self.vocab, tuple(chances)))
+        return chain and Draft(*chain, tuple(gammas), _windowed(self._follower, gammas))
 
     def observe(self, round: Round) -> None:
         """Forget drafted tokens that were not kept."""
@@ -215,10 +240,3 @@ def _inner(parents: tuple[int, ...]) -> int:
 
 def _windowed(follower: Follower, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(length if start else 0 for length, start in zip(lengths, follower.starts, strict=True))
-
-
-def fit(logits: Tensor, vocab: int) -> Tensor:
-    """Cut or pad logits (..., v) to the target's vocabulary: its other ids get probability zero."""
-    if logits.shape[-1] >= vocab:
-        return logits[..., :vocab]
-    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=float("-inf"))

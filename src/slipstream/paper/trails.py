@@ -15,9 +15,8 @@ import slipstream.acceptance as acceptance
 from slipstream.bench.machine import environment
 from slipstream.check.watch import plain_law, replay
 from slipstream.decoding import generate
-from slipstream.drafters.model import fit
 from slipstream.drafters.ngram import NgramModel
-from slipstream.laws import Law
+from slipstream.laws import Law, fit
 from slipstream.paper import walks
 from slipstream.paper.published import LENIENCES
 from slipstream.paper.subjects import Subject

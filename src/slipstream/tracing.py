@@ -1,0 +1,73 @@
+"""Graphs of torch.compile with the weights frozen into them, on CPUs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._inductor.config
+import torch.fx.experimental._config
+from torch import Tensor
+
+FROZEN = {"freezing": True, "cpp_wrapper": True}
+# Products of matrices by generated code read weights at the memory's speed for one or two columns and lose from six on;
+# oneDNN's cost nearly the same for all.
+NARROW = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
+
+
+class Frozen:
+    """A function of tensors as a graph, made at its first call; weights in its closure become constants.
+
+    Sizes are constant but for those that `vary` names. Calls raise whatever dynamo, inductor or the machine's C++
+    compiler object to.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[str], narrow: bool = False) -> None:
+        """`inputs` are the names of the function's parameters; `narrow`: its matrices meet one or two columns."""
+        self._inputs = tuple(inputs)
+        self._options = FROZEN | (NARROW if narrow else {})
+        self._made = False
+        self._graph = torch.compile(
+            own_code(function), dynamic=False, fullgraph=True, options={"guard_filter_fn": self._of_inputs}
+        )
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the function returns."""
+        if self._made:
+            return self._graph(*inputs)
+        # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
+        with (
+            torch._inductor.config.patch(self._options),
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            warnings.catch_warnings(action="ignore"),
+        ):
+            found = self._graph(*inputs)
+        self._made = True
+        return found
+
+    def _of_inputs(self, guards: Sequence[Any]) -> list[bool]:
+        """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a
+        model that nobody changes, would cost as much as a small draft's pass."""
+        return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(self._inputs) for guard in guards]
+
+
+def vary(tensor: Tensor, dims: Sequence[int]) -> None:
+    """These sizes of an input are symbols: say so before the first call."""
+    for dim in dims:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def own_code(function: Any) -> Any:
+    """The function with code of its own: dynamo counts recompilations by code object, and models must not share it."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def warn(name: str, what: str, error: Exception) -> None:
+    """One warning that `name` runs another way, because `what` cannot be compiled, and why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    warnings.warn(f"{name} {what} cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)
