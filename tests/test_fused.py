@@ -39,7 +39,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_is_what_token_by_token_would_have_been(untraced: None, name: str, sampler: Sampling) -> None:
     model = tiny(FAMILIES[name])
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse(4)
+    one.fuse([4])
     asked: list[Any] = []
     chain = one.chain
     one.chain = lambda wish: asked.append(chain(wish)) or asked[-1]  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ def test_a_chain_is_what_token_by_token_would_have_been(untraced: None, name: st
 
 def test_what_a_temperature_alone_does_not_make_is_drafted_token_by_token(untraced: None) -> None:
     scorer = CausalScorer(tiny(FAMILIES["llama"]))
-    scorer.fuse(4)
+    scorer.fuse([4])
     scorer.chain = lambda wish: pytest.fail("asked for a chain")  # type: ignore[method-assign]
     for sampler in (Sampling(temperature=1, top_k=5), Sampling(logit_bias={3: 2.0}), Sampling(processors=[_same])):
         drafts(scorer, sampler)
@@ -64,7 +64,7 @@ def test_wishes_that_no_graph_serves_are_declined(untraced: None) -> None:
     scorer = CausalScorer(tiny(FAMILIES["llama"]))
     wish = fused.Wish((1, 2), 3, 0.0, HF_VOCAB)
     assert scorer.chain(wish) is None  # nobody asked for chains
-    scorer.fuse(3)
+    scorer.fuse([3])
     scorer.add(1)
     assert scorer.chain(wish) is None  # nothing is in the cache yet, so there are no stores to write to
     scorer.prefill([[1, 2, 3]])
@@ -77,7 +77,7 @@ def test_wishes_that_no_graph_serves_are_declined(untraced: None) -> None:
 def test_damaged_weights_are_told_as_ever(untraced: None) -> None:
     model = tiny(FAMILIES["llama"])
     scorer = CausalScorer(model)
-    scorer.fuse(4)
+    scorer.fuse([4])
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = float("nan")
     with pytest.raises(FloatingPointError, match="non-finite"):
@@ -91,7 +91,7 @@ def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pyt
     monkeypatch.setattr(tracing.torch, "compile", lambda function, **_: broken)
     model = tiny(FAMILIES["llama"])
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse(4)
+    one.fuse([4])
     with pytest.warns(RuntimeWarning, match="drafts token by token.*no compiler here") as caught:
         found = drafts(one, Sampling())
     assert len(caught) == 1
@@ -101,7 +101,7 @@ def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pyt
 def test_a_real_graph_drafts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str]()
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse(4, said.append)
+    one.fuse([4], said.append)
     for sampler in (Sampling(), Sampling(temperature=1.0)):
         for left, right in zip(drafts(one, sampler), drafts(other, sampler), strict=True):
             assert left.tokens.tolist() == right.tokens.tolist()

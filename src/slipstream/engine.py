@@ -326,7 +326,7 @@ def load(
         raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
     steering = _controller(tree, gamma, made)
     chosen = rule(verify) if isinstance(verify, str) else verify or BLOCK
-    mode = Mode(compile, False if exact_shape else None, progress)
+    mode = Mode(compile, False if exact_shape else None, progress=progress)
     scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
     tokenizer = tokenizer or find_tokenizer(target)
     if made:
@@ -336,7 +336,9 @@ def load(
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
         engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
     else:
-        site = Site(scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=replace(mode, ahead=_ahead(steering)))
+        site = Site(
+            scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=replace(mode, ahead=_ahead(steering))
+        )
         decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size, frame=framing)
         engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
     if compile:
@@ -371,9 +373,9 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
     return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
 
 
-def _ahead(steering: Controller) -> int:
+def _ahead(steering: Controller) -> tuple[int, ...]:
     """How many tokens a draft's graph makes at once: none where the number is found out on the way."""
-    return steering.most if isinstance(steering, Fixed | Planned) else 0
+    return (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -7,7 +7,7 @@ other, and the model's code stays as it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,13 +67,13 @@ class Pass:
 class Mode:
     """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
     a loaded model would need its weights twice. `narrow` is for drafts, whose passes are one or two tokens of one text:
-    compiled, they keep their plain weights, which the graph for one text multiplies faster, and draft up to `ahead`
-    tokens in one graph (0: token by token). `progress` is told when a graph is being made."""
+    compiled, they keep their plain weights, which the graph for one text multiplies faster, and draft chains of the
+    sizes `ahead` in one graph each (none: token by token). `progress` is told when a graph is being made."""
 
     compiled: bool = False
     packed: bool | None = None
     narrow: bool = False
-    ahead: int = 0
+    ahead: tuple[int, ...] = ()
     progress: Callable[[str], object] | None = None
 
 

@@ -1,7 +1,8 @@
-"""Drafting a whole chain in one graph: gamma passes of a draft, their laws and their draws, with no Python between them.
+"""Drafting a whole chain in one graph: passes of a draft, their laws and their draws, with no Python between them.
 
-A pass of a small draft costs less than what surrounds it: masks, positions, laws, draws, and entering the graph. Here all
-of that is inside. It serves one text whose law is made by its temperature alone; the rest is drafted token by token.
+A pass of a small draft costs less than what surrounds it: masks, positions, laws, draws, and entering the graph. Here
+all of that is inside. It serves one text whose law is made by its temperature alone; all else is drafted token by
+token.
 """
 
 from __future__ import annotations
@@ -51,28 +52,29 @@ class Room:
 
 @dataclass
 class Fused:
-    """Graphs that draft `gamma` tokens; a shorter wish is served by the same graph and cut.
+    """Graphs that draft as many tokens as one of the `sizes`; a wish in between is served by the next size and cut.
 
-    There is one for greedy and one for sampled chains, made when it is first needed (some ten seconds; `progress` is
-    told). Where that fails, one warning says why, and chains are drafted token by token.
+    There is one for greedy and one for sampled chains of each size, made when it is first needed (some ten seconds;
+    `progress` is told). Where that fails, one warning says why, and chains are drafted token by token.
     """
 
     model: Any  # called as `execution.forward` calls it
     name: str
-    gamma: int
+    sizes: tuple[int, ...]
     kinds: dict[str, tuple[int | None, int | None]]  # see `sight.mask_kinds`
     relative: bool = False  # whether the model asks how far back everything lies
     progress: Callable[[str], object] | None = None
-    _graphs: dict[tuple[bool, int], Any] = field(default_factory=dict)
+    _graphs: dict[tuple[int, bool, int], Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
 
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
         """Tokens (1, gamma) and the law each was drawn from; None if that has to be done token by token."""
-        if self._failed or wish.gamma > self.gamma or not room.stores:
+        size = self.size(wish.gamma)
+        if self._failed or not size or not room.stores:
             return None
-        inputs = self._inputs(wish, room)
-        key = (wish.temperature > 0, wish.vocab)
+        inputs = self._inputs(wish, room, size)
+        key = (size, wish.temperature > 0, wish.vocab)
         try:
             if key not in self._graphs:
                 self._graphs[key] = self._make(key, inputs)
@@ -86,7 +88,11 @@ class Fused:
         tokens = tokens[:, : wish.gamma]
         return tokens, Law(tokens=tokens) if probs is None else Law(probs=probs[:, : wish.gamma])
 
-    def _inputs(self, wish: Wish, room: Room) -> Inputs:
+    def size(self, gamma: int) -> int:
+        """How many tokens the graph for `gamma` drafts; 0 if there is none."""
+        return min((size for size in self.sizes if size >= gamma), default=0)
+
+    def _inputs(self, wish: Wish, room: Room, size: int) -> Inputs:
         if len(self._slots) < room.end:
             self._slots = torch.arange(2 * room.end)
         return (
@@ -97,12 +103,12 @@ class Fused:
             room.stores,
             (room.cross.stores, room.cross.mask, None) if room.cross else None,
             torch.tensor(wish.temperature),
-            torch.tensor([*wish.chances, *[0.0] * (self.gamma - len(wish.chances))], dtype=torch.float64),
+            torch.tensor([*wish.chances, *[0.0] * (size - len(wish.chances))], dtype=torch.float64),
         )
 
-    def _make(self, key: tuple[bool, int], inputs: Inputs) -> Frozen:
+    def _make(self, key: tuple[int, bool, int], inputs: Inputs) -> Frozen:
         if self.progress:
-            self.progress(f"compiling {self.name} for {'sampled' if key[0] else 'greedy'} chains of {self.gamma} tokens")
+            self.progress(f"compiling {self.name} for {'sampled' if key[1] else 'greedy'} chains of {key[0]} tokens")
         _, _, _, places, stores, cross, _, _ = inputs
         vary(places, (0,))
         for store in (store for pair in (*stores, *(cross[0] if cross else ())) for store in pair):
@@ -115,11 +121,13 @@ class Fused:
 
         return Frozen(function, INPUTS, narrow=True)
 
-    def _draft(self, sampled: bool, vocab: int, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _draft(self, size: int, sampled: bool, vocab: int, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """The chain (1, gamma), the greatest logits (gamma,), and the laws (1, gamma, vocab) of a sampled one."""
         tokens, last, start, places, stores, cross, temperature, chances = given
-        drawn, greatest, laws = list[Tensor](), list[Tensor](), list[Tensor]()
-        for place in range(self.gamma):
+        drawn: list[Tensor] = []
+        greatest: list[Tensor] = []
+        laws: list[Tensor] = []
+        for place in range(size):
             logits = forward(self.model, self._pass(tokens, start, places, cross), stores)[0]
             logits = fit(wide(logits.index_select(0, last)), vocab)
             best, token = logits.max(-1)

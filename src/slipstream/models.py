@@ -155,9 +155,9 @@ class CausalScorer:
         self._rows.advance(counts)
         return logits[:, :count]
 
-    def fuse(self, gamma: int, progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft chains of up to `gamma` tokens in one graph, where that is possible."""
-        self.fused = Fused(self._decoder or self.model, self.name, gamma, self._kinds, self._relative, progress)
+    def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+        """From now on draft chains of these sizes in one graph, where that is possible."""
+        self.fused = Fused(self._decoder or self.model, self.name, tuple(sizes), self._kinds, self._relative, progress)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
@@ -165,7 +165,7 @@ class CausalScorer:
         that has to be done token by token."""
         if self.fused is None or len(self.lengths) != 1:
             return None
-        length, room = self.lengths[0], FED + self.fused.gamma
+        length, room = self.lengths[0], FED + self.fused.size(wish.gamma)
         if self.context and length + room > self.context:
             return None
         self._rows.place(room)

@@ -16,7 +16,7 @@ from slipstream.execution import Mode
 from slipstream.models import EMBEDDED
 from slipstream.paper import writing
 from slipstream.paper.corpora import Pairs
-from slipstream.paper.published import WRITING
+from slipstream.paper.published import GAMMAS, WRITING
 from slipstream.records import Request, Scorer
 from slipstream.rules import TOKEN
 from slipstream.sampling import Sampling, request_key
@@ -119,7 +119,7 @@ def _answers(engine: Engine, pairs: Pairs) -> Iterator[list[int]]:
 def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
     named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
     engine = load(target, dtype=how.dtype, device=how.device, **named)
-    mode = Mode(how.compile, None, how.progress)
+    mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
     site = Site(engine.decoder.target, engine.tokenizer, how.dtype, how.device, mode=mode)
     found = dict[str, Scorer]()
     for name, source in drafts.items():
