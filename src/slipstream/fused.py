@@ -21,7 +21,6 @@ from slipstream.sight import Sight
 from slipstream.tracing import Frozen, vary, warn
 
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
-INPUTS = ("tokens", "last", "start", "places", "stores", "cross", "temperature", "chances")
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
 """The tokens fed (1, FED), which of them is the last real one (1,), how many stand before them (), the numbers of the
@@ -116,10 +115,10 @@ class Fused:
         if cross:
             vary(cross[1], (3,))
 
-        def function(tokens, last, start, places, stores, cross, temperature, chances):  # type: ignore[no-untyped-def]
-            return self._draft(*key, (tokens, last, start, places, stores, cross, temperature, chances))
+        def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+            return self._draft(*key, given)
 
-        return Frozen(function, INPUTS, narrow=True)
+        return Frozen(function, ["given"], narrow=True)
 
     def _draft(self, size: int, sampled: bool, vocab: int, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """The chain (1, gamma), the greatest logits (gamma,), and the laws (1, gamma, vocab) of a sampled one."""

@@ -120,7 +120,7 @@ def plan(
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
     with busy(console(stderr=True), "loading"):
         how = {name: context.params[name] for name in ("verify", "dtype", "device", "compile", "task")}
-        engine, drafters = _load(target, draft or [], **how)
+        engine, drafters = _load(target, draft or [], settings.sizes, **how)
     report = _measured(engine, drafters, texts, settings)
     made = report.plan(target, engine.decoder.target.vocab, dtype, compile)
     print(json.dumps(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
@@ -157,19 +157,21 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
     return [items[place * len(items) // count].prompt for place in range(count)]
 
 
-def _load(target: str | None, drafts: Sequence[str], **how: Any) -> tuple[Engine, dict[str, Drafter]]:
-    """The engine, and the drafters by their specifications. The target is loaded once."""
+def _load(
+    target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
+) -> tuple[Engine, dict[str, Drafter]]:
+    """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
     from slipstream.drafting import Site, drafter
     from slipstream.engine import embedded, load
     from slipstream.execution import Mode
 
     if target is not None and not drafts:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
-    first, *others = drafts or ["embedded"]
-    engine = load(target, first, progress=say, **how)
-    _, dtype = embedded(target, how["dtype"])
-    site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=Mode(how["compile"]))
-    return engine, {first: engine.decoder.drafter, **{name: drafter(name, site) for name in others}}
+    place, dtype = embedded(target, how["dtype"])
+    engine = load(place, progress=say, **{**how, "dtype": dtype})
+    mode = Mode(how["compile"], ahead=sizes, progress=say)
+    site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=mode)
+    return engine, {name: drafter(name, site) for name in drafts or ["embedded"]}
 
 
 def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> Report:

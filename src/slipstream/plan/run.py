@@ -49,6 +49,11 @@ class Settings:
             object.__setattr__(self, "most", max(self.gammas))
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the chains that a compiled draft makes in one graph: few, for every graph takes its time to be made."""
+        return self.gammas or tuple(sorted({-(-self.most // part) for part in (1, 2, 4)}))
+
+    @property
     def outline(self) -> Outline:
         """What predictions need to know of it."""
         return Outline(self.most, self.max_new_tokens, self.seed, gammas=self.gammas)
