@@ -501,6 +501,15 @@ def test_environment() -> None:
     assert bench.environment(Engine(Decoder(scorer(PAIRS["generic"][0])))).get("draft") is None
 
 
+def test_packed_weights_count_as_parameters(tmp_path: Path) -> None:
+    for family in (FAMILIES["llama"], SEQ2SEQ["t5"]):  # the second has tied embeddings
+        model = tiny(family)
+        model.save_pretrained(tmp_path / "model")
+        packed = load_scorer(tmp_path / "model", mode=Mode(packed=True))
+        assert machine.parameters(packed.model) == machine.parameters(model) == model.num_parameters()
+        assert packed.model.num_parameters() < model.num_parameters()
+
+
 def test_built_in_prompts_fill_the_batches() -> None:
     assert len(set(bench.PROMPTS)) == len(bench.PROMPTS) >= max(bench.FULL.batches)
     assert len(bench.PROMPTS) >= 4 >= max(bench.QUICK.batches)

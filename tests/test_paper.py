@@ -248,7 +248,8 @@ def test_every_gap_has_its_reason() -> None:
 
 def test_prompts_and_texts_do_not_meet() -> None:
     prompts, texts = writing.prompts(), list(writing.texts(200_000))
-    assert len(prompts) > 50 and all(prompt.lstrip().startswith("def ") for prompt in prompts)
+    assert len(prompts) > 50 and all(prompt.startswith("def ") for prompt in prompts)
+    assert max(map(len, prompts)) <= writing.LONGEST
     assert 0 < sum(map(len, texts)) <= 200_000
     held_out = [(writing.library() / name).read_text(encoding="utf-8") for name in writing.HELD_OUT]
     assert not set(held_out) & set(writing.texts())

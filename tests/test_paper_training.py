@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,22 @@ def test_leads_are_first_sentences(tmp_path: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(ValueError, match="no JSON list"):
         corpora.leads(str(file), [])
+
+
+def test_datasets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def read(sources: list[str], field: str | None) -> Iterator[tuple[str, str]]:
+        asked.append((sources[0], field))
+        part = PAIRS.train if sources[0].endswith(":train") else PAIRS.held_out
+        texts = [article(number) for number in range(60)] if field == "article" else [p[field == "de"] for p in part]
+        yield from (("row", text) for text in texts)
+
+    monkeypatch.setattr(corpora, "read", read)
+    assert corpora.translation("dataset:some/pairs") == PAIRS
+    assert asked[:2] == [("dataset:some/pairs:train", "en"), ("dataset:some/pairs:train", "de")]
+    news = corpora.leads("dataset:some/news:3.0.0:test", [])
+    assert asked[-1] == ("dataset:some/news:3.0.0:test", "article") and news.train and news.held_out
 
 
 def test_pairs_can_be_cut() -> None:

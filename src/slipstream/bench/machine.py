@@ -14,6 +14,7 @@ import torch
 
 from slipstream.bench.contenders import scorers
 from slipstream.engine import Engine
+from slipstream.packing import PackedLinear
 from slipstream.records import Scorer
 
 PACKAGES = ("slipstream", "torch", "transformers")
@@ -58,8 +59,16 @@ def _value(info: str, name: str) -> str:
 
 def _model(scorer: Scorer) -> dict[str, Any]:
     model = getattr(scorer, "model", None)
-    facts = {"parameters": model.num_parameters(), "dtype": str(model.dtype)} if model else {}
+    facts = {"parameters": parameters(model), "dtype": str(model.dtype)} if model else {}
     return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts}
+
+
+def parameters(model: Any) -> int:
+    """How many a model has, by its configuration: packed weights are no parameters any more, and tied ones are one."""
+    if not any(isinstance(module, PackedLinear) for module in model.modules()):
+        return int(model.num_parameters())
+    with torch.device("meta"):
+        return int(type(model)(model.config).num_parameters())
 
 
 def without_folder(text: str) -> str:

@@ -75,7 +75,7 @@ def paper(
 
     Example: slipstream paper table1 figure3 --out build/paper
 
-    Example: slipstream paper all --standins build/standins --pairs multi30k --articles cnndm.json --out docs/paper
+    Example: slipstream paper all --standins build/standins --pairs multi30k --articles news.json --out docs/paper
     """
     names = _names(what)
     from slipstream.paper.lab import FULL, QUICK, Given, Lab

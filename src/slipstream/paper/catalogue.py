@@ -28,7 +28,7 @@ MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "bleu": tables.bleu,
 }
 ALL = "all"
-CORPORA = " --standins FOLDER --pairs FOLDER --articles FILE --texts FILES"
+CORPORA = " --standins FOLDER --pairs FOLDER --articles FILE --texts FILE"
 ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 """Those that need no corpora."""
 

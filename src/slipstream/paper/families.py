@@ -27,9 +27,9 @@ class Recipe:
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(24, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(20, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(12, rate=1e-3)),
+            "small": (DRAFTS["small"], Plan(6, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(5, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(4, rate=1e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says

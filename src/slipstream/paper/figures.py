@@ -9,7 +9,7 @@ from slipstream.paper import walks
 from slipstream.paper.lab import Lab
 from slipstream.paper.published import FIGURE_1, WRITING
 from slipstream.paper.report import Cell, Column, Curve, Lane, Sheet
-from slipstream.paper.tables import TEMPERATURES
+from slipstream.paper.tables import TEMPERATURES, about
 from slipstream.theory import best_gamma, oracle_gain, tokens_per_round, walltime_factor
 
 COSTS = (0.02, 0.05, 0.1)
@@ -28,7 +28,7 @@ def figure1(lab: Lab) -> Sheet:
         "unmarked.",
     )
     return Sheet(
-        "figure1", "Figure 1: a text, round by round", columns, rows, notes, found["text"], **_from(lab, found)
+        "figure1", "Figure 1: a text, round by round", columns, rows, notes, found["text"], **about(lab, [found])
     )
 
 
@@ -55,14 +55,14 @@ def figure5(lab: Lab) -> Sheet:
     )
     title = "Figure 5: calls over time with gamma 7, 3 and plain"
     columns = tuple(Column(head, 1) for head in heads)
-    return Sheet("figure5", title, columns, tuple(rows), notes, axes=("ms", ""), lanes=lanes, **_from(lab, found))
+    return Sheet("figure5", title, columns, tuple(rows), notes, axes=("ms", ""), lanes=lanes, **about(lab, [found]))
 
 
 def gamma(lab: Lab) -> Sheet:
     """Section 3.5: the best fixed gamma, and what an oracle would gain."""
-    rows, curves, about = list[tuple[Cell, ...]](), list[Curve](), dict[str, Any]()
+    rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     for task, temperature, name, figures, found in _drafts(lab):
-        about = _from(lab, found)
+        measured.append(found)
         alpha, per_round = figures["alpha"]["value"], _by_gamma(figures["endless_tokens_per_round"])
         runs, drafted = figures["oracle"]
         for c in COSTS:
@@ -84,14 +84,14 @@ def gamma(lab: Lab) -> Sheet:
     columns = tuple(Column(head) for head in (*heads, *more))
     title = "Section 3.5: the best gamma and the oracle's gain on real texts"
     axes = ("gamma", f"factor at c = {COSTS[1]:g}")
-    return Sheet("gamma", title, columns, tuple(rows), notes, axes=axes, curves=tuple(curves), **about)
+    return Sheet("gamma", title, columns, tuple(rows), notes, axes=axes, curves=tuple(curves), **about(lab, measured))
 
 
 def iid(lab: Lab) -> Sheet:
     """How far betas are i.i.d., and what it does to the prediction."""
-    rows, curves, about = list[tuple[Cell, ...]](), list[Curve](), dict[str, Any]()
+    rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     for task, temperature, name, figures, found in _drafts(lab):
-        about = _from(lab, found)
+        measured.append(found)
         alpha, after = figures["alpha"]["value"], figures["after"]
         real = _by_gamma(figures["endless_tokens_per_round"])[GAMMA]
         ideal = tokens_per_round(alpha, GAMMA)
@@ -110,7 +110,7 @@ def iid(lab: Lab) -> Sheet:
     )
     columns = tuple(Column(head) for head in (*heads, *more))
     title, axes = "Section 3.1: how far acceptance is i.i.d.", ("tokens kept before", "chance that the next is kept")
-    return Sheet("iid", title, columns, tuple(rows), notes, axes=axes, curves=tuple(curves), **about)
+    return Sheet("iid", title, columns, tuple(rows), notes, axes=axes, curves=tuple(curves), **about(lab, measured))
 
 
 def _drafts(lab: Lab) -> Iterator[tuple[str, int, str, dict[str, Any], dict[str, Any]]]:
@@ -125,8 +125,3 @@ def _drafts(lab: Lab) -> Iterator[tuple[str, int, str, dict[str, Any], dict[str,
 
 def _by_gamma(figures: dict[str, float]) -> dict[int, float]:
     return {int(gamma): tokens for gamma, tokens in figures.items()}
-
-
-def _from(lab: Lab, found: dict[str, Any]) -> dict[str, Any]:
-    environment = {**found["environment"], "parameters": found.get("parameters")}
-    return {"environment": environment, "quick": lab.scale.quick}

@@ -15,7 +15,10 @@ GAMMA = 5
 
 
 def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """sacrebleu of plain and speculative translations of the held-out sources, and how many texts are the same."""
+    """sacrebleu of plain and speculative translations of the held-out sources, and how many texts are the same.
+
+    Above temperature 0 only with the first draft.
+    """
     try:
         import sacrebleu
     except ImportError:
@@ -25,7 +28,7 @@ def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callab
     decoders = {"plain": subject.plain, **{name: subject.drafted(name, GAMMA) for name in subject.drafts}}
     for temperature in temperatures:
         plain: list[str] = []
-        for name, decoder in decoders.items():
+        for name, decoder in list(decoders.items())[: 2 if temperature else None]:
             say(f"BLEU at temperature {temperature:g}: {name}")
             texts = _translate(subject, decoder, temperature, len(references))
             plain = plain or texts
@@ -34,6 +37,8 @@ def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callab
             interval = {"low": score._mean - score._ci, "high": score._mean + score._ci}
             rows.append({"decoding": name, "temperature": temperature, "bleu": score.score, "same": same, **interval})
     return {
+        "subject": subject.name,
+        "parameters": subject.parameters,
         "rows": rows,
         "texts": len(references),
         "signature": str(metric.get_signature()),

@@ -29,7 +29,7 @@ class Course:
     """How much is run: texts of the pilot, which finds c, and of the race, and how often that is repeated."""
 
     pilot: int = 8
-    texts: int = 40
+    texts: int = 24
     repetitions: int = 5
 
 

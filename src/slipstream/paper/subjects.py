@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.bench.machine import parameters
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft
 from slipstream.drafters.model import ModelDrafter
@@ -76,7 +77,7 @@ class Subject:
     def parameters(self) -> dict[str, int]:
         """Of every model, by name."""
         models = {"target": self.engine.decoder.target, **self.drafts}
-        return {name: scorer.model.num_parameters() for name, scorer in models.items() if hasattr(scorer, "model")}
+        return {name: parameters(scorer.model) for name, scorer in models.items() if hasattr(scorer, "model")}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slipstream.paper.lab import Lab
@@ -27,13 +27,15 @@ TOLERANCE = 0.15
 """A measured speed further than this from the expected one gets its reason."""
 
 Row = tuple[Cell, ...]
+Found = dict[str, Any]
+"""What the lab measured."""
 
 
 def table2(lab: Lab) -> Sheet:
     """Table 2: measured speed."""
-    rows, measured = list[Row](), None
+    rows, measured = list[Row](), list[Found]()
     for task, temperature, found in _races(lab):
-        measured = found
+        measured.append(found)
         for name, row in found["drafts"].items():
             paper = _printed(task, name, temperature)
             plain, generate = row["over_plain"]["median"], row["over_generate"]["median"]
@@ -57,9 +59,9 @@ def table2(lab: Lab) -> Sheet:
 
 def table4(lab: Lab) -> Sheet:
     """Table 4: expected and measured speed."""
-    rows, measured, reasons = list[Row](), None, list[str]()
+    rows, measured, reasons = list[Row](), list[Found](), list[str]()
     for task, temperature, found in _races(lab):
-        measured = found
+        measured.append(found)
         for name, row in found["drafts"].items():
             paper = _printed(task, name, temperature)
             again = walltime_factor(paper.alpha, paper.gamma, paper.c) if paper else None
@@ -106,10 +108,10 @@ def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
 
 def table3(lab: Lab) -> Sheet:
     """Table 3: alpha of n-grams and drafts."""
-    rows, measured = list[Row](), None
+    rows, measured = list[Row](), list[Found]()
     for task in (*(() if lab.given.target else (WRITING,)), *lab.tasks):
         found = [lab.alphas(task, temperature) for temperature in TEMPERATURES]
-        measured = found[0]
+        measured += found
         for name in found[0]["drafts"]:
             paper = next((row for row in TABLE_3 if (row.task, row.draft) == (task, THEIRS.get(name, name))), None)
             cells: list[Cell] = []
@@ -120,7 +122,7 @@ def table3(lab: Lab) -> Sheet:
             rows.append((task, TASKS[task], name, *cells))
     groups = [(f"T={t}, paper", f"T={t}, ours", f"95 %, T={t}", "ours / paper") for t in TEMPERATURES]
     columns = (*(Column(head) for head in ("task", "paper's", "draft")), *(Column(head) for g in groups for head in g))
-    count = min(d["positions"] for d in measured["drafts"].values()) if measured else 0
+    count = min((draft["positions"] for each in measured for draft in each["drafts"].values()), default=0)
     notes = (
         f"alpha by Corollary 3.6 on text that the target wrote, {count} positions or more for each figure; intervals "
         "by drawing whole texts with replacement. n-grams are counted in the text that the models learned from.",
@@ -137,12 +139,12 @@ THEIRS = {DRAFT: "GPT-like 6M"}
 
 def table5(lab: Lab) -> Sheet:
     """Table 5: alpha with lenience."""
-    rows, measured = list[Row](), None
+    rows, measured = list[Row](), list[Found]()
     printed = {row.draft: row.alphas for row in TABLE_5}
     for task in lab.need_tasks():
         for temperature in (1, 0):
-            measured = lab.alphas(task, temperature)
-            for name, figures in measured["drafts"].items():
+            measured.append(lab.alphas(task, temperature))
+            for name, figures in measured[-1]["drafts"].items():
                 ours = [figures["lenient"][f"{lenience:g}"] for lenience in LENIENCES]
                 given = printed if temperature else {GREEDY_LENIENCE.draft: GREEDY_LENIENCE.alphas}
                 theirs = given.get(name, {}) if task == TRANSLATION else {}
@@ -175,7 +177,9 @@ def bleu(lab: Lab) -> Sheet:
         "temperature 1 the law is the same, the samples are not. The paper gives no BLEU.",
     )
     columns = tuple(Column(head, 1) for head in heads)
-    return _sheet(lab, "bleu", "BLEU of the target's translations, plain and speculative", columns, rows, notes, found)
+    return _sheet(
+        lab, "bleu", "BLEU of the target's translations, plain and speculative", columns, rows, notes, [found]
+    )
 
 
 def _races(lab: Lab) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -192,7 +196,13 @@ def _place() -> tuple[Column, ...]:
     return Column("task"), Column("draft"), Column("T")
 
 
-def _sheet(lab: Lab, name: str, title: str, columns: Any, rows: list[Row], notes: Any, found: Any) -> Sheet:
-    """With the machine, and the models' sizes where they are known."""
-    environment = {**found["environment"], "parameters": found.get("parameters")} if found else None
-    return Sheet(name, title, columns, tuple(rows), notes, environment=environment, quick=lab.scale.quick)
+def _sheet(lab: Lab, name: str, title: str, columns: Any, rows: list[Row], notes: Any, found: Sequence[Found]) -> Sheet:
+    return Sheet(name, title, columns, tuple(rows), notes, **about(lab, found))
+
+
+def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
+    """What a sheet says of its runs: the machine, and the models' sizes."""
+    models = [(each["subject"], name, size) for each in found for name, size in each["parameters"].items()]
+    sizes = {name if name.startswith(task) else f"{task} {name}": size for task, name, size in models}
+    environment = {**found[-1]["environment"], "parameters": sizes} if found else None
+    return {"environment": environment, "quick": lab.scale.quick}

@@ -34,6 +34,8 @@ def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: in
     for each in told:
         each.finish()
     return {
+        "subject": subject.name,
+        "parameters": subject.parameters,
         "draft": draft,
         "gamma": gamma,
         "temperature": temperature,
@@ -76,6 +78,7 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
     lanes = {name: _middle(found[1:]) for name, found in runs.items()}
     return {
         "subject": subject.name,
+        "parameters": subject.parameters,
         "draft": draft,
         "lanes": {name: {"calls": run.calls, "tokens": run.tokens} for name, run in lanes.items()},
         "environment": environment(subject.engine),

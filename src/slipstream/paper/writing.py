@@ -13,6 +13,7 @@ HELD_OUT = (
     *("queue.py", "sched.py", "shlex.py", "tempfile.py", "textwrap.py"),
 )
 """Modules that the pair has not learned from (its model card)."""
+LONGEST = 1000  # characters of a prompt: some hundred tokens
 
 
 def library() -> Path:
@@ -35,7 +36,9 @@ def _beginnings(file: Path) -> Iterator[str]:
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-            yield textwrap.dedent("".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
+            text = textwrap.dedent("".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
+            if len(text) <= LONGEST:
+                yield text
 
 
 def texts(most: int = 4_000_000) -> Iterator[str]:
