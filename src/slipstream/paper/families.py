@@ -74,7 +74,8 @@ def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
         return
     work = folder / "training"
     tokenizer = _tokenizer(pairs, work, recipe.vocab)
-    examples = [Example(tuple(tokenizer(a).input_ids), tuple(tokenizer(b).input_ids)) for a, b in pairs.train]
+    sides = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs.train, strict=True))
+    examples = [Example(tuple(source), tuple(target)) for source, target in zip(*sides, strict=True)]
     if not (folder / "target" / "config.json").exists():
         standins.save(_target(examples, len(tokenizer), work, recipe, say), tokenizer, folder / "target")
     target = T5ForConditionalGeneration.from_pretrained(folder / "target", dtype=torch.float32)

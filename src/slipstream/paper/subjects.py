@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,14 +107,9 @@ def family(pairs: Pairs, target: str | Path, drafts: Mapping[str, str | Path], l
     sources, references = zip(*pairs.held_out, strict=True)
 
     def known() -> list[list[int]]:
-        return list(_answers(engine, pairs))
+        return engine.tokenizer([target for _, target in pairs.train])["input_ids"]
 
     return Subject(pairs.name, engine, found, sources, known, length, references)
-
-
-def _answers(engine: Engine, pairs: Pairs) -> Iterator[list[int]]:
-    for _, target in pairs.train:
-        yield list(engine.tokenizer(target)["input_ids"])
 
 
 def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
