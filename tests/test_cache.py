@@ -148,6 +148,17 @@ def test_late_rows_are_filled_without_touching_the_others() -> None:
     assert_seen(seen, [[1, 2, 3, 4, 5, 20], [6, 7, 21], [11, 22], [13, 14, 23]])
 
 
+def test_no_pass_looks_at_every_slot_there_is() -> None:
+    """At 128, 256, ... tokens all slots would be in use, and a graph made for a part of them would be made anew."""
+    rows = RowCache()
+    rows.add(1)
+    for _ in range(3 * FIRST_SLOTS):
+        rows.place(1)
+        rows.update(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        assert rows.stores[0][0].shape[2] > rows.end
+        rows.advance([1])
+
+
 def test_places_are_each_rows_own_slots() -> None:
     cache = RowCache()
     cache.add(3)

@@ -81,7 +81,7 @@ class RowCache:
     def place(self, count: int, first: int = 0, stop: int | None = None) -> Tensor:
         """Make room for `count` tokens after each of the rows first..stop -> their slots (rows, count), on the CPU."""
         self._first, self._stop, self._count = first, stop, count
-        self._resize(slots=self.end)
+        self._resize(slots=self.end + 1)  # a pass over all slots has another layout: graphs would be made anew for it
         for row, length in enumerate(self._lengths, first):
             self._dirty[row] = max(self._dirty[row], length + count)
         return torch.tensor(self._lengths)[:, None] + torch.arange(count)
