@@ -168,6 +168,9 @@ class CausalScorer:
         length, room = self.lengths[0], FED + self.fused.size(wish.gamma)
         if self.context and length + room > self.context:
             return None
+        if not self._rows.stores:  # nothing was ever fed: there is nothing yet for a graph to write to
+            self._prefill([[0]], 0, None)
+            self._rows.rollback([length])
         self._rows.place(room)
         cross = self._sources.cross(self._rows.part, None) if self._sources else None
         found = self.fused.run(wish, Room(length, self._rows.end, self._rows.stores, cross))
