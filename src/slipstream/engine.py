@@ -302,7 +302,7 @@ def load(
     An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
     languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
 
-    `compile` makes graphs of the models' passes before it returns (about a minute; `progress` is called with a line for
+    `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place

@@ -53,8 +53,8 @@ class Room:
 class Fused:
     """Graphs that draft as many tokens as one of the `sizes`; a wish in between is served by the next size and cut.
 
-    There is one for greedy and one for sampled chains of each size, made when it is first needed (some ten seconds;
-    `progress` is told). Where that fails, one warning says why, and chains are drafted token by token.
+    There is one for greedy and one for sampled chains of each size, made when it is first needed (it takes
+    minutes; `progress` is told). Where that fails, one warning says why, and chains are drafted token by token.
     """
 
     model: Any  # called as `execution.forward` calls it
