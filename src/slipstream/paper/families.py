@@ -28,8 +28,8 @@ class Recipe:
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
             "small": (DRAFTS["small"], Plan(6, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(5, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(4, rate=1e-3)),
+            "base": (DRAFTS["base"], Plan(3.2, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(1.5, rate=1.5e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says
