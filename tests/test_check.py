@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,12 +320,11 @@ class Rewritten(TableScorer):
         super().__init__(table, VOCAB, "rewritten")
         self.off = off
 
-    def model(self, tokens: Tensor, use_cache: bool) -> SimpleNamespace:
-        text = tokens[0].tolist()
+    def alone(self, text: Sequence[int], source: Any = None) -> Tensor:
         laws = [self.table(tuple(text[: i + 1])) for i in range(len(text))]
         logits = torch.tensor(laws, dtype=torch.float64).log()[None]
         logits[..., 0] += self.off
-        return SimpleNamespace(logits=logits)
+        return logits
 
 
 @pytest.mark.parametrize(("off", "faults"), [(0.0, set()), (1e-3, set()), (0.5, {"scores"})])
