@@ -345,3 +345,11 @@ def test_a_family_without_a_contract_is_probed() -> None:
     config = transformers.Speech2TextConfig(vocab_size=HF_VOCAB, encoder_layers=1, decoder_layers=1, **sizes)
     with pytest.raises(ValueError, match=r"encoder-decoders of text and Whisper are supported\.$"):
         CausalScorer(transformers.Speech2TextForConditionalGeneration(config))
+
+
+def test_cross_attention_of_another_kind_is_refused() -> None:
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
+    config = transformers.ProphetNetConfig(vocab_size=HF_VOCAB, hidden_size=16, **layers, **heads)
+    with pytest.raises(ValueError, match=r"^ProphetNetDecoder has no cross-attention like T5's .* or BART's"):
+        CausalScorer(transformers.ProphetNetForConditionalGeneration(config))

@@ -85,47 +85,37 @@ class _Layer:
 
 
 class _Both(EncoderDecoderCache):
-    """A cache of self-attention, and keys and values of cross-attention that are ready (or None: still to be made,
-    and kept by `cross`)."""
+    """A cache of self-attention, and keys and values of cross-attention that are ready."""
 
-    def __init__(self, own: Cache, cross: Cache, ready: Stores | None) -> None:
-        super().__init__(own, cross)
-        if ready is not None:
-            cross.layers = [_Layer(keys, values) for keys, values in ready]
-            self.is_updated = dict.fromkeys(range(len(ready)), True)
+    def __init__(self, own: Cache, ready: Stores) -> None:
+        super().__init__(own, _Ready(layers=[_Layer(keys, values) for keys, values in ready]))
+        self.is_updated = dict.fromkeys(range(len(ready)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nobody asks: positions are told."""
         return 0
 
 
-class _Passing(Cache):
-    """Keeps nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
+class _Ready(Cache):
+    """Holds layers that nobody adds to."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
 
-class _Keeping(_Passing):
-    """Keeps the keys and values of cross-attention in a RowCache."""
+@dataclass(frozen=True)
+class _Projections:
+    """What makes keys and values of cross-attention from the encoder's states."""
 
-    def __init__(self, rows: RowCache) -> None:
-        super().__init__()
-        self.rows = rows
+    keys: nn.Module
+    values: nn.Module
+    head: int  # the width of a head
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.rows.update(layer_idx, key_states, value_states)
-        return key_states, value_states
+    def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, source, width) -> keys and values (rows, heads, source, head_dim)."""
+        shape = (*states.shape[:2], -1, self.head)
+        keys, values = (part(states).view(shape).transpose(1, 2) for part in (self.keys, self.values))
+        return keys, values
 
 
 class SourceDecoder(nn.Module):
@@ -143,6 +133,7 @@ class SourceDecoder(nn.Module):
             if getattr(attention, "has_relative_attention_bias", False) and hasattr(attention, "compute_bias"):
                 attention.compute_bias = RowBias(attention, self.where)
                 self.relative = True
+        self._projections = _projections(decoder)
 
     @property
     def device(self) -> torch.device:
@@ -164,23 +155,27 @@ class SourceDecoder(nn.Module):
         use_cache: bool = True,
     ) -> Any:
         """As a causal model with explicit positions and a 4-D mask -> an output with logits (rows, n, vocab)."""
-        both = _Both(past_key_values, _Passing(), cross.stores)
         unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # the model only asks whether there are states
         self.where.own, self.where.back = position_ids, cross.back
         try:
-            return self._run(input_ids, attention_mask, unread, cross.mask, both)
+            return self.model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=unread),
+                attention_mask=cross.mask,
+                decoder_input_ids=input_ids,
+                decoder_attention_mask=attention_mask,
+                past_key_values=_Both(past_key_values, cross.stores),
+                use_cache=True,
+            )
         finally:
             self.where.own = self.where.back = None
 
     def read(self, sources: Sequence[Source], keep: RowCache, first: int) -> None:
         """Run the encoder, and give the rows of `keep` from `first` on the keys and values of its states."""
-        states, heard = self._encode(sources)
-        keep.place(states.shape[1], first)
-        rows = states.shape[0]
-        begin = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
-        everything = states.new_zeros(rows, 1, 1, 1)
-        self._run(begin, everything, states, heard, _Both(_Passing(), _Keeping(keep), None))
+        states, _ = self._encode(sources)
         whole = states.shape[1]
+        keep.place(whole, first)
+        for layer, project in enumerate(self._projections):
+            keep.update(layer, *project(states))
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
 
     def alone(self, tokens: Tensor, source: Source) -> Tensor:
@@ -202,16 +197,6 @@ class SourceDecoder(nn.Module):
             ids[row, : len(source)], heard[row, : len(source)] = torch.tensor(source), 1
         ids, heard = ids.to(self.device), heard.to(self.device)
         return encoder(input_ids=ids, attention_mask=heard).last_hidden_state, heard
-
-    def _run(self, tokens: Tensor, mask: Tensor, states: Tensor, heard: Tensor | None, cache: _Both) -> Any:
-        return self.model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
-            attention_mask=heard,
-            decoder_input_ids=tokens,
-            decoder_attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        )
 
 
 class Sources:
@@ -263,6 +248,23 @@ def source_form(model: PreTrainedModel) -> SourceForm:
         return SourceForm(0, None, (config.num_mel_bins, frames))
     longest = getattr(config, "max_position_embeddings", None)
     return SourceForm(model.get_encoder().get_input_embeddings().num_embeddings, longest)
+
+
+def _projections(decoder: nn.Module) -> list[_Projections]:
+    """Of every layer. Raises ValueError for cross-attention that is neither written like T5's nor like BART's."""
+    found: list[_Projections] = []
+    for name, attention in decoder.named_modules():
+        parts: Any = attention
+        if name.endswith(".EncDecAttention"):
+            found.append(_Projections(parts.k, parts.v, parts.key_value_proj_dim))
+        elif name.endswith(".encoder_attn"):
+            found.append(_Projections(parts.k_proj, parts.v_proj, parts.head_dim))
+    if not found:
+        raise ValueError(
+            f"{type(decoder).__name__} has no cross-attention like T5's (EncDecAttention) or BART's (encoder_attn), "
+            "and no other kind is supported."
+        )
+    return found
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
