@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from slipstream import Engine, decoding, load
+from slipstream import Engine, decoding, drafting, load
 from slipstream import engine as engine_room
 from slipstream.cli import app as cli
 from slipstream.controllers import Fixed, Planned
 from slipstream.decoding import Decoder, rounds
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
+from slipstream.models import CausalScorer
 from slipstream.plan import measure, predict, run
 from slipstream.plan.exports import export
 from slipstream.plan.figures import as_curve, promise
@@ -561,9 +562,13 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`slipstream plan` and others with a tiny pair, in 80 columns, with nobody watching."""
 
     def small(*args: Any, **kwargs: Any) -> Engine:
-        return load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1))
+        return load(tiny(FAMILIES["llama"]))
+
+    def draft(name: str, site: drafting.Site) -> Drafter:
+        return ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1)), site.target.vocab)
 
     monkeypatch.setattr(engine_room, "load", small)
+    monkeypatch.setattr(drafting, "drafter", draft)
 
     def call(*arguments: str) -> Result:
         result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None})

@@ -160,19 +160,18 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
 def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
-    """The engine, and the drafters by their specifications; compiled, the others draft chains of `sizes`."""
+    """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
     from slipstream.drafting import Site, drafter
     from slipstream.engine import embedded, load
     from slipstream.execution import Mode
 
     if target is not None and not drafts:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
-    first, *others = drafts or ["embedded"]
-    engine = load(target, first, progress=say, **how)
-    _, dtype = embedded(target, how["dtype"])
+    place, dtype = embedded(target, how["dtype"])
+    engine = load(place, progress=say, **{**how, "dtype": dtype})
     mode = Mode(how["compile"], ahead=sizes, progress=say)
     site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=mode)
-    return engine, {first: engine.decoder.drafter, **{name: drafter(name, site) for name in others}}
+    return engine, {name: drafter(name, site) for name in drafts or ["embedded"]}
 
 
 def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> Report:
