@@ -27,6 +27,7 @@ from slipstream.decoding import Decoder, rounds
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models import CausalScorer
+from slipstream.packing import can_pack, packed
 from slipstream.plan import measure, predict, run
 from slipstream.plan.exports import export
 from slipstream.plan.figures import as_curve, promise
@@ -377,6 +378,15 @@ def test_measured_acceptance_counts_room(clock: Clock) -> None:
 
 
 # ---- figures alone ----------------------------------------------------------------------------------------------
+
+
+def test_memory_counts_packed_weights_too() -> None:
+    model = tiny(FAMILIES["llama"])
+    plain, bare = measure.memory(CausalScorer(model), 7), measure.memory(None, 7)
+    assert plain["weights"] >= sum(part.numel() * part.element_size() for part in model.parameters()) > 0
+    assert bare == {"weights": 0, "cache_per_token": 0, "cache": 0}
+    if can_pack(model):
+        assert measure.memory(CausalScorer(packed(model)), 7)["weights"] == plain["weights"]
 
 
 def test_promise_is_the_papers() -> None:

@@ -260,5 +260,6 @@ def race(decoders: Sequence[Decoder], task: Task, seed: int) -> list[Speed]:
 def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:
     """Bytes of a model's weights, of its cache for one token, and for `tokens`; zeros for what is no model."""
     model, each = getattr(scorer, "model", None), int(getattr(scorer, "bytes_per_token", 0))
-    held = {id(part): part.numel() * part.element_size() for part in model.parameters()} if model is not None else {}
+    parts = (*model.parameters(), *model.buffers()) if model is not None else ()  # packed weights are buffers
+    held = {id(part): part.numel() * part.element_size() for part in parts}
     return {"weights": sum(held.values()), "cache_per_token": each, "cache": each * tokens}
