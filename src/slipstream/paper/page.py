@@ -36,10 +36,8 @@ The models are small and trained within hours on a CPU, minutes on a GPU. They a
 can be compared is the method: how alpha orders the drafts, how alpha and c give the speed, and what the theory says
 against what the clock says.
 
-The stand-ins behind these figures were trained for too short a time: the target for 8 passes over the captions and
-0.3 after it had grown, small, base and large for 6, 3.2 and 1.5 passes over 12,000 answers of the target. So alpha is
-far below the paper's, large is below base, and no draft brings the factor of 2 that c (0.05 for small) would allow with
-the paper's alpha.
+The target of the stand-ins is trained at a tenth of its size and then grown (its feed-forward layers become wider, and
+everything learns on), so that it costs what its size costs and says what a model of these few texts can say.
 
 The paper's own models can be measured by whoever has the hardware:
 

@@ -31,8 +31,8 @@ class Size:
     decoder: int
 
 
-TARGET = Size(384, 6, 64, 1024, 2, 3)
-GROWN_INNER = 6144
+TARGET = Size(192, 6, 32, 512, 2, 2)
+GROWN_INNER = 16384
 DRAFTS = {
     "small": Size(48, 3, 16, 128, 1, 1),
     "base": Size(128, 4, 32, 320, 1, 2),
@@ -58,8 +58,11 @@ def new_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
-def new_model(size: Size, vocab: int, seed: int = 0) -> T5ForConditionalGeneration:
-    """An untrained model of this size: T5 v1.1's layers with the embedding shared by input and output."""
+def new_model(size: Size, vocab: int, seed: int = 0, dropout: float = DROPOUT) -> T5ForConditionalGeneration:
+    """An untrained model of this size: T5 v1.1's layers with the embedding shared by input and output.
+
+    A draft, which learns whole laws and has little room to remember texts, needs no `dropout`.
+    """
     torch.manual_seed(seed)
     config = T5Config(
         vocab_size=vocab,
@@ -71,7 +74,7 @@ def new_model(size: Size, vocab: int, seed: int = 0) -> T5ForConditionalGenerati
         num_decoder_layers=size.decoder,
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=True,
-        dropout_rate=DROPOUT,
+        dropout_rate=dropout,
         pad_token_id=PAD,
         eos_token_id=EOS,
         decoder_start_token_id=PAD,
