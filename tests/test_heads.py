@@ -30,6 +30,7 @@ from toys import (
     SAMPLE,
     Altered,
     Cycle,
+    company_changes_nothing,
     enumerate_outcomes,
     plain_law,
     request,
@@ -193,10 +194,7 @@ def test_stop_in_mid_round_and_company_change_nothing() -> None:
     alone = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3), batch_size=1)
     ends = frozenset(range(0, HF_VOCAB, 4))
     some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
-    for size in (2, 3):
-        together = generate(replace(alone, batch_size=size), some)
-        assert [row.tokens for row in together] == [row.tokens for row in generate(alone, some)]
-    assert any(row.finish_reason == "stop" for row in together)
+    company_changes_nothing(alone, some)
 
 
 def test_the_first_round_of_a_text_is_a_plain_step() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.decoding import Decoder, rounds
+from slipstream.decoding import Decoder, generate, rounds
 from slipstream.laws import Law
 from slipstream.processes import Table, TableScorer
 from slipstream.records import Context, Draft, Drafter, Key, Request, Round, Row, Sampler, Seam
@@ -255,6 +255,15 @@ def drafted(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> lis
     """The drafted tokens of each row, without padding."""
     draft = propose(drafter, rows, gammas)
     return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+
+
+def company_changes_nothing(alone: Decoder, requests: Sequence[Request]) -> None:
+    """Texts are the same in batches of 2 and 3; some end at an EOS, also inside an accepted draft."""
+    single = [row.tokens for row in generate(alone, requests)]
+    for size in (2, 3):
+        together = generate(replace(alone, batch_size=size), requests)
+        assert [row.tokens for row in together] == single
+        assert any(row.finish_reason == "stop" for row in together)
 
 
 def first_tokens(
