@@ -55,6 +55,8 @@ def test_all_sheets_are_on_the_page(out: Path) -> None:
     assert [made.name for made in sheets] == [name for name in catalogue.MAKERS if name in NAMES]
     assert out.with_name("out.md").read_text(encoding="utf-8") == page(sheets, "out")
     assert all(made.quick and made.environment and made.rows for made in sheets)
+    commands = {made.name: made.command for made in sheets}
+    assert commands["table2"] == "slipstream paper table2 --standins FOLDER --pairs FOLDER --quick --out docs/paper"
     assert {file.name for file in out.glob("*.svg")} == {"figure5.svg", "gamma.svg", "iid.svg"}
     assert "<html>" in (out / "figure1.html").read_text(encoding="utf-8")
 

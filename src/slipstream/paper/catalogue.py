@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.paper import figures, ideal, tables
 from slipstream.paper.draw import draw
-from slipstream.paper.lab import Lab
+from slipstream.paper.lab import Given, Lab
 from slipstream.paper.page import write_page
 from slipstream.paper.report import Sheet, read_sheets, write_json
 
@@ -28,7 +28,6 @@ MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "bleu": tables.bleu,
 }
 ALL = "all"
-CORPORA = " --standins FOLDER --pairs FOLDER --articles FILE --texts FILE"
 ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 """Those that need no corpora."""
 
@@ -36,13 +35,21 @@ ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 def make(name: str, lab: Lab) -> Sheet:
     """One table or figure, with the command that makes it; its files are written if the lab has a folder."""
     quick = " --quick" * lab.scale.quick
-    given = "" if name in ALONE else CORPORA
+    given = "" if name in ALONE else _options(lab.given)
     compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))
     command = f"slipstream paper {name}{given}{compiled}{quick} --out docs/paper"
     sheet = replace(MAKERS[name](lab), command=command)
     if lab.out:
         _write(sheet, lab, lab.out)
     return sheet
+
+
+def _options(given: Given) -> str:
+    """What the user named, with placeholders for the places on their machine."""
+    places = {"standins": "FOLDER", "pairs": "FOLDER", "articles": "FILE", "texts": "FILE"}
+    names = [f" --{name} {place}" for name, place in places.items() if getattr(given, name)]
+    models = [f" --target {given.target}"] * bool(given.target) + [f" --draft {draft}" for draft in given.drafts]
+    return "".join([*names, *models])
 
 
 def _write(sheet: Sheet, lab: Lab, out: Path) -> None:
