@@ -26,7 +26,7 @@ PILOT_GAMMA = 5
 
 @dataclass(frozen=True)
 class Course:
-    """How much is run: texts of the pilot, which finds c, and of the race, and how often that is repeated."""
+    """How much is run: texts of the pilot, which finds costs, and of the race, and how often that is repeated."""
 
     pilot: int = 8
     texts: int = 24
@@ -87,7 +87,7 @@ def race(
     repetition and their median is told.
     """
     pilot = _pilot(subject, temperature, course.pilot, say)
-    gammas = {name: chosen(alphas[name]["alpha"]["value"], _c(pilot, name)) for name in subject.drafts}
+    gammas = {name: chosen(alphas[name], pilot[name]) for name in subject.drafts}
     logs = {PLAIN: Log(), **{name: Log() for name in gammas}}
     contenders = [ours(PLAIN, subject.plain, play=logs[PLAIN].play)]
     for name, gamma in gammas.items():
@@ -113,13 +113,11 @@ def race(
     }
 
 
-def chosen(alpha: float, c: float) -> int:
-    """The gamma of those in Table 2 with the largest factor of Theorem 3.8."""
-    return max(GAMMAS, key=lambda gamma: walltime_factor(alpha, gamma, c))
-
-
-def _c(costs: Mapping[str, Costs], name: str) -> float:
-    return costs[name].draft / costs[PLAIN].target
+def chosen(alphas: Mapping[str, Any], costs: Costs) -> int:
+    """The gamma of those in Table 2 with the least time per text, at these costs and at the tokens per round that real
+    texts give."""
+    rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in GAMMAS}
+    return min(GAMMAS, key=lambda gamma: costs.per_text(gamma, rounds[gamma]))
 
 
 def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]) -> dict[str, Costs]:
