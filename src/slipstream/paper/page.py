@@ -22,7 +22,7 @@ commands need beside the core.
 | | paper | here |
 |---|---|---|
 | target | T5 v1.1 XXL, 11 B parameters, fine-tuned | T5 v1.1 type, trained from scratch (sizes below the tables) |
-| drafts | T5 v1.1 small 77 M, base 250 M, large 800 M: 1/140, 1/44, 1/14 of it | the same type, about 1/100, 1/30, \
+| drafts | T5 v1.1 small 77 M, base 250 M, large 800 M: 1/140, 1/44, 1/14 of it | the same type, about 1/150, 1/30, \
 1/10, taught by what the target says |
 | translation | WMT English-German | Multi30k: captions of pictures, short and simple sentences |
 | summaries | CNN/DailyMail, articles to highlights | `lead`: a passage of a CNN/DailyMail article to its first two \

@@ -38,7 +38,7 @@ DRAFTS = {
     "base": Size(128, 4, 32, 320, 1, 2),
     "large": Size(256, 4, 64, 768, 1, 2),
 }
-"""About 1/100, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
+"""About 1/150, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
 
 
 def new_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
