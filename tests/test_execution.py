@@ -78,7 +78,7 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
 
 
 @packs
-@pytest.mark.parametrize("narrow", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("narrow", [False, True])
 def test_a_compiled_scorer_gives_the_eager_logits(narrow: bool) -> None:
     """Two graphs, one for single rows and one for batches, serve every shape that decoding meets."""
     model, said, before = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str](), counters["stats"]["unique_graphs"]

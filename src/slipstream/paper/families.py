@@ -41,7 +41,7 @@ RECIPES = {
     "translation": Recipe(),
     "lead": Recipe(first=Plan(4, batch=32, rate=1.5e-3, warm=300, last=0.02), heard=6_000, longest=96),
 }
-"""About two hours on two cores that do nothing else, minutes on a GPU."""
+"""Translation took about 100 minutes on two cores, partly beside other work; lead has not been run at this size yet."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:
