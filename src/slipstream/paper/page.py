@@ -32,7 +32,7 @@ sentences |
 | machine | one TPU-v4, T5X | the one named below each table |
 | texts | long enough that the encoder does not count | short: the encoder's share is told and counted |
 
-The models are small and trained within hours on a CPU, minutes on a GPU. They are no substitute for the paper's. What
+The models are small and trained within hours on a CPU. They are no substitute for the paper's. What
 can be compared is the method: how alpha orders the drafts, how alpha and c give the speed, and what the theory says
 against what the clock says.
 
