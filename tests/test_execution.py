@@ -66,8 +66,7 @@ def test_models_loaded_by_name_are_packed_and_loaded_models_are_not(tmp_path: An
     assert not has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(packed=False)))
     assert not has_packed(load_scorer(model))
     assert has_packed(load_scorer(model, mode=Mode(packed=True)))
-    assert has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(narrow=True)))
-    assert not has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(compiled=True, narrow=True)))
+    assert has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(compiled=True)))
 
 
 def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
@@ -78,12 +77,11 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
 
 
 @packs
-@pytest.mark.parametrize("narrow", [False, True])
-def test_a_compiled_scorer_gives_the_eager_logits(narrow: bool) -> None:
+def test_a_compiled_scorer_gives_the_eager_logits() -> None:
     """Two graphs, one for single rows and one for batches, serve every shape that decoding meets."""
-    model, said, before = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str](), counters["stats"]["unique_graphs"]
-    model = model if narrow else packed(model)
-    compiled = Compiled(model, "toy", said.append, narrow)
+    said, before = list[str](), counters["stats"]["unique_graphs"]
+    model = packed(tiny(FAMILIES["llama"], num_hidden_layers=1))
+    compiled = Compiled(model, "toy", said.append)
     eager, fast = CausalScorer(model), CausalScorer(model, execution=compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

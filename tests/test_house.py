@@ -52,6 +52,7 @@ LEVELS: dict[str, float] = {
     "tracing": 1,
     "execution": 1.5,
     "fused": 1.6,
+    "kernel": 0.9,
     "packing": 1,
     "sight": 1,
     "seq2seq": 1.9,

@@ -386,7 +386,8 @@ def test_memory_counts_packed_weights_too() -> None:
     assert plain["weights"] >= sum(part.numel() * part.element_size() for part in model.parameters()) > 0
     assert bare == {"weights": 0, "cache_per_token": 0, "cache": 0}
     if can_pack(model):
-        assert measure.memory(CausalScorer(packed(model)), 7)["weights"] == plain["weights"]
+        held = measure.memory(CausalScorer(packed(model)), 7)["weights"]  # these small matrices end in mid-panel
+        assert plain["weights"] <= held < 2 * plain["weights"]
 
 
 def test_promise_is_the_papers() -> None:

@@ -191,7 +191,7 @@ def _model(
     site: Site, source: Any, dtype: str | None = None, device: str | None = None, vocabulary: str | None = None
 ) -> Drafter:
     """A hub name, a folder or a loaded model."""
-    scorer = load_scorer(source, dtype or site.dtype, device or site.device, replace(site.mode, narrow=True))
+    scorer = load_scorer(source, dtype or site.dtype, device or site.device, site.mode)
     tokenizer = find_tokenizer(source)
     _refuse_reader(site.target, scorer)
     if vocabulary or not same_vocabulary(site.target, scorer, site.tokenizer, tokenizer):

@@ -66,13 +66,11 @@ class Pass:
 @dataclass(frozen=True)
 class Mode:
     """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
-    a loaded model would need its weights twice. `narrow` is for drafts, whose passes are one or two tokens of one text:
-    compiled, they keep their plain weights, which the graph for one text multiplies faster, and draft chains of the
-    sizes `ahead` in one graph each (none: token by token). `progress` is told when a graph is being made."""
+    a loaded model would need its weights twice. Compiled, a draft makes chains of the sizes `ahead` in one graph each
+    (none: token by token). `progress` is told when a graph is being made."""
 
     compiled: bool = False
     packed: bool | None = None
-    narrow: bool = False
     ahead: tuple[int, ...] = ()
     progress: Callable[[str], object] | None = None
 
@@ -101,7 +99,7 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
     if not mode.compiled:
         return None
     if model.device.type in KINDS and not (model.device.type == "cuda" and model.config.is_encoder_decoder):
-        return KINDS[model.device.type](model, name, mode.progress, mode.narrow)
+        return KINDS[model.device.type](model, name, mode.progress)
     warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
     return None
 
@@ -157,7 +155,6 @@ class Compiled:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    narrow: bool = False  # see `Mode`
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
 
@@ -181,13 +178,13 @@ class Compiled:
 
     def of(self, model: PreTrainedModel, name: str) -> Compiled:
         """See `Execution`."""
-        return Compiled(model, name, self.progress, self.narrow)
+        return Compiled(model, name, self.progress)
 
     def _make(self, single: bool, work: Pass, stores: Stores) -> Tensor:
         if self.progress:
             self.progress(f"compiling {self.name} for {'one text' if single else 'batches'}")
         eager = forward(self.model, work, stores)
-        graph = Frozen(_function(self.model), INPUTS, narrow=self.narrow and single)
+        graph = Frozen(_function(self.model), INPUTS)
         try:
             _mark_symbols(work, stores, single)
             logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
@@ -272,7 +269,6 @@ class Captured:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    narrow: bool = False  # all the same to CUDA
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _stores: int = 0  # where the stores of the graphs lie
     _failed: bool = False

@@ -118,7 +118,7 @@ class Fused:
         def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
             return self._draft(*key, given)
 
-        return Frozen(function, ["given"], narrow=True)
+        return Frozen(function, ["given"])
 
     def _draft(self, size: int, sampled: bool, vocab: int, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """The chain (1, gamma), the greatest logits (gamma,), and the laws (1, gamma, vocab) of a sampled one."""

@@ -28,6 +28,7 @@ from transformers import (
 from slipstream.cache import RowCache
 from slipstream.execution import EAGER, Cross, Execution, Mode, Pass, execution
 from slipstream.fused import FED, Fused, Room, Wish
+from slipstream.kernel import kernel_missing
 from slipstream.laws import Law
 from slipstream.packing import can_pack, packed
 from slipstream.records import Shape, Tree
@@ -298,10 +299,10 @@ def load_scorer(
     model = load_model(source, dtype, device, **kwargs)
     pack = mode.packed
     if pack is None:  # of a model that we loaded ourselves nobody holds the plain weights, so they can go
-        pack = (mode.compiled or not isinstance(source, PreTrainedModel)) and not (mode.compiled and mode.narrow)
+        pack = mode.compiled or not isinstance(source, PreTrainedModel)
     if pack and can_pack(model):
-        # inductor takes what BART and Marian add to a packed head for the bias of one that it packed, and stops
-        biased = mode.compiled and hasattr(model, "final_logits_bias")
+        # inductor takes what BART and Marian add to oneDNN's head for the bias of one that it packed, and stops
+        biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed(model, keep=model.get_output_embeddings() if biased else None)
     scorer = CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
     if mode.compiled and mode.ahead and model.device.type == "cpu":

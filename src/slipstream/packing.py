@@ -1,4 +1,4 @@
-"""Weights in the layout that oneDNN multiplies fastest, for models on CPUs, without touching the model."""
+"""Weights in the layout that is multiplied fastest by a few rows, for models on CPUs, without touching the model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,39 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from slipstream.kernel import fits_panels, into_panels, kernel_missing, panel_linear
+
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout: six rows cost about what one does, and in float32
-    half of what the plain layout costs."""
+    """A linear layer with a packed copy of the weight: six rows cost about what one does."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+
+class PanelLinear(PackedLinear):
+    """By our own kernel, which reads panels of the weight as fast as the memory gives them."""
+
+    weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight.shape[1], weight.shape[0])
+        self.register_buffer("weight", into_panels(weight), persistent=False)
+        self.bias = bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return panel_linear(inputs, self.weight, self.bias, self.out_features)
+
+
+class BlockedLinear(PackedLinear):
+    """By oneDNN in its blocked layout, where our kernel cannot be built."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0])
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, 8), persistent=False)
         self.bias = bias
 
@@ -28,13 +51,17 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether packed weights exist for this model: on a CPU with oneDNN, in float32 or a supported bfloat16."""
+    """Whether packed weights exist for this model: on a CPU, in float32 or bfloat16, with a kernel for them."""
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     if placed or model.device.type != "cpu" or model.dtype not in PACKED_DTYPES:
         return False
+    return kernel_missing() is None or _has_blocked(model.dtype)
+
+
+def _has_blocked(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
-    return model.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @torch.no_grad()
@@ -48,7 +75,7 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
     if not can_pack(model):
         raise ValueError(
             f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
-            "that needs a CPU with oneDNN and float32 or bfloat16."
+            "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
@@ -57,7 +84,14 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             if keep is not None and getattr(child, "weight", None) is keep.weight:
                 continue
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, _packed(child, child.weight))
             elif type(child) is Conv1D:  # GPT-2's linear layer, stored the other way round
-                setattr(parent, name, PackedLinear(child.weight.t().contiguous(), child.bias))
+                setattr(parent, name, _packed(child, child.weight.t().contiguous()))
     return twin
+
+
+def _packed(layer: nn.Linear | Conv1D, weight: Tensor) -> nn.Module:
+    """The layer with its weight packed, or as it is where no kernel is for it."""
+    if kernel_missing() is None and fits_panels(weight):
+        return PanelLinear(weight, layer.bias)
+    return BlockedLinear(weight, layer.bias) if _has_blocked(weight.dtype) else layer

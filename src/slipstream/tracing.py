@@ -13,9 +13,6 @@ import torch.fx.experimental._config
 from torch import Tensor
 
 FROZEN = {"freezing": True, "cpp_wrapper": True}
-# Products of matrices by generated code read weights at the memory's speed for one or two columns and lose from six on;
-# oneDNN's cost nearly the same for all.
-NARROW = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
 
 
 class Frozen:
@@ -25,10 +22,9 @@ class Frozen:
     compiler object to.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[str], narrow: bool = False) -> None:
-        """`inputs` are the names of the function's parameters; `narrow`: its matrices meet one or two columns."""
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[str]) -> None:
+        """`inputs` are the names of the function's parameters."""
         self._inputs = tuple(inputs)
-        self._options = FROZEN | (NARROW if narrow else {})
         self._made = False
         self._graph = torch.compile(
             own_code(function), dynamic=False, fullgraph=True, options={"guard_filter_fn": self._of_inputs}
@@ -40,7 +36,7 @@ class Frozen:
             return self._graph(*inputs)
         # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
         with (
-            torch._inductor.config.patch(self._options),
+            torch._inductor.config.patch(FROZEN),
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             warnings.catch_warnings(action="ignore"),
         ):

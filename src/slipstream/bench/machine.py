@@ -14,6 +14,7 @@ import torch
 
 from slipstream.bench.contenders import scorers
 from slipstream.engine import Engine
+from slipstream.kernel import kernel_missing
 from slipstream.packing import PackedLinear
 from slipstream.records import Scorer
 
@@ -34,6 +35,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "cpu": _value(info, "model name") or platform.processor() or platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": _bfloat16(info),
+        "kernel": kernel_missing() or "built",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": [*os.getloadavg()] if hasattr(os, "getloadavg") else None,

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 PAD, EOS = 0, 1
+SPECIAL = 2  # how many tokens are no text
 DROPOUT = 0.1
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from slipstream.files import whole
-from slipstream.paper.standins import EOS, PAD
+from slipstream.paper.standins import EOS, PAD, SPECIAL
 
 IGNORED = -100
 HASTE = 10.0  # of embeddings: T5's begin with a spread of 1, and would hardly move at the rate of the other weights
@@ -40,6 +40,14 @@ class Plan:
     last: float = 0.0  # share of the rate that is left at the end
     warm: int = 200  # steps until the full rate
     seed: int = 0
+
+
+def copies(count: int, vocab: int, longest: int = 16, seed: int = 0) -> list[Example]:
+    """Random tokens, to be said again. A model that copies these finds its way in sources of words; without them one
+    of a few million weights does not come upon copying in an hour."""
+    rng = random.Random(seed)
+    texts = (tuple(rng.randrange(SPECIAL, vocab) for _ in range(rng.randint(4, longest))) for _ in range(count))
+    return [Example((*text, EOS), (*text, EOS)) for text in texts]
 
 
 Watch = Callable[[int, int, float], object]

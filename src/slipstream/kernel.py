@@ -1,0 +1,121 @@
+"""Linear layers by a kernel in C++, built for this processor when they are first needed and kept for later processes.
+
+Building takes some seconds and a C++ compiler (`CXX`, c++, g++ or clang++), as torch.compile needs one too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
+LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
+PATIENCE = 300  # seconds
+PANEL = 32  # features that lie side by side; kernel.cpp has the same number
+STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs of a feature that lie side by side
+
+
+@functools.cache
+def kernel_missing() -> str | None:
+    """Why the kernel cannot be used here, in one sentence; None: it can, and is loaded.
+
+    A compiler that fails gives a warning; having none does not.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"it is built on Linux only, and this is {sys.platform}"
+    compiler = _compiler()
+    if compiler is None:
+        return f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})"
+    try:
+        torch.ops.load_library(_built(compiler))
+        torch.library.register_fake("slipstream::linear", _shape, allow_override=True)
+        _check()
+    except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        warnings.warn(f"linear layers run slower than they could, their kernel: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
+
+
+def fits_panels(weight: Tensor) -> bool:
+    """Whether `into_panels` takes it: float32, or bfloat16 and an even number of inputs."""
+    return weight.dtype in STEP and weight.shape[1] % STEP[weight.dtype] == 0
+
+
+def into_panels(weight: Tensor) -> Tensor:
+    """(features, inputs) -> (panels, inputs / STEP, PANEL, STEP), the last panel filled up with zeros.
+
+    Raises ValueError unless it `fits_panels`.
+    """
+    features, inputs = weight.shape
+    if not fits_panels(weight):
+        raise ValueError(f"a weight of {features} x {inputs} in {weight.dtype} has no packed form.")
+    step = STEP[weight.dtype]
+    full = torch.nn.functional.pad(weight, (0, 0, 0, -features % PANEL))
+    return full.view(-1, PANEL, inputs // step, step).permute(0, 2, 1, 3).contiguous()
+
+
+def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """(..., inputs) and a packed weight -> (..., features): sums in float32, for every row in the same order."""
+    found: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
+    return found
+
+
+def _shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], features))
+
+
+def _compiler() -> str | None:
+    return next((path for name in (os.environ.get("CXX"), *COMPILERS) if name and (path := shutil.which(name))), None)
+
+
+def _built(compiler: str) -> Path:
+    """The library, from the cache or built now. Raises RuntimeError with the compiler's words if it cannot be."""
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
+    library = home / f"kernel-{_fingerprint(compiler)}.so"
+    if library.exists():
+        return library
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as folder:  # another process may be building the same
+        part = Path(folder) / library.name
+        torch_home = Path(torch.__file__).parent
+        places = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}")
+        command = [compiler, *OPTIONS, *places, str(SOURCE), "-o", str(part), *LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+            raise RuntimeError(f"{compiler} failed: {' '.join(errors[:1])}")
+        part.replace(library)
+    return library
+
+
+def _fingerprint(compiler: str) -> str:
+    """What a library depends on: source, options, torch, compiler and processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
+    processor = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    parts = (SOURCE.read_text(), *OPTIONS, torch.__version__, compiler, version, (processor and processor[1]) or "")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _check() -> None:
+    """Raises ValueError if the kernel does not multiply as torch does."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in STEP:
+        inputs = torch.randn(5, 64, generator=generator).to(dtype)
+        weight = torch.randn(PANEL + 1, 64, generator=generator).to(dtype)
+        found = panel_linear(inputs, into_panels(weight), None, len(weight))
+        if not torch.allclose(found.double(), inputs.double() @ weight.double().T, rtol=0.02, atol=0.02):
+            raise ValueError(f"the kernel for {dtype} gives wrong products on this processor")
