@@ -10,6 +10,7 @@ import torch
 from slipstream import fused, tracing
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models import CausalScorer
+from slipstream.packing import can_pack, packed
 from slipstream.records import Context, Draft, Request, Row
 from slipstream.sampling import Sampling, draw
 from toys import FAMILIES, HF_VOCAB, tiny
@@ -107,6 +108,18 @@ def test_a_real_graph_drafts_the_same(temperature: float) -> None:
     for left, right in zip(drafts(one, sampler, (2, 1, 2)), drafts(other, sampler, (2, 1, 2)), strict=True):
         assert left.tokens.tolist() == right.tokens.tolist()
     assert said == [f"compiling {one.name} for {'sampled' if temperature else 'greedy'} chains of 2 tokens"]
+
+
+@pytest.mark.skipif(not can_pack(tiny(FAMILIES["llama"])), reason="nothing can be packed here")
+def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> None:
+    """Torch keeps graphs by their shapes: one from its cache must read the weights of the model at hand."""
+    for seed in (0, 1):
+        model, sampler = packed(tiny(FAMILIES["llama"], seed, num_hidden_layers=1)), Sampling(temperature=1.0)
+        one, other = CausalScorer(model), CausalScorer(model)
+        one.fuse([2])
+        for left, right in zip(drafts(one, sampler, (2, 1, 2)), drafts(other, sampler, (2, 1, 2)), strict=True):
+            assert left.law is not None and right.law is not None
+            torch.testing.assert_close(left.law.dense, right.law.dense, atol=1e-6, rtol=1e-4)
 
 
 def _same(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
