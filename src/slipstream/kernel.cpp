@@ -1,9 +1,11 @@
-// Linear layers for a few rows, at the speed of the memory that holds the weights.
+// Linear layers and attention for a few tokens, at the speed of the memory that holds weights and cache.
 //
-// The weight (features, inputs) lies in panels of PANEL features, so that one pass over a panel reads consecutive
+// Whatever is computed for a token has the same bits however many tokens, texts and empty slots stand beside it: sums
+// are float32, over inputs, dimensions and slots in their order.
+//
+// A weight (features, inputs) lies in panels of PANEL features, so that one pass over a panel reads consecutive
 // memory: (panels, inputs / STEP, PANEL, STEP). STEP inputs of a feature lie side by side: two of bfloat16, which one
-// instruction multiplies, and one of float32. Sums are float32, each over its inputs in their order, whatever the
-// number of rows: a token's logits do not depend on how many tokens are scored beside it.
+// instruction multiplies, and one of float32.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -11,8 +13,10 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -40,6 +44,8 @@ constexpr int64_t SHARE = 1 << 15;  // multiplications that are worth a thread
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 template <class To, class From>
 To bits(From from) {
@@ -55,12 +61,22 @@ struct Float32 {
   static void add(Lanes& sum, const Lanes& weights, const Item* input) { sum += weights * *input; }
   static Item round(float value) { return value; }
   static float widen(Item value) { return value; }
+  static Lanes load(const Item* place) {
+    Lanes found;
+    std::memcpy(&found, place, sizeof(found));
+    return found;
+  }
 };
 
 struct BFloat16 {
   using Item = uint16_t;
   static constexpr int STEP = 2;
   static float widen(Item value) { return bits<float>(static_cast<uint32_t>(value) << 16); }
+  static Lanes load(const Item* place) {
+    Halves found;
+    std::memcpy(&found, place, sizeof(found));
+    return (Lanes)(__builtin_convertvector(found, Words) << 16);
+  }
   static void add(Lanes& sum, const Lanes& weights, const Item* input) {
 #if defined(__AVX512BF16__)
     int32_t pair;
@@ -78,6 +94,8 @@ struct BFloat16 {
     return static_cast<Item>((all & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
   }
 };
+
+// ---- linear layers --------------------------------------------------------------------------------------------------
 
 // What a product reads and writes. `steps` are pairs (or single ones) of inputs.
 template <class Type>
@@ -119,10 +137,15 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
   }
 }
 
-// The tile for a number of rows that is known only when it runs.
-template <class Type, int... ROWS>
-void any(const Product<Type>& work, int64_t panel, int64_t row, int64_t rows, std::integer_sequence<int, ROWS...>) {
-  (void)((rows == ROWS + 1 && (tile<Type, ROWS + 1>(work, panel, row), true)) || ...);
+// Calls `run` with a number from 1 to MOST as a constant.
+template <class Run, int... NUMBERS>
+void as_constant(int64_t number, const Run& run, std::integer_sequence<int, NUMBERS...>) {
+  (void)((number == NUMBERS + 1 && (run(std::integral_constant<int, NUMBERS + 1>()), true)) || ...);
+}
+
+template <int MOST, class Run>
+void as_constant(int64_t number, const Run& run) {
+  as_constant(number, run, std::make_integer_sequence<int, MOST>());
 }
 
 // A panel's features of all rows, in tiles of nearly the same height.
@@ -131,7 +154,8 @@ void fill(const Product<Type>& work, int64_t panel) {
   const int64_t tiles = (work.rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t row = work.rows * i / tiles;
-    any(work, panel, row, work.rows * (i + 1) / tiles - row, std::make_integer_sequence<int, MOST_ROWS>());
+    as_constant<MOST_ROWS>(work.rows * (i + 1) / tiles - row,
+                           [&](auto rows) { tile<Type, decltype(rows)::value>(work, panel, row); });
   }
 }
 
@@ -178,10 +202,227 @@ Tensor linear(Tensor inputs, Tensor weight, std::optional<Tensor> bias, int64_t 
   return outputs;
 }
 
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int MOST_QUERIES = 6;  // beside each other, with CHUNK sums each
+#else
+constexpr int MOST_QUERIES = 2;
+#endif
+constexpr int CHUNK = 4;               // lanes of a value that are summed at a time
+constexpr float HIDDEN = -1e30f;       // what a mask adds where nothing is to be seen
+constexpr float LEAST_EXPONENT = -87;  // below it the exponential is nothing
+
+// What attention reads and writes. Every tensor has its own steps between rows, heads and tokens (or slots).
+struct Steps {
+  int64_t row, head, token;
+};
+
+template <class Type>
+struct Attention {
+  const typename Type::Item *queries, *keys, *values, *mask;  // mask may be null: all slots are seen
+  typename Type::Item* outputs;                               // (rows, tokens, heads, width)
+  Steps query, key, value, masked;
+  int64_t rows, heads, groups, tokens, slots, width;  // `groups`: query heads for one head of keys
+  float scale;
+};
+
+float sum(const Lanes& lanes) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)lanes);
+#else
+  float parts[LANES];
+  std::memcpy(parts, &lanes, sizeof(parts));
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+#endif
+}
+
+// e to the power of numbers that are not above 0: halves of ln 2 taken off, then a polynomial.
+Lanes exponential(Lanes power) {
+  const Whole nothing = power < LEAST_EXPONENT;
+  power = nothing ? Lanes{} : power;
+  const Whole twos = __builtin_convertvector(power * 1.44269504f - 0.5f, Whole);
+  const Lanes count = __builtin_convertvector(twos, Lanes);
+  const Lanes rest = power - count * 0.693359375f + count * 2.12194440e-4f;
+  Lanes found = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  found = found * rest + 8.3334519073e-3f;
+  found = found * rest + 4.1665795894e-2f;
+  found = found * rest + 1.6666665459e-1f;
+  found = found * rest + 5.0000001201e-1f;
+  found = found * rest * rest + rest + 1.0f;
+  return nothing ? Lanes{} : found * (Lanes)((twos + 127) << 23);
+}
+
+// Some lanes of a key or value; the last ones of a width may be fewer, unless it is WHOLE chunks.
+template <class Type, bool WHOLE>
+Lanes lanes(const typename Type::Item* place, int64_t count) {
+  if (WHOLE || count >= LANES) return Type::load(place);
+  if (count <= 0) return Lanes{};
+  typename Type::Item padded[LANES] = {};
+  std::copy(place, place + count, padded);
+  return Type::load(padded);
+}
+
+// Room for one tile, kept by a thread from tile to tile.
+struct Scratch {
+  std::vector<float> inputs, weights;
+  std::vector<int64_t> seen;
+};
+
+// What the mask adds, or 0.
+template <class Type>
+float added(const Attention<Type>& work, int64_t row, int64_t head, int64_t token, int64_t slot) {
+  if (!work.mask) return 0;
+  return Type::widen(work.mask[row * work.masked.row + head * work.masked.head + token * work.masked.token + slot]);
+}
+
+// The slots that any of these tokens sees: what lies in the others may be anything.
+template <class Type>
+void look(const Attention<Type>& work, int64_t row, int64_t head, int64_t first, int queries, Scratch& room) {
+  room.seen.clear();
+  for (int64_t slot = 0; slot < work.slots; ++slot) {
+    bool seen = false;
+    for (int q = 0; q < queries; ++q) seen |= added(work, row, head, first + q, slot) > HIDDEN;
+    if (seen) room.seen.push_back(slot);
+  }
+}
+
+// Weights before they are made to sum to one, of QUERIES tokens -> what they sum to.
+template <class Type, int QUERIES, bool WHOLE>
+void weigh(const Attention<Type>& work, int64_t row, int64_t head, int64_t first, Scratch& room, float* totals) {
+  const int64_t blocks = (work.width + LANES - 1) / LANES, count = room.seen.size();
+  const int64_t stride = (count + LANES - 1) / LANES * LANES;
+  room.inputs.assign(QUERIES * blocks * LANES, 0);
+  for (int q = 0; q < QUERIES; ++q) {
+    const auto* query = work.queries + row * work.query.row + head * work.query.head + (first + q) * work.query.token;
+    for (int64_t i = 0; i < work.width; ++i) room.inputs[q * blocks * LANES + i] = Type::widen(query[i]);
+  }
+  room.weights.assign(QUERIES * stride, -std::numeric_limits<float>::infinity());
+  const auto* keys = work.keys + row * work.key.row + head / work.groups * work.key.head;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto* key = keys + room.seen[i] * work.key.token;
+    Lanes products[QUERIES] = {};
+    for (int64_t block = 0; block < blocks; ++block) {
+      const Lanes part = lanes<Type, WHOLE>(key + block * LANES, work.width - block * LANES);
+      for (int q = 0; q < QUERIES; ++q)
+        products[q] += part * Float32::load(room.inputs.data() + (q * blocks + block) * LANES);
+    }
+    for (int q = 0; q < QUERIES; ++q)
+      room.weights[q * stride + i] = sum(products[q]) * work.scale + added(work, row, head, first + q, room.seen[i]);
+  }
+  for (int q = 0; q < QUERIES; ++q) {
+    float* weights = room.weights.data() + q * stride;
+    const float found = *std::max_element(weights, weights + stride);
+    const float greatest = std::isinf(found) && found < 0 ? 0 : found;  // a token that sees nothing
+    Lanes total = {};
+    for (int64_t i = 0; i < stride; i += LANES) {
+      const Lanes weight = exponential(Float32::load(weights + i) - greatest);
+      std::memcpy(weights + i, &weight, sizeof(weight));
+      total += weight;
+    }
+    totals[q] = sum(total);
+  }
+}
+
+// The outputs of QUERIES tokens of a head, beginning with `first`.
+template <class Type, int QUERIES, bool WHOLE>
+void attend_tile(const Attention<Type>& work, int64_t row, int64_t head, int64_t first, Scratch& room) {
+  look(work, row, head, first, QUERIES, room);
+  float totals[QUERIES] = {};
+  if (!room.seen.empty()) weigh<Type, QUERIES, WHOLE>(work, row, head, first, room, totals);
+  const int64_t stride = room.seen.empty() ? 0 : room.weights.size() / QUERIES;
+  const auto* values = work.values + row * work.value.row + head / work.groups * work.value.head;
+  for (int64_t begin = 0; begin < work.width; begin += CHUNK * LANES) {
+    Lanes sums[QUERIES][CHUNK] = {};
+    for (size_t i = 0; i < room.seen.size(); ++i) {
+      const auto* value = values + room.seen[i] * work.value.token + begin;
+      for (int part = 0; part < CHUNK; ++part) {
+        const Lanes taken = lanes<Type, WHOLE>(value + part * LANES, work.width - begin - part * LANES);
+        for (int q = 0; q < QUERIES; ++q) sums[q][part] += taken * room.weights[q * stride + i];
+      }
+    }
+    for (int q = 0; q < QUERIES; ++q) {
+      float found[CHUNK * LANES];
+      std::memcpy(found, sums[q], sizeof(found));
+      auto* output = work.outputs + ((row * work.tokens + first + q) * work.heads + head) * work.width + begin;
+      for (int64_t i = 0; i < std::min<int64_t>(CHUNK * LANES, work.width - begin); ++i)
+        output[i] = Type::round(totals[q] == 0 ? 0 : found[i] / totals[q]);
+    }
+  }
+}
+
+template <class Type>
+void attend_all(const Attention<Type>& work) {
+  const int64_t tiles = (work.tokens + MOST_QUERIES - 1) / MOST_QUERIES;
+  const int64_t cost = std::max<int64_t>(1, work.tokens * work.slots * work.width * 2 / std::max<int64_t>(1, tiles));
+  const int64_t share = std::max<int64_t>(1, SHARE / cost);
+  torch::stable::parallel_for(0, work.rows * work.heads * tiles, share, [&](int64_t begin, int64_t end) {
+    Scratch room;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t part = item % tiles, head = item / tiles % work.heads, row = item / tiles / work.heads;
+      const int64_t first = work.tokens * part / tiles;
+      as_constant<MOST_QUERIES>(work.tokens * (part + 1) / tiles - first, [&](auto count) {
+        if (work.width % (CHUNK * LANES) == 0)
+          attend_tile<Type, decltype(count)::value, true>(work, row, head, first, room);
+        else
+          attend_tile<Type, decltype(count)::value, false>(work, row, head, first, room);
+      });
+    }
+  });
+}
+
+// Steps over (rows, heads, tokens, width); a size of one is the same for all.
+Steps steps(const Tensor& tensor) {
+  const auto step = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+  return {step(0), step(1), step(2)};
+}
+
+template <class Type>
+void run_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
+                   double scale, const Tensor& outputs) {
+  using Item = typename Type::Item;
+  const auto place = [](const Tensor& tensor) { return static_cast<const Item*>(tensor.data_ptr()); };
+  attend_all<Type>({place(queries), place(keys), place(values), mask ? place(*mask) : nullptr,
+                    static_cast<Item*>(outputs.data_ptr()), steps(queries), steps(keys), steps(values),
+                    mask ? steps(*mask) : Steps{}, queries.size(0), queries.size(1), queries.size(1) / keys.size(1),
+                    queries.size(2), keys.size(2), queries.size(3), static_cast<float>(scale)});
+}
+
+// Queries (rows, heads, tokens, width), keys and values (rows, fewer or as many heads, slots, width), and what is added
+// to their products, (rows or 1, heads or 1, tokens or 1, slots) -> (rows, tokens, heads, width).
+Tensor attend(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> mask, double scale) {
+  for (const Tensor& tensor : {queries, keys, values, mask ? *mask : queries})
+    STD_TORCH_CHECK(tensor.dim() == 4 && tensor.scalar_type() == queries.scalar_type() && tensor.stride(3) == 1,
+                    "slipstream::attend: four dimensions, of which the last is dense, and one type");
+  STD_TORCH_CHECK(keys.size(3) == queries.size(3) && values.size(3) == queries.size(3) && keys.size(2) == values.size(2) &&
+                      keys.size(1) == values.size(1) && queries.size(1) % keys.size(1) == 0 &&
+                      keys.size(0) == queries.size(0) && values.size(0) == queries.size(0),
+                  "slipstream::attend: queries, keys and values do not fit");
+  STD_TORCH_CHECK(!mask || (mask->size(3) == keys.size(2) && (mask->size(2) == 1 || mask->size(2) == queries.size(2)) &&
+                            (mask->size(1) == 1 || mask->size(1) == queries.size(1)) &&
+                            (mask->size(0) == 1 || mask->size(0) == queries.size(0))),
+                  "slipstream::attend: the mask does not fit");
+  const std::vector<int64_t> shape = {queries.size(0), queries.size(2), queries.size(1), queries.size(3)};
+  Tensor outputs = torch::stable::new_empty(queries, shape);
+  if (queries.scalar_type() == ScalarType::BFloat16)
+    run_attention<BFloat16>(queries, keys, values, mask, scale, outputs);
+  else if (queries.scalar_type() == ScalarType::Float)
+    run_attention<Float32>(queries, keys, values, mask, scale, outputs);
+  else
+    STD_TORCH_CHECK(false, "slipstream::attend: float32 or bfloat16");
+  return outputs;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(slipstream, m) {
+  m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
   m.def("linear(Tensor inputs, Tensor weight, Tensor? bias, int features) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("linear", TORCH_BOX(&linear));
+}

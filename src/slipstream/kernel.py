@@ -1,4 +1,4 @@
-"""Linear layers by a kernel in C++, built for this processor when they are first needed and kept for later processes.
+"""Linear layers and attention by kernels in C++, built for this processor when first needed and kept for later.
 
 Building takes some seconds and a C++ compiler (`CXX`, c++, g++ or clang++), as torch.compile needs one too.
 """
@@ -41,7 +41,8 @@ def kernel_missing() -> str | None:
         return f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})"
     try:
         torch.ops.load_library(_built(compiler))
-        torch.library.register_fake("slipstream::linear", _shape, allow_override=True)
+        torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
+        torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -74,8 +75,25 @@ def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: 
     return found
 
 
-def _shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
+def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """Queries (rows, heads, n, width), keys and values (rows, as many or fewer heads, slots, width), and what is added
+    to their products, (rows or 1, heads or 1, n or 1, slots) -> (rows, n, heads, width).
+
+    A token's output does not depend on the tokens beside it, nor on slots that no token sees, whatever lies there.
+    """
+    given = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
+    added = added if added is None or added.stride(-1) == 1 else added.contiguous()
+    found: Tensor = torch.ops.slipstream.attend(*given, added, scale)
+    return found
+
+
+def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
     return inputs.new_empty((*inputs.shape[:-1], features))
+
+
+def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    rows, heads, count, width = queries.shape
+    return queries.new_empty((rows, count, heads, width))
 
 
 def _compiler() -> str | None:

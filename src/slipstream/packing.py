@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from slipstream.attention import attend_by_kernel
 from slipstream.kernel import fits_panels, into_panels, kernel_missing, panel_linear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -66,8 +67,8 @@ def _has_blocked(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedModel:
-    """A twin of the model that shares everything but its linear layers, which have packed copies of the weights.
-    The layer `keep` stays as it is.
+    """A twin of the model that shares everything but its linear layers, which have packed copies of the weights; with
+    our kernel it attends by that too. The layer `keep` stays as it is.
 
     Needs memory for a second copy of the matrices unless the original is dropped. Raises ValueError if `can_pack`
     is false.
@@ -87,6 +88,8 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
                 setattr(parent, name, _packed(child, child.weight))
             elif type(child) is Conv1D:  # GPT-2's linear layer, stored the other way round
                 setattr(parent, name, _packed(child, child.weight.t().contiguous()))
+    if kernel_missing() is None:
+        attend_by_kernel(twin)
     return twin
 
 

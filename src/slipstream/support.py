@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.attention import NAME as ATTENTION
 from slipstream.records import Scorer
 from slipstream.sources import Source
 
@@ -50,7 +51,7 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
             "lengths would see too little; use another model."
         )
     kernel = getattr(config, "_attn_implementation", None)
-    if kernel not in {"sdpa", "eager", None}:
+    if kernel not in {"sdpa", "eager", ATTENTION, None}:
         raise ValueError(f"{name} uses attn_implementation={kernel!r}, which takes no mask; load it with 'sdpa'.")
 
 
