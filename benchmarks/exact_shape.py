@@ -1,4 +1,4 @@
-"""Plain and speculative greedy text in one shape: how many tokens differ, and what the fixed shape costs.
+"""Plain and speculative greedy text: how many differ, in one shape, in any, and compiled, and at what speed.
 
 python benchmarks/exact_shape.py PROMPTS.jsonl[.gz] [--target DIR --draft DIR] [--dtype float32 bfloat16]
 """
@@ -23,9 +23,9 @@ def main() -> None:
     args = parser.parse_args()
     prompts = [item.prompt for item in gather([], args.prompts, False)]
     for dtype in args.dtype:
-        for exact in (True, False):
-            engine = slipstream.load(args.target, args.draft, dtype=dtype, exact_shape=exact)
-            print(f"{dtype:9} exact_shape={exact!s:5} {compare(engine, prompts, args.max_new_tokens)}", flush=True)
+        for way in ({"exact_shape": True}, {}, {"compile": True}):
+            engine = slipstream.load(args.target, args.draft, dtype=dtype, **way)
+            print(f"{dtype:9} {way!s:21} {compare(engine, prompts, args.max_new_tokens)}", flush=True)
 
 
 def compare(engine: Engine, prompts: list[str], limit: int) -> str:

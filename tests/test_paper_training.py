@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from transformers import T5ForConditionalGeneration
 from slipstream.paper import corpora, families, standins
 from slipstream.paper.corpora import Pairs
 from slipstream.paper.families import Recipe
-from slipstream.paper.standins import PAD, Size
-from slipstream.paper.training import Example, Learner, Plan, answers
+from slipstream.paper.standins import EOS, PAD, SPECIAL, Size
+from slipstream.paper.training import Example, Learner, Plan, answers, copies
 
 SMALL = Size(16, 2, 8, 24, 1, 2)  # a decoder deeper than its encoder, as the stand-ins are
 WORDS = ["a", "man", "and", "a", "dog", "run", "in", "the", "park", "while", "it", "rains", "on", "them"]
@@ -150,6 +151,14 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
         learned(tmp_path / "cut.pt", replace(PLAN, rate=0.5))
 
 
+def test_copies_are_random_words_to_be_said_again() -> None:
+    examples = copies(50, 20, longest=7)
+    assert all(example.source == example.target and example.source[-1] == EOS for example in examples)
+    assert {len(example.source) for example in examples} == {5, 6, 7, 8}
+    assert {token for example in examples for token in example.source[:-1]} == set(range(SPECIAL, 20))
+    assert examples == copies(50, 20, longest=7) != copies(50, 20, longest=7, seed=1)
+
+
 def test_answers_come_with_their_laws() -> None:
     model = standins.new_model(SMALL, 50)
     sources = [(3, 4, 1), (5, 1), (6, 7, 8, 1)]
@@ -168,6 +177,21 @@ RECIPE = Recipe(
     {"small": (Size(8, 1, 8, 8, 1, 1), Plan(1.0, batch=8, warm=2))},
     8,
 )
+
+
+def test_models_of_a_task_that_repeats_its_source_copy_first(tmp_path: Path) -> None:
+    """Target and drafts; and what was learned is not learned again."""
+    copying, said = Plan(0.01, batch=8, warm=2), list[str]()
+    families.make(PAIRS, tmp_path / "family", replace(RECIPE, copying=copying, dropout=0.0), said.append)
+    begun = [text.partition(":")[0] for text in said]
+    assert list(dict.fromkeys(begun)) == [
+        *("target, copying", "target", "grown target", "answers at temperature 0", "answers at temperature 1"),
+        *("small, copying", "small"),
+    ]
+    said.clear()
+    shutil.rmtree(tmp_path / "family" / "small")
+    families.make(PAIRS, tmp_path / "family", replace(RECIPE, copying=copying, dropout=0.0), said.append)
+    assert said == []
 
 
 def test_a_family_is_made_once_and_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -23,12 +23,10 @@ class Recipe:
     """How a family is made: the target at first, then grown, then its drafts by what the target says."""
 
     vocab: int = 4000
-    copying: Plan | None = None  # over random tokens, before all else: for tasks that say parts of the source again
     first: Plan = field(default_factory=lambda: Plan(10, batch=64, rate=1.5e-3, warm=300, last=0.02))
     grown: Plan = field(default_factory=lambda: Plan(0.15, batch=64, rate=2e-4, warm=20, seed=1))
     inner: int = GROWN_INNER
     target: Size = TARGET
-    dropout: float = DROPOUT  # of the target at first
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
             "small": (DRAFTS["small"], Plan(14, rate=3e-3)),
@@ -39,6 +37,8 @@ class Recipe:
     longest: int = 64  # tokens of what the target says
     heard: int = 20_000  # sources whose answers the drafts learn from
     greedy_share: float = 0.5  # of the sources that drafts learn from are answered greedily, the rest sampled
+    copying: Plan | None = None  # of random tokens, before all else: for tasks that say parts of the source again
+    dropout: float = DROPOUT  # of the target before it is grown
 
 
 RECIPES = {
@@ -47,6 +47,7 @@ RECIPES = {
         copying=Plan(5, batch=64, rate=1.5e-3, warm=100, last=0.3),
         dropout=0.0,
         first=Plan(4, batch=16, rate=1e-3, warm=300, last=0.02),
+        grown=Plan(0.02, batch=16, rate=2e-4, warm=5, seed=1),
         heard=6_000,
         longest=96,
     ),
@@ -59,7 +60,7 @@ def tiny(longest: int, inner: int = 512) -> Recipe:
     plan = Plan(1.5, batch=64, rate=4e-3, warm=20)
     sizes = {"small": Size(16, 1, 16, 32, 1, 1), "base": Size(32, 2, 16, 64, 1, 1), "large": Size(64, 2, 32, 128, 1, 1)}
     return Recipe(
-        *(2000, None, plan, replace(plan, epochs=0.1, rate=3e-4, seed=1), inner, Size(128, 4, 32, 256, 1, 2), DROPOUT),
+        *(2000, plan, replace(plan, epochs=0.1, rate=3e-4, seed=1), inner, Size(128, 4, 32, 256, 1, 2)),
         {name: (size, replace(plan, epochs=4.0)) for name, size in sizes.items()},
         longest,
         heard=2000,
