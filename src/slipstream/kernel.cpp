@@ -394,7 +394,8 @@ void run_attention(const Tensor& queries, const Tensor& keys, const Tensor& valu
 // to their products, (rows or 1, heads or 1, tokens or 1, slots) -> (rows, tokens, heads, width).
 Tensor attend(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> mask, double scale) {
   for (const Tensor& tensor : {queries, keys, values, mask ? *mask : queries})
-    STD_TORCH_CHECK(tensor.dim() == 4 && tensor.scalar_type() == queries.scalar_type() && tensor.stride(3) == 1,
+    STD_TORCH_CHECK(tensor.dim() == 4 && tensor.scalar_type() == queries.scalar_type() &&
+                        (tensor.stride(3) == 1 || tensor.size(3) == 1),
                     "slipstream::attend: four dimensions, of which the last is dense, and one type");
   STD_TORCH_CHECK(keys.size(3) == queries.size(3) && values.size(3) == queries.size(3) && keys.size(2) == values.size(2) &&
                       keys.size(1) == values.size(1) && queries.size(1) % keys.size(1) == 0 &&
