@@ -117,11 +117,16 @@ def test_older_processors_get_right_products_too(lacking: str, tmp_path: Path) -
         f"kernel.OPTIONS = (*kernel.OPTIONS, {lacking!r})\n"
         "assert kernel.kernel_missing() is None\n"
         "import torch\n"
-        "from slipstream.kernel import into_panels, panel_linear\n"
+        "from slipstream.kernel import into_panels, panel_attention, panel_linear\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
         "    given, weight = torch.randn(14, 96).to(dtype), torch.randn(70, 96).to(dtype)\n"
         "    found, exact = panel_linear(given, into_panels(weight), None, 70), given.double() @ weight.double().T\n"
         "    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)\n"
+        "    parts = [torch.randn(1, 2, 7, 44).to(dtype) for _ in range(3)]\n"
+        "    hidden = torch.full((7, 7), -torch.inf).triu(1)[None, None].to(dtype)\n"
+        "    found = panel_attention(*parts, hidden, 0.2).transpose(1, 2)\n"
+        "    weights = (parts[0].double() @ parts[1].double().mT * 0.2 + hidden).softmax(-1)\n"
+        "    torch.testing.assert_close(found.double(), weights @ parts[2].double(), rtol=2**-7, atol=2**-7)\n"
     )
     environment = os.environ | {
         "TORCH_EXTENSIONS_DIR": str(tmp_path),
@@ -233,6 +238,23 @@ def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: tor
                 found = panel_attention(queries[part, :, tokens], *seen, mask[part, :, tokens, :end], 0.2)
                 assert torch.equal(found, whole[part, tokens])
                 keys, values = given(case, dtype, 0)[1:3]
+
+
+@built
+@pytest.mark.parametrize("dtype", TYPES)
+def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
+    """Sliding windows, whose first slots differ, and branches of a tree, which do not see each other."""
+    queries, keys, values, _ = given((1, 2, 1, 6, 60, 48), dtype, 0)
+    slots, own = torch.arange(60), torch.arange(54, 60)[:, None]
+    window = (slots <= own) & (slots > own - 21)
+    branches = (slots < 54) | ((slots <= own) & ((own - slots) % 2 == 0))
+    for sees in (window, branches):
+        mask = torch.zeros(1, 1, 6, 60, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
+        together = panel_attention(queries, keys, values, mask, 0.2)
+        for token in range(6):
+            part = slice(token, token + 1)
+            alone = panel_attention(queries[:, :, part], keys, values, mask[:, :, part], 0.2)
+            assert torch.equal(alone, together[:, part])
 
 
 @built

@@ -316,14 +316,13 @@ void weigh(const Attention<Type>& work, int64_t row, int64_t head, int64_t first
     float* weights = room.weights.data() + q * stride;
     const float found = *std::max_element(weights, weights + stride);
     const float greatest = std::isinf(found) && found < 0 ? 0 : found;  // a token that sees nothing
-    Lanes total = {};
     for (int64_t i = 0; i < stride; i += LANES) {
       const Lanes weight = exponential(Float32::load(weights + i) - greatest);
       std::memcpy(weights + i, &weight, sizeof(weight));
-      total += weight;
     }
-    totals[q] = sum(total);
   }
+  for (int64_t i = 0; i < count; ++i)  // one after another: slots that only others see add nothing, and move nothing
+    for (int q = 0; q < QUERIES; ++q) totals[q] += room.weights[q * stride + i];
 }
 
 // The outputs of QUERIES tokens of a head, beginning with `first`.
