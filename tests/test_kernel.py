@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,9 +167,18 @@ def test_a_compiler_that_fails_gives_one_warning_with_its_words(
 
 
 @built
-def test_a_kernel_that_multiplies_wrongly_is_not_used(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "into_panels", lambda weight: into_panels(weight.flip(0)))
-    with pytest.warns(RuntimeWarning, match=r"gives wrong products on this processor"):
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("into_panels", lambda weight: into_panels(weight.flip(0))),
+        ("panel_attention", lambda q, k, v, added, scale: panel_attention(q, k, v, added, 2 * scale)),
+    ],
+)
+def test_a_kernel_that_computes_wrongly_is_not_used(
+    forgotten: None, part: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, part, wrong)
+    with pytest.warns(RuntimeWarning, match="computes something else on this processor"):
         assert kernel_missing() is not None
 
 

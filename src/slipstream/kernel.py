@@ -129,11 +129,14 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _check() -> None:
-    """Raises ValueError if the kernel does not multiply as torch does."""
+    """Raises ValueError if the kernels do not compute what torch does."""
     generator = torch.Generator().manual_seed(0)
     for dtype in STEP:
-        inputs = torch.randn(5, 64, generator=generator).to(dtype)
-        weight = torch.randn(PANEL + 1, 64, generator=generator).to(dtype)
-        found = panel_linear(inputs, into_panels(weight), None, len(weight))
-        if not torch.allclose(found.double(), inputs.double() @ weight.double().T, rtol=0.02, atol=0.02):
-            raise ValueError(f"the kernel for {dtype} gives wrong products on this processor")
+        inputs, weight = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (5, PANEL + 1))
+        product = panel_linear(inputs, into_panels(weight), None, len(weight))
+        queries, keys, values = torch.randn(3, 1, 2, 5, 64, generator=generator).to(dtype)
+        seen = panel_attention(queries, keys, values, None, 0.1).transpose(1, 2)
+        exact = (queries.double() @ keys.double().mT * 0.1).softmax(-1) @ values.double()
+        for found, right in ((product, inputs.double() @ weight.double().T), (seen, exact)):
+            if not torch.allclose(found.double(), right, rtol=0.02, atol=0.02):
+                raise ValueError(f"the kernel for {dtype} computes something else on this processor")

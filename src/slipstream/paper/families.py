@@ -50,8 +50,8 @@ RECIPES = {
         grown=Plan(0.02, batch=16, rate=2e-4, warm=5, seed=1),
         drafts={
             "small": (DRAFTS["small"], Plan(14, rate=3e-3)),
-            "base": (DRAFTS["base"], Plan(6, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(3, rate=1e-3)),
+            "base": (DRAFTS["base"], Plan(6, rate=2e-3, warm=40)),
+            "large": (DRAFTS["large"], Plan(3, rate=1e-3, warm=30)),
         },
         heard=6_000,
         longest=96,
