@@ -51,7 +51,7 @@ RECIPES = {
         drafts={
             "small": (DRAFTS["small"], Plan(14, rate=3e-3)),
             "base": (DRAFTS["base"], Plan(6, rate=2e-3, warm=40)),
-            "large": (DRAFTS["large"], Plan(3, rate=1e-3, warm=30)),
+            "large": (DRAFTS["large"], Plan(6, rate=1e-3, warm=30)),
         },
         heard=6_000,
         longest=96,

@@ -41,8 +41,8 @@ feed-forward layers became wider, and everything learned on for a moment. So the
 what models of these few texts can say. For translations the target took 10 passes over the captions; small, base and
 large learned from 20,000 of its answers, in 14, 10 and 5 passes: large has seen too little of them, and its alpha is
 below base's. For summaries all models first learned to say random tokens again, for without that none came upon
-copying; then the target took 4 passes over 15,883 passages, and the drafts 14, 6 and 3 passes over 6,000 answers. The
-target copies with hardly a doubt, so the temperature hardly matters.
+copying; then the target took 4 passes over 15,883 passages, and the drafts 14, 6 and 6 passes over 6,000 answers. Small
+and base copy; large learns at a lower rate and has hardly begun to, so its rows show a draft that does not help.
 
 The paper's own models can be measured by whoever has the hardware:
 
