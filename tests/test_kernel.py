@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream import kernel
+from slipstream import attention, kernel
 from slipstream.kernel import fits_panels, into_panels, kernel_missing, panel_attention, panel_linear
 from slipstream.models import CausalScorer
 from slipstream.packing import BlockedLinear, PackedLinear, PanelLinear, can_pack, packed
@@ -302,6 +302,19 @@ def test_attention_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=said):
             panel_attention(*parts, 0.2)
+
+
+@built
+def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks are tensors, of which one must not ask whether they are true."""
+    queries, keys, values, mask = given((1, 2, 2, 3, 20, 32), torch.float32, 0)
+    asked: list[str] = []
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: asked.append("torch"))
+    monkeypatch.setattr(attention, "panel_attention", lambda *_: asked.append("ours"))
+    for more in ({}, {"dropout": 0.0}, {"s_aux": torch.ones(2)}, {"softcap": 30.0}, {"dropout": 0.1}):
+        attention.attend(torch.nn.Module(), queries, keys, values, mask, 0.2, **more)
+    attention.attend(torch.nn.Module(), queries, keys, values, None, 0.2)  # causal, over a cache
+    assert asked == ["ours", "ours", "torch", "torch", "torch", "torch"]
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

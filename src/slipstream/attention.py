@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from slipstream.kernel import STEP, panel_attention
 
 NAME = "slipstream"  # of this attention, among transformers'
-UNKNOWN = ("dropout", "softcap", "s_aux")  # what some models want beside it
+UNKNOWN = ("softcap", "s_aux")  # what some models want beside it
 
 
 def attend_by_kernel(model: PreTrainedModel) -> None:
@@ -41,7 +41,8 @@ def attend(
         and query.shape[2] > 1
         and bool(getattr(module, "is_causal", True) if told is None else told)
     )
-    known = _fits(query, key, value) and not any(others.get(name) for name in UNKNOWN)
+    more = others.get("dropout") or any(others.get(name) is not None for name in UNKNOWN)
+    known = _fits(query, key, value) and not more
     if not known or (causal and query.shape[2] != key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     added = _causal_mask(query) if causal else _additive(attention_mask, query.dtype)

@@ -35,7 +35,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "cpu": _value(info, "model name") or platform.processor() or platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": _bfloat16(info),
-        "kernel": kernel_missing() or "built",
+        "kernel": (kernel_missing() or "built") if device.type == "cpu" else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": [*os.getloadavg()] if hasattr(os, "getloadavg") else None,

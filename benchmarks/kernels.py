@@ -1,0 +1,87 @@
+"""Our kernels beside oneDNN's packed products and torch's attention: the products of two models, and single attentions.
+
+python benchmarks/kernels.py [--threads 2] [--repetitions 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.nn import functional
+
+from slipstream.kernel import into_panels, kernel_missing, panel_attention, panel_linear
+
+TARGET = [(768, 768), (384, 768), (384, 768), (768, 768), (2304, 768), (2304, 768), (768, 2304)] * 12 + [(32000, 768)]
+DRAFT = [(256, 288), (128, 288), (128, 288), (288, 256), (896, 288), (896, 288), (288, 896)] * 6 + [(32000, 288)]
+ATTENTIONS = [(4, 2, 1, 150, 64), (12, 6, 6, 150, 64), (12, 6, 6, 1000, 64), (32, 8, 512, 512, 128)]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if reason := kernel_missing():
+        raise SystemExit(f"nothing to measure: {reason}.")
+    print("| bfloat16 | rows | ours, ms | oneDNN, ms |\n|---|---|---|---|")
+    for name, shapes in (("134 M target", TARGET), ("24 M draft", DRAFT)):
+        for rows in (1, 2, 6, 12, 48):
+            ours, theirs = products(shapes, rows, args.repetitions)
+            print(f"| {name} | {rows} | {1000 * ours:.2f} | {1000 * theirs:.2f} |", flush=True)
+    print("\n| heads, heads of keys, tokens, slots, width | ours, us | torch, us |\n|---|---|---|")
+    for case in ATTENTIONS:
+        ours, theirs = attentions(*case, args.repetitions)
+        print(f"| {', '.join(map(str, case))} | {1e6 * ours:.0f} | {1e6 * theirs:.0f} |", flush=True)
+
+
+def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, float]:
+    """Seconds for all matrices one after another, ours and oneDNN's."""
+    given = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
+    weights = [torch.randn(shape).bfloat16() for shape in shapes]
+    panels, blocks = [into_panels(w) for w in weights], [torch.ops.mkldnn._reorder_linear_weight(w, 8) for w in weights]
+
+    def ours() -> None:
+        for (features, width), panel in zip(shapes, panels, strict=True):
+            panel_linear(given[width], panel, None, features)
+
+    def theirs() -> None:
+        for (_, width), block in zip(shapes, blocks, strict=True):
+            torch.ops.mkldnn._linear_pointwise(given[width], block, None, "none", [], "")
+
+    return timed(ours, theirs, repetitions)
+
+
+def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, repetitions: int) -> tuple[float, float]:
+    """Seconds of one attention of a causal text, ours and torch's, which wants keys for every head."""
+    queries = torch.randn(1, tokens, heads, width).bfloat16().transpose(1, 2)
+    keys, values = torch.randn(2, 1, groups, slots + 13, width).bfloat16()[..., :slots, :]
+    hidden = (
+        torch.full((tokens, slots), torch.finfo(torch.bfloat16).min).triu(1 + slots - tokens).bfloat16()[None, None]
+    )
+
+    def theirs() -> None:
+        wide = (store.repeat_interleave(heads // groups, 1) for store in (keys, values))
+        functional.scaled_dot_product_attention(queries, *wide, attn_mask=hidden)
+
+    return timed(lambda: panel_attention(queries, keys, values, hidden, width**-0.5), theirs, repetitions)
+
+
+def timed(ours: Callable[[], object], theirs: Callable[[], object], repetitions: int) -> tuple[float, float]:
+    """Medians of alternating runs; the first of each is left out."""
+    laps: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repetitions + 1):
+        for kind, run in zip(laps, (ours, theirs), strict=True):
+            start = perf_counter()
+            run()
+            kind.append(perf_counter() - start)
+    return median(laps[0][1:]), median(laps[1][1:])
+
+
+if __name__ == "__main__":
+    main()
