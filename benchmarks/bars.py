@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import slipstream
-from slipstream.bench import PROMPTS, Settings, Side, line_up, measure
+from slipstream.bench import PLAIN, PROMPTS, Settings, Side, line_up, measure
 from slipstream.bench.contenders import scorers
 from slipstream.bench.machine import environment
 from slipstream.engine import Engine
@@ -33,7 +33,7 @@ from slipstream.prompts import gather
 from slipstream.records import Scorer
 
 PARTS = ("steps", "race", "batch")
-BATCH_GAMMAS = (2, 3, 5)  # a batch fills the processor with fewer drafted tokens: each size has the best one for it
+BATCH_GAMMAS = (1, 2, 3, 5)  # a batch fills the processor with fewer drafted tokens: each size has the best one for it
 ROWS = 6  # the pending token and gamma = 5 drafted ones
 
 
@@ -158,11 +158,13 @@ def race(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch(args: argparse.Namespace) -> dict[str, Any]:
-    """Batch 1 and 8 of the same prompts, speculative, for some gammas; every row accepts as many tokens as it likes."""
+    """Batch 1 and 8 of the same prompts, plain and speculative; every row accepts as many tokens as it likes."""
     settings = Settings(BATCH_GAMMAS, (1, 8), (0.0,), args.max_new_tokens, args.repetitions)
     rows = []
     for kind, engine in engines(args, args.dtype).items():
-        rivals = [replace(each, execution=kind) for each in line_up(engine, settings) if each.draft]
+        rivals = [
+            replace(each, execution=kind) for each in line_up(engine, settings) if each.draft or each.name == PLAIN
+        ]
         rows += measure(engine, prompts(args), settings, rivals, on_run=progress).rows
     return {"batch": [asdict(row) for row in rows]}
 
@@ -247,13 +249,19 @@ def step_lines(found: dict[str, Any]) -> Iterator[Line]:
 
 
 def batch_lines(found: dict[str, Any]) -> Iterator[Line]:
+    """Every size with what is fastest for it: of all, plain decoding too, and of speculative decoding alone."""
     for kind, bar in (("compiled", ">= 2.5"), ("eager", "")):
         rows = [row for row in found.get("batch", []) if row["execution"] == kind]
-        best = {size: max((row for row in rows if row["batch"] == size), key=speed) for size in (1, 8) if rows}
-        ratio = speed(best[8]) / speed(best[1]) if rows else None
-        how = " / ".join(f"{speed(best[size]):.0f} (gamma {best[size]['gamma']})" for size in (8, 1)) if rows else ""
-        how += " tokens/s" if rows else ""
-        yield f"speculative {kind}, batch 8 / batch 1", bar, ratio, how
+        yield batch_line(f"{kind}, batch 8 / batch 1", bar, rows)
+        yield batch_line(f"speculative {kind}, batch 8 / batch 1", "", [row for row in rows if row["draft"]])
+
+
+def batch_line(what: str, bar: str, rows: list[dict[str, Any]]) -> Line:
+    if not rows:
+        return what, bar, None, ""
+    best = {size: max((row for row in rows if row["batch"] == size), key=speed) for size in (1, 8)}
+    told = [f"{speed(row):.0f} ({'gamma ' + str(row['gamma']) if row['draft'] else 'plain'})" for row in best.values()]
+    return what, bar, speed(best[8]) / speed(best[1]), f"{told[1]} / {told[0]} tokens/s"
 
 
 def limit_lines(found: dict[str, Any], dtype: str = "bfloat16", gamma: int = ROWS - 1) -> Iterator[Line]:

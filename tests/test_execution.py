@@ -78,7 +78,7 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
 
 @packs
 def test_a_compiled_scorer_gives_the_eager_logits() -> None:
-    """Two graphs, one for single rows and one for batches, serve every shape that decoding meets."""
+    """Three graphs (single rows, batches, batches of one new token each) serve every shape that decoding meets."""
     said, before = list[str](), counters["stats"]["unique_graphs"]
     model = packed(tiny(FAMILIES["llama"], num_hidden_layers=1))
     compiled = Compiled(model, "toy", said.append)
@@ -88,9 +88,9 @@ def test_a_compiled_scorer_gives_the_eager_logits() -> None:
         for rows in (1, 3, 2, 1):
             for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
                 torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
-    assert said == ["compiling toy for one text", "compiling toy for batches"]
+    assert said == [f"compiling toy for {served}" for served in ("one text", "batches", "batches, a token each")]
     _grow_and_branch(eager, fast)
-    assert counters["stats"]["unique_graphs"] == before + 2  # torch made none anew behind our back
+    assert counters["stats"]["unique_graphs"] == before + 3  # torch made none anew behind our back
 
 
 def _grow_and_branch(*scorers: CausalScorer) -> None:

@@ -23,7 +23,7 @@ Stores = list[tuple[Tensor, Tensor]]
 Parts = tuple[Stores, Tensor, Tensor | None] | None
 """The fields of a `Cross`, as graphs take them."""
 
-LEAST_WIDTH = 2  # torch compiles sizes of one apart, and one row of bfloat16 costs no less than two
+LEAST_WIDTH = 2  # of a single text's passes: sizes of one need a graph of their own, and cost no less than two there
 BUCKET = 64  # slots of captured passes are rounded up to this
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
 EAGERLY = "runs eagerly, it"
@@ -66,12 +66,12 @@ class Pass:
 @dataclass(frozen=True)
 class Mode:
     """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
-    a loaded model would need its weights twice. Compiled, a draft makes chains of the sizes `ahead` in one graph each
-    (none: token by token). `progress` is told when a graph is being made."""
+    a loaded model would need its weights twice. Compiled, a draft makes chains of the sizes `ahead` by one graph each
+    and others by a graph per step; None is no draft. `progress` is told when a graph is being made."""
 
     compiled: bool = False
     packed: bool | None = None
-    ahead: tuple[int, ...] = ()
+    ahead: tuple[int, ...] | None = None
     progress: Callable[[str], object] | None = None
 
 
@@ -81,8 +81,8 @@ EAGER = Mode()
 class Execution(Protocol):
     """A faster way for passes of few tokens. None means that this pass has to run eagerly."""
 
-    def width(self, count: int) -> int:
-        """How many columns a pass of `count` tokens should have; the others are padding."""
+    def width(self, rows: int, count: int) -> int:
+        """How many columns a pass of `count` tokens for each of so many texts should have; the others are padding."""
         ...
 
     def run(self, work: Pass, stores: Stores) -> Tensor | None:
@@ -147,31 +147,33 @@ def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
 class Compiled:
     """Passes as graphs made by inductor, with the weights frozen into them and a C++ wrapper (CPU).
 
-    The numbers of rows, new tokens and slots are symbols, so one graph serves every shape, and a second one serves
-    single rows. A graph is made when it is first needed (some ten seconds; `progress` is told), compared with the
-    eager pass, and given up for good, with one warning, if it cannot be made or gives other logits.
+    The numbers of rows, new tokens and slots are symbols, so one graph serves every batch, another batches of one new
+    token per text, and a third single texts. A graph is made when it is first needed (some ten seconds; `progress` is
+    told), compared with the eager pass, and given up for good, with one warning, if it cannot be made or gives other
+    logits.
     """
 
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    _graphs: dict[bool, Any] = field(default_factory=dict)
+    _graphs: dict[str, Any] = field(default_factory=dict)  # by what they serve, in words
     _failed: bool = False
 
-    def width(self, count: int) -> int:
-        """At least two columns."""
-        return count if self._failed else max(count, LEAST_WIDTH)
+    def width(self, rows: int, count: int) -> int:
+        """At least two columns for a single text."""
+        return count if self._failed or rows > 1 else max(count, LEAST_WIDTH)
 
     def run(self, work: Pass, stores: Stores) -> Tensor | None:
         """See `Execution`."""
-        if self._failed or not stores or not LEAST_WIDTH <= work.tokens.shape[1] <= MOST_WIDTH:
+        rows, width = work.tokens.shape
+        if self._failed or not stores or not self.width(rows, 1) <= width <= MOST_WIDTH:
             return None
         work = _settled(work)
-        single = work.tokens.shape[0] == 1
-        if single not in self._graphs:
-            return self._make(single, work, stores)
+        served = "one text" if rows == 1 else "batches" if width > 1 else "batches, a token each"
+        if served not in self._graphs:
+            return self._make(served, work, stores)
         try:
-            return self._graphs[single](work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
+            return self._graphs[served](work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
         except Exception as error:  # dynamo has met something it had not seen when the graph was made
             self._give_up(error)
             return None
@@ -180,19 +182,19 @@ class Compiled:
         """See `Execution`."""
         return Compiled(model, name, self.progress)
 
-    def _make(self, single: bool, work: Pass, stores: Stores) -> Tensor:
+    def _make(self, served: str, work: Pass, stores: Stores) -> Tensor:
         if self.progress:
-            self.progress(f"compiling {self.name} for {'one text' if single else 'batches'}")
+            self.progress(f"compiling {self.name} for {served}")
         eager = forward(self.model, work, stores)
         graph = Frozen(_function(self.model), INPUTS)
         try:
-            _mark_symbols(work, stores, single)
+            _mark_symbols(work, stores)
             logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
             _compare(eager, logits)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._give_up(error)
             return eager
-        self._graphs[single] = graph
+        self._graphs[served] = graph
         return logits
 
     def _give_up(self, error: Exception) -> None:
@@ -221,20 +223,20 @@ def _parts(work: Pass) -> Parts:
     return (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
 
 
-def _mark_symbols(work: Pass, stores: Stores, single: bool) -> None:
-    """Rows (unless one), new tokens and slots vary."""
-    rows = () if single else (0,)
+def _mark_symbols(work: Pass, stores: Stores) -> None:
+    """Rows, new tokens (each unless there is one) and slots vary."""
+    rows, columns = ((dim,) if size > 1 else () for dim, size in enumerate(work.tokens.shape))
     for tensor in (work.tokens, work.positions, work.slots):
-        vary(tensor, (*rows, 1))
+        vary(tensor, (*rows, *columns))
     for mask in work.masks.values():
-        vary(mask, (*rows, 2, 3))
+        vary(mask, (*rows, *(dim + 1 for dim in columns), 3))
     cross = work.cross.stores if work.cross else []
     for store in (store for pair in (*stores, *cross) for store in pair):
         vary(store, (*rows, 2))
     if work.cross:
         vary(work.cross.mask, (*rows, 3))
         if work.cross.back is not None:
-            vary(work.cross.back, (*rows, 1, 2))
+            vary(work.cross.back, (*rows, *columns, 2))
 
 
 def _compare(eager: Tensor, compiled: Tensor) -> None:
@@ -273,7 +275,7 @@ class Captured:
     _stores: int = 0  # where the stores of the graphs lie
     _failed: bool = False
 
-    def width(self, count: int) -> int:
+    def width(self, rows: int, count: int) -> int:
         """As many as there are."""
         return count
 

@@ -1,15 +1,15 @@
-"""Drafting a whole chain in one graph: passes of a draft, their laws and their draws, with no Python between them.
+"""Drafting in graphs: passes of a draft, their laws and their draws, with no Python between them.
 
 A pass of a small draft costs less than what surrounds it: masks, positions, laws, draws, and entering the graph. Here
-all of that is inside. It serves one text whose law is made by its temperature alone; all else is drafted token by
-token.
+all of that is inside: a whole chain for a single text if its length is known before, and one step per graph otherwise.
+It serves laws that are made by a temperature alone; all else is drafted token by token without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,38 +23,61 @@ from slipstream.tracing import Frozen, vary, warn
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
-"""The tokens fed (1, FED), which of them is the last real one (1,), how many stand before them (), the numbers of the
-slots (end,), the cache, the source, the temperature (), and numbers in [0, 1) to draw by (gamma,)."""
+"""The tokens fed (rows, one or FED), which of them is the last real one (rows,), how many stand before them (rows,),
+the numbers of the slots (end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to draw by
+(rows, size)."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What to draft: `gamma` tokens behind `fed`, one or two tokens, at a temperature (0: the likeliest tokens), among
-    the first `vocab` ids. `chances` (gamma,) are the numbers in [0, 1) to draw by."""
+    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens, at a temperature (all 0: the
+    likeliest tokens), among the first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by."""
 
-    fed: tuple[int, ...]
-    gamma: int
-    temperature: float
+    fed: Sequence[Sequence[int]]
+    gammas: Sequence[int]
+    temperatures: Sequence[float]
     vocab: int
-    chances: tuple[float, ...] = ()
+    chances: Sequence[Sequence[float]] = ()
+
+    @property
+    def gamma(self) -> int:
+        """The most tokens that a text wants."""
+        return max(self.gammas)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return any(self.temperatures)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where a chain goes: behind `length` tokens of the stores, looking at `end` slots, and at a source, if any."""
+    """Where chains go: behind `lengths` tokens of the stores, looking at `end` slots, and at sources, if any."""
 
-    length: int
+    lengths: Sequence[int]
     end: int
     stores: Stores
     cross: Cross | None
 
 
+class Kind(NamedTuple):
+    """What one graph does: draft `size` tokens behind `width` fed ones, drawn or not, among `vocab` ids, for one text
+    or for any number of them."""
+
+    size: int
+    width: int
+    sampled: bool
+    vocab: int
+    single: bool
+
+
 @dataclass
 class Fused:
-    """Graphs that draft as many tokens as one of the `sizes`; a wish in between is served by the next size and cut.
+    """Graphs that draft as many tokens as one of the `sizes` for a single text (a wish in between is served by the next
+    size and cut), and graphs of one step, for batches and for what no size serves.
 
-    There is one for greedy and one for sampled chains of each size, made when it is first needed (it takes
-    minutes; `progress` is told). Where that fails, one warning says why, and chains are drafted token by token.
+    There is one for greedy and one for sampled tokens of each kind, made when it is first needed (it takes up to
+    minutes; `progress` is told). Where that fails, one warning says why, and all is drafted token by token.
     """
 
     model: Any  # called as `execution.forward` calls it
@@ -63,21 +86,17 @@ class Fused:
     kinds: dict[str, tuple[int | None, int | None]]  # see `sight.mask_kinds`
     relative: bool = False  # whether the model asks how far back everything lies
     progress: Callable[[str], object] | None = None
-    _graphs: dict[tuple[int, bool, int], Any] = field(default_factory=dict)
+    _graphs: dict[Kind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
 
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
-        """Tokens (1, gamma) and the law each was drawn from; None if that has to be done token by token."""
-        size = self.size(wish.gamma)
-        if self._failed or not size or not room.stores:
+        """Tokens (rows, gamma) and the law each was drawn from; None if that has to be done without graphs."""
+        steps = self.steps(wish)
+        if self._failed or not room.stores:
             return None
-        inputs = self._inputs(wish, room, size)
-        key = (size, wish.temperature > 0, wish.vocab)
         try:
-            if key not in self._graphs:
-                self._graphs[key] = self._make(key, inputs)
-            tokens, best, probs = self._graphs[key](*inputs)
+            tokens, best, laws = self._drafted(wish, room, steps)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
@@ -85,61 +104,97 @@ class Fused:
         if not bool(torch.isfinite(best).all()):
             return None  # drafting token by token says where
         tokens = tokens[:, : wish.gamma]
-        return tokens, Law(tokens=tokens) if probs is None else Law(probs=probs[:, : wish.gamma])
+        return tokens, Law(tokens=tokens) if laws is None else Law(probs=laws[:, : wish.gamma])
 
-    def size(self, gamma: int) -> int:
-        """How many tokens the graph for `gamma` drafts; 0 if there is none."""
-        return min((size for size in self.sizes if size >= gamma), default=0)
+    def steps(self, wish: Wish) -> list[int]:
+        """How many tokens each graph drafts, one after the other."""
+        whole = [size for size in sorted(self.sizes) if size >= wish.gamma] if len(wish.fed) == 1 else []
+        return whole[:1] or [1] * wish.gamma
 
-    def _inputs(self, wish: Wish, room: Room, size: int) -> Inputs:
+    def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens (rows, gamma or more), the greatest logits, and the laws of sampled tokens."""
+        tokens, last, start, *seen, chances = self._inputs(wish, room, steps)
+        parts = []
+        for size, some in zip(steps, chances.split(steps, 1), strict=True):
+            kind = Kind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
+            given = (tokens, last, start, *seen, some)
+            parts.append(self._graph(kind, given)(*given))
+            tokens, start, last = parts[-1][0][:, -1:], start + last + size, torch.zeros_like(last)
+        if len(parts) == 1:
+            return parts[0]
+        drawn, best, laws = zip(*parts, strict=True)
+        return torch.cat(drawn, 1), torch.cat(best), torch.cat(laws, 1) if wish.sampled else None
+
+    def _inputs(self, wish: Wish, room: Room, steps: Sequence[int]) -> Inputs:
         if len(self._slots) < room.end:
             self._slots = torch.arange(2 * room.end)
+        width = FED if steps[0] > 1 else max(map(len, wish.fed))  # a long graph is made once, for both
+        chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
+        if wish.sampled:
+            chances[:, : wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64)
         return (
-            torch.tensor([[*wish.fed, *[0] * (FED - len(wish.fed))]]),
-            torch.tensor([len(wish.fed) - 1]),
-            torch.tensor(room.length),
+            torch.tensor([[*fed, *[0] * (width - len(fed))] for fed in wish.fed]),
+            torch.tensor([len(fed) - 1 for fed in wish.fed]),
+            torch.tensor(room.lengths),
             self._slots[: room.end],
             room.stores,
             (room.cross.stores, room.cross.mask, None) if room.cross else None,
-            torch.tensor(wish.temperature),
-            torch.tensor([*wish.chances, *[0.0] * (size - len(wish.chances))], dtype=torch.float64),
+            torch.tensor(wish.temperatures)[:, None],
+            chances,
         )
 
-    def _make(self, key: tuple[int, bool, int], inputs: Inputs) -> Frozen:
-        if self.progress:
-            self.progress(f"compiling {self.name} for {'sampled' if key[1] else 'greedy'} chains of {key[0]} tokens")
-        _, _, _, places, stores, cross, _, _ = inputs
-        vary(places, (0,))
-        for store in (store for pair in (*stores, *(cross[0] if cross else ())) for store in pair):
-            vary(store, (2,))
-        if cross:
-            vary(cross[1], (3,))
+    def _graph(self, kind: Kind, inputs: Inputs) -> Any:
+        if kind not in self._graphs:
+            if self.progress:
+                self.progress(f"compiling {self.name} for {_told(kind)}")
+            _mark_symbols(inputs, kind.single)
 
-        def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-            return self._draft(*key, given)
+            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+                return self._draft(kind, given)
 
-        return Frozen(function, ["given"])
+            self._graphs[kind] = Frozen(function, ["given"])
+        return self._graphs[kind]
 
-    def _draft(self, size: int, sampled: bool, vocab: int, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The chain (1, gamma), the greatest logits (gamma,), and the laws (1, gamma, vocab) of a sampled one."""
-        tokens, last, start, places, stores, cross, temperature, chances = given
+    def _draft(self, kind: Kind, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens (rows, size), the greatest logits (size * rows,), and the laws (rows, size, vocab) of sampled ones."""
+        tokens, last, start, places, stores, cross, temperatures, chances = given
         drawn: list[Tensor] = []
         greatest: list[Tensor] = []
         laws: list[Tensor] = []
-        for place in range(size):
-            logits = forward(self.model, self._pass(tokens, start, places, cross), stores)[0]
-            logits = fit(wide(logits.index_select(0, last)), vocab)
+        for place in range(kind.size):
+            logits = forward(self.model, self._pass(tokens, start, places, cross), stores)
+            logits = logits[:, 0] if logits.shape[1] == 1 else logits[torch.arange(last.shape[0]), last]
+            logits = fit(wide(logits), kind.vocab)
             best, token = logits.max(-1)
-            if sampled:
-                laws.append((logits / temperature).softmax(-1))
-                token = inverse(laws[-1], chances[place : place + 1])
+            if kind.sampled:
+                laws.append((logits / temperatures).softmax(-1))
+                token = inverse(laws[-1], chances[:, place])
             drawn, greatest = [*drawn, token], [*greatest, best]
-            tokens, start, last = token[None], start + last[0] + 1, torch.zeros_like(last)
-        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if sampled else None
+            tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
+        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if kind.sampled else None
 
     def _pass(self, tokens: Tensor, start: Tensor, places: Tensor, cross: Parts) -> Pass:
-        slots = (start + torch.arange(tokens.shape[1]))[None]
+        slots = start[:, None] + torch.arange(tokens.shape[1])
         sight = Sight.chain(slots, places.shape[0])
         masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
         beside = Cross(cross[0], cross[1], sight.back if self.relative else None) if cross else None
         return Pass(tokens, slots, slots, masks, beside)
+
+
+def _told(kind: Kind) -> str:
+    """What a graph is for, in words."""
+    how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
+    return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"
+
+
+def _mark_symbols(inputs: Inputs, single: bool) -> None:
+    """Slots vary, and rows unless there is one."""
+    tokens, last, start, places, stores, cross, temperatures, chances = inputs
+    vary(places, (0,))
+    rows = () if single else (0,)
+    for tensor in (tokens, last, start, temperatures, chances):
+        vary(tensor, rows)
+    for store in (store for pair in (*stores, *(cross[0] if cross else ())) for store in pair):
+        vary(store, (*rows, 2))
+    if cross:
+        vary(cross[1], (*rows, 3))

@@ -148,35 +148,37 @@ class CausalScorer:
         """Feed tokens (rows, n), of which `counts[r]` are real -> logits (rows, n, vocab) in the model's dtype."""
         if self.shape:
             return self._extend_exactly(self.shape, tokens, counts, tree)
-        width = count = tokens.shape[1]
+        rows, count = tokens.shape
+        width = count
         if self.execution and tree is None:
-            width = self.execution.width(count)
+            width = self.execution.width(rows, count)
             tokens = torch.nn.functional.pad(tokens, (0, width - count))
         logits = self._forward(tokens, self._rows.place(width, first), keep=0, tree=tree)
         self._rows.advance(counts)
         return logits[:, :count]
 
     def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft chains of these sizes in one graph, where that is possible."""
+        """From now on draft by graphs, where that is possible: chains of these sizes by one."""
         self.fused = Fused(self._decoder or self.model, self.name, tuple(sizes), self._kinds, self._relative, progress)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft a chain for the one text in the cache -> tokens (1, gamma) and the law each was drawn from; None where
-        that has to be done token by token."""
-        if self.fused is None or len(self.lengths) != 1:
+        """Draft chains for all texts in the cache -> tokens (rows, gamma) and the law each was drawn from; None where
+        that has to be done without graphs."""
+        if self.fused is None:
             return None
-        length, room = self.lengths[0], FED + self.fused.size(wish.gamma)
-        if self.context and length + room > self.context:
+        lengths, room = list(self.lengths), FED + sum(self.fused.steps(wish))
+        if self.context and max(lengths) + room > self.context:
             return None
         if not self._rows.stores:  # nothing was ever fed: there is nothing yet for a graph to write to
-            self._prefill([[0]], 0, None)
-            self._rows.rollback([length])
+            self._prefill([[0]] * len(lengths), 0, None)
+            self._rows.rollback(lengths)
         self._rows.place(room)
         cross = self._sources.cross(self._rows.part, None) if self._sources else None
-        found = self.fused.run(wish, Room(length, self._rows.end, self._rows.stores, cross))
+        found = self.fused.run(wish, Room(lengths, self._rows.end, self._rows.stores, cross))
         if found is not None:
-            self._rows.advance([len(wish.fed) + wish.gamma - 1])
+            fed = zip(wish.fed, wish.gammas, strict=True)
+            self._rows.advance([len(tokens) + max(gamma, 1) - 1 for tokens, gamma in fed])
         return found
 
     @torch.inference_mode()
@@ -305,7 +307,7 @@ def load_scorer(
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed(model, keep=model.get_output_embeddings() if biased else None)
     scorer = CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
-    if mode.compiled and mode.ahead and model.device.type == "cpu":
+    if mode.compiled and mode.ahead is not None and model.device.type == "cpu":
         scorer.fuse(mode.ahead, mode.progress)
     return scorer
 

@@ -132,16 +132,18 @@ class ModelDrafter:
         return Draft(tokens, Law.join(laws, 1), tuple(gammas), _windowed(self._follower, gammas))
 
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
-        """The whole chain of one text by one graph, with the draws it would have token by token; None if there is no
-        such graph, or if more than a temperature makes the law."""
-        sampler = context.rows[0].request.sampler
-        if not isinstance(self.scorer, CausalScorer) or len(gammas) != 1 or context.seam is not draw:
+        """The chains by graphs, with the draws they would have token by token; None if there are no such graphs, or if
+        more than temperatures makes the laws. (Greedy texts and sampled ones are decoded apart.)"""
+        if not isinstance(self.scorer, CausalScorer) or self.scorer.fused is None or context.seam is not draw:
             return None
-        if not isinstance(sampler, Sampling) or (temperature := sampler.temperature_alone) is None:
+        samplers = [row.request.sampler for row in context.rows]
+        known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
+        heats = [heat for heat in known if heat is not None]
+        if len(heats) < len(samplers):
             return None
-        chances = uniforms(context.key("draft"), gammas[0])[0] if temperature else ()
-        chain = self.scorer.chain(Wish(tuple(missing[0]), gammas[0], temperature, self.vocab, tuple(chances)))
-        return chain and Draft(*chain, tuple(gammas), _windowed(self._follower, gammas))
+        chances = uniforms(context.key("draft"), max(gammas)) if any(heats) else ()
+        chains = self.scorer.chain(Wish(missing, gammas, heats, self.vocab, chances))
+        return chains and Draft(*chains, tuple(gammas), _windowed(self._follower, gammas))
 
     def observe(self, round: Round) -> None:
         """Forget drafted tokens that were not kept."""
