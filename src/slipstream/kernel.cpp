@@ -114,7 +114,9 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
   const int64_t width = work.steps * STEP;
   const typename Type::Item* weight = work.weight + panel * PANEL * width;
   const typename Type::Item* inputs = work.inputs + row * width;
-  Lanes sums[ROWS][PARTS] = {};
+  Lanes sums[ROWS][PARTS];
+  for (auto& parts : sums)
+    for (Lanes& sum : parts) sum = Lanes{};
   for (int64_t step = 0; step < work.steps; ++step, weight += PANEL * STEP) {
     Lanes weights[PARTS];
     for (int part = 0; part < PARTS; ++part) {
@@ -127,13 +129,17 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
   }
   const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, work.features - first);
   for (int r = 0; r < ROWS; ++r) {
+    typename Type::Item* output = work.outputs + (row + r) * work.features + first;
     float found[PANEL];
     typename Type::Item rounded[PANEL];
     std::memcpy(found, sums[r], sizeof(found));
     if (work.bias)
       for (int64_t i = 0; i < count; ++i) found[i] += Type::widen(work.bias[first + i]);
     for (int i = 0; i < PANEL; ++i) rounded[i] = Type::round(found[i]);
-    std::memcpy(work.outputs + (row + r) * work.features + first, rounded, count * sizeof(rounded[0]));
+    if (count == PANEL)  // a size that the compiler knows takes no call
+      std::memcpy(output, rounded, sizeof(rounded));
+    else
+      std::copy(rounded, rounded + count, output);
   }
 }
 

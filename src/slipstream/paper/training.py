@@ -86,7 +86,8 @@ class Learner:
         source = padded([example.source for example in batch], PAD).to(self.device)
         labels = padded([example.target for example in batch], IGNORED).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16):
-            logits = self.model(input_ids=source, attention_mask=source != PAD, labels=labels).logits
+            begun = self.model.prepare_decoder_input_ids_from_labels(labels)
+            logits = self.model(input_ids=source, attention_mask=source != PAD, decoder_input_ids=begun).logits
         loss = _loss(logits.float(), labels, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
