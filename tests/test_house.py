@@ -52,6 +52,7 @@ LEVELS: dict[str, float] = {
     "tracing": 1,
     "execution": 1.5,
     "fused": 1.6,
+    "encoding": 1.6,
     "kernel": 0.9,
     "attention": 0.95,
     "packing": 1,

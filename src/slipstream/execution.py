@@ -26,7 +26,7 @@ Parts = tuple[Stores, Tensor, Tensor | None] | None
 LEAST_WIDTH = 2  # of a single text's passes: sizes of one need a graph of their own, and cost no less than two there
 BUCKET = 64  # slots of captured passes are rounded up to this
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
-EAGERLY = "runs eagerly, it"
+EAGERLY = "eagerly, it"
 MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
 
 
@@ -190,7 +190,7 @@ class Compiled:
         try:
             _mark_symbols(work, stores)
             logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
-            _compare(eager, logits)
+            compare(eager, logits)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._give_up(error)
             return eager
@@ -199,7 +199,7 @@ class Compiled:
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
-        warn(self.name, EAGERLY, error)
+        warn(self.name, f"runs {EAGERLY}", error)
 
 
 def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
@@ -239,13 +239,13 @@ def _mark_symbols(work: Pass, stores: Stores) -> None:
             vary(work.cross.back, (*rows, *columns, 2))
 
 
-def _compare(eager: Tensor, compiled: Tensor) -> None:
-    """Raises ValueError if the logits differ by more than another order of summation explains."""
+def compare(eager: Tensor, compiled: Tensor, what: str = "logits") -> None:
+    """Raises ValueError if logits (or `what`) differ by more than another order of summation explains."""
     best, places = eager.float().topk(min(64, eager.shape[-1]))
     gap = float((best - compiled.float().gather(-1, places)).abs().max() / best.std(-1).max().clamp(min=1e-6))
     allowed = 0.02 if eager.dtype in {torch.float32, torch.float64} else 1.0
     if not gap <= allowed:
-        raise ValueError(f"the compiled pass gives other logits (by {gap:.2g} of their spread; {allowed} is rounding)")
+        raise ValueError(f"the compiled pass gives other {what} (by {gap:.2g} of their spread; {allowed} is rounding)")
 
 
 # ---- captured passes --------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Captured:
                 self._graphs[key] = self._capture(_widened(work, end), stores)
             except Exception as error:  # a synchronization in the model's code, too little memory, ...
                 self._failed = True
-                warn(self.name, EAGERLY, error)
+                warn(self.name, f"runs {EAGERLY}", error)
                 return None
         graph = self._graphs[key]
         _fill(graph.work, work)

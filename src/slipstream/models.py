@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from slipstream.cache import RowCache
-from slipstream.execution import EAGER, Cross, Execution, Mode, Pass, execution
+from slipstream.encoding import CompiledReader
+from slipstream.execution import EAGER, Compiled, Cross, Execution, Mode, Pass, execution
 from slipstream.fused import FED, Fused, Room, Wish
 from slipstream.kernel import kernel_missing
 from slipstream.laws import Law
@@ -83,6 +84,8 @@ class CausalScorer:
         self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
         # What runs the passes of an encoder-decoder is its decoder.
         self.execution = execution.of(cast(Any, self._decoder), self.name) if execution and self._decoder else execution
+        if self._decoder and isinstance(execution, Compiled):
+            self._decoder.reader = CompiledReader(self._decoder.reader, self.name, execution.progress)
         self.fused: Fused | None = None
         self._fresh()
         if self._config.model_type not in PROVEN:

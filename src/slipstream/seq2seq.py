@@ -19,6 +19,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from slipstream.cache import RowCache
+from slipstream.encoding import Reader
 from slipstream.execution import Cross, Stores
 from slipstream.sources import Source, SourceForm
 
@@ -134,6 +135,7 @@ class SourceDecoder(nn.Module):
                 attention.compute_bias = RowBias(attention, self.where)
                 self.relative = True
         self._projections = _projections(decoder)
+        self.reader: Reader = self.states
 
     @property
     def device(self) -> torch.device:
@@ -171,32 +173,42 @@ class SourceDecoder(nn.Module):
 
     def read(self, sources: Sequence[Source], keep: RowCache, first: int) -> None:
         """Run the encoder, and give the rows of `keep` from `first` on the keys and values of its states."""
-        states, _ = self._encode(sources)
-        whole = states.shape[1]
+        found = self.reader(*self._inputs(sources))
+        whole = found[0][0].shape[2]
         keep.place(whole, first)
-        for layer, project in enumerate(self._projections):
-            keep.update(layer, *project(states))
+        for layer, (keys, values) in enumerate(found):
+            keep.update(layer, keys, values)
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
+
+    def states(self, given: Tensor, heard: Tensor | None) -> Stores:
+        """Keys and values of cross-attention by layer, for ids (rows, longest) of which some are heard, or features."""
+        states = self._encode(given, heard)
+        return [project(states) for project in self._projections]
 
     def alone(self, tokens: Tensor, source: Source) -> Tensor:
         """The logits (1, n, vocab) of a text (1, n) by the model's own ways, without cache."""
-        states, heard = self._encode([source])
-        given = BaseModelOutput(last_hidden_state=states)
+        ids, heard = self._inputs([source])
+        given = BaseModelOutput(last_hidden_state=self._encode(ids, heard))
         return self.model(encoder_outputs=given, attention_mask=heard, decoder_input_ids=tokens, use_cache=False).logits
 
-    def _encode(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
-        """The encoder's states (rows, longest, width), and which of them are no padding."""
+    def _encode(self, given: Tensor, heard: Tensor | None) -> Tensor:
+        """The encoder's states (rows, longest, width)."""
         encoder = self.model.get_encoder()
+        if heard is None:
+            return encoder(given).last_hidden_state
+        return encoder(input_ids=given, attention_mask=heard).last_hidden_state
+
+    def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
+        """What the encoder reads: ids (rows, longest) and which of them are no padding, or features without."""
         if isinstance(sources[0], Tensor):
             features = torch.stack([source for source in sources if isinstance(source, Tensor)])
-            return encoder(features.to(self.device, self.dtype)).last_hidden_state, None
+            return features.to(self.device, self.dtype), None
         width = max(map(len, sources))
         ids = torch.zeros(len(sources), width, dtype=torch.long)
         heard = torch.zeros_like(ids)
         for row, source in enumerate(sources):
             ids[row, : len(source)], heard[row, : len(source)] = torch.tensor(source), 1
-        ids, heard = ids.to(self.device), heard.to(self.device)
-        return encoder(input_ids=ids, attention_mask=heard).last_hidden_state, heard
+        return ids.to(self.device), heard.to(self.device)
 
 
 class Sources:

@@ -29,9 +29,9 @@ class Recipe:
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(30, rate=3e-3)),
+            "small": (DRAFTS["small"], Plan(20, rate=3e-3)),
             "base": (DRAFTS["base"], Plan(10, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(10, batch=64, rate=1e-3)),
+            "large": (DRAFTS["large"], Plan(8, batch=64, rate=1e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says
@@ -41,6 +41,8 @@ class Recipe:
     dropout: float = DROPOUT  # of the target before it is grown
 
 
+COPIER = Size(192, 6, 32, 896, 2, 2)  # the large draft of a task of copying: a wider one did not come upon it in time
+
 RECIPES = {
     "translation": Recipe(),
     "lead": Recipe(
@@ -49,9 +51,9 @@ RECIPES = {
         first=Plan(4, batch=16, rate=1e-3, warm=300, last=0.02),
         grown=Plan(0.02, batch=16, rate=2e-4, warm=5, seed=1),
         drafts={
-            "small": (DRAFTS["small"], Plan(14, batch=32, rate=3e-3)),
-            "base": (DRAFTS["base"], Plan(10, batch=32, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(8, batch=32, rate=1e-3)),
+            "small": (DRAFTS["small"], Plan(10, batch=32, rate=3e-3)),
+            "base": (DRAFTS["base"], Plan(8, batch=32, rate=2e-3)),
+            "large": (COPIER, Plan(8, batch=32, rate=1.5e-3)),
         },
         heard=6_000,
         longest=96,
