@@ -162,9 +162,11 @@ def batch(args: argparse.Namespace) -> dict[str, Any]:
     settings = Settings(BATCH_GAMMAS, (1, 8), (0.0,), args.max_new_tokens, args.repetitions)
     rows = []
     for kind, engine in engines(args, args.dtype).items():
-        rivals = [
-            replace(each, execution=kind) for each in line_up(engine, settings) if each.draft or each.name == PLAIN
-        ]
+        if kind == "compiled":
+            draft: Any = scorers(engine.decoder)[1]
+            draft.fuse(BATCH_GAMMAS)  # a graph for chains of every size that is measured
+        contenders = [each for each in line_up(engine, settings) if each.draft or each.name == PLAIN]
+        rivals = [replace(each, execution=kind) for each in contenders]
         rows += measure(engine, prompts(args), settings, rivals, on_run=progress).rows
     return {"batch": [asdict(row) for row in rows]}
 

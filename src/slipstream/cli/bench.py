@@ -76,7 +76,8 @@ def bench(
         check_plot(plot)
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
-        engine, others = _engines(target, draft or [], compile, dtype=dtype, device=device, task=task)
+        sizes = settings.gammas if compile else ()
+        engine, others = _engines(target, draft or [], sizes, dtype=dtype, device=device, task=task)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
     if target and not draft:
@@ -86,20 +87,27 @@ def bench(
     _publish(report, plot, as_json)
 
 
-def _engines(target: str | None, drafts: Sequence[str], compile: bool, **where: Any) -> tuple[Engine, list[Side]]:
-    """The engine with the first draft, and those with the other drafts and the compiled one, around the same target."""
+def _engines(
+    target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **where: Any
+) -> tuple[Engine, list[Side]]:
+    """The engine with the first draft, and those with the other drafts, around the same target; with `sizes` a compiled
+    one too, whose draft has a graph for chains of each."""
     from slipstream.bench import Side
     from slipstream.bench.contenders import scorers
     from slipstream.bench.records import COMPILED
     from slipstream.engine import embedded, load
+    from slipstream.models import CausalScorer
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
     where |= {"dtype": embedded(target, where["dtype"])[1], "tokenizer": engine.tokenizer}
     others = [Side(load(shared, each, **where), each) for each in drafts[1:]]
-    if compile:
+    if sizes:
         first = drafts[0] if drafts else None if target else "embedded"
-        fast = load(shared, first, compile=True, progress=say, **where)
+        fast = load(shared, first, gamma=max(sizes), compile=True, progress=say, **where)
+        for model in scorers(fast.decoder)[1:]:
+            if isinstance(model, CausalScorer):
+                model.fuse(sizes, say)
         others.append(Side(fast, models[-1].name if (models := scorers(engine.decoder)[1:]) else first, COMPILED))
     return engine, others
 
