@@ -8,6 +8,7 @@ refused at construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from slipstream.execution import EAGER, Compiled, Cross, Execution, Mode, Pass, 
 from slipstream.fused import FED, Fused, Room, Wish
 from slipstream.kernel import kernel_missing
 from slipstream.laws import Law
-from slipstream.packing import can_pack, packed
+from slipstream.packing import can_pack, packed, shared_columns
 from slipstream.records import Shape, Tree
 from slipstream.seq2seq import SourceDecoder, Sources
 from slipstream.sight import Sight, mask_kinds
@@ -87,6 +88,8 @@ class CausalScorer:
         if self._decoder and isinstance(execution, Compiled):
             self._decoder.reader = CompiledReader(self._decoder.reader, self.name, execution.progress)
         self.fused: Fused | None = None
+        # Only where it is known that the layers of a pass see its tokens as (rows, n).
+        self._columns = shared_columns(self._decoder or self.model) if self._config.model_type in PROVEN else None
         self._fresh()
         if self._config.model_type not in PROVEN:
             try:
@@ -220,9 +223,11 @@ class CausalScorer:
     def _prefill(self, texts: Sequence[Sequence[int]], first: int, stop: int | None) -> None:
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             parts = [text[start : start + PREFILL_TOKENS] for text in texts]
-            slots = self._rows.place(max(map(len, parts)), first, stop)
-            self._forward(padded(parts, self.device), slots, keep=1)
-            self._rows.advance([len(part) for part in parts])
+            counts = [len(part) for part in parts]
+            slots = self._rows.place(max(counts), first, stop)
+            with self._columns.only(counts, max(counts)) if self._columns else nullcontext():
+                self._forward(padded(parts, self.device), slots, keep=1)
+            self._rows.advance(counts)
 
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, slots: Tensor, keep: int, tree: Tree | None = None) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +15,48 @@ from slipstream.attention import attend_by_kernel
 from slipstream.kernel import fits_panels, into_panels, kernel_missing, panel_linear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave the padding out
+
+
+class Columns:
+    """Which tokens of a pass (rows, n) are multiplied: all, or within `only` those that are no padding. The layers of a
+    packed model share one."""
+
+    def __init__(self) -> None:
+        self.real: Tensor | None = None  # their places among rows * n; None: all
+        self.shape: tuple[int, int] | None = None
+
+    @contextmanager
+    def only(self, counts: Sequence[int], width: int) -> Iterator[None]:
+        """Within, passes of shape (rows, width) have `counts[r]` real tokens in row r; the others get zeros."""
+        some = torch.arange(width) < torch.tensor(counts)[:, None]
+        if int(some.sum()) <= WORTHWHILE * some.numel():
+            self.real, self.shape = some.flatten().nonzero().squeeze(1), (len(counts), width)
+        try:
+            yield
+        finally:
+            self.real = self.shape = None
 
 
 class PackedLinear(nn.Module):
     """A linear layer with a packed copy of the weight: six rows cost about what one does."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, columns: Columns) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.columns = in_features, out_features, columns
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        real = self.columns.real
+        if real is None or inputs.shape[:-1] != self.columns.shape:
+            return self.multiply(inputs)
+        found = inputs.new_zeros(inputs.shape[:-1].numel(), self.out_features)
+        found.index_copy_(0, real, self.multiply(inputs.flatten(0, 1).index_select(0, real)))
+        return found.view(*inputs.shape[:-1], self.out_features)
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        """The same for all tokens."""
+        raise NotImplementedError
 
 
 class PanelLinear(PackedLinear):
@@ -28,26 +64,26 @@ class PanelLinear(PackedLinear):
 
     weight: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0])
+    def __init__(self, weight: Tensor, bias: Tensor | None, columns: Columns) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], columns)
         self.register_buffer("weight", into_panels(weight), persistent=False)
         self.bias = bias
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+    def multiply(self, inputs: Tensor) -> Tensor:
+        """See `PackedLinear`."""
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
 
 
 class BlockedLinear(PackedLinear):
     """By oneDNN in its blocked layout, where our kernel cannot be built."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0])
+    def __init__(self, weight: Tensor, bias: Tensor | None, columns: Columns) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], columns)
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, 8), persistent=False)
         self.bias = bias
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+    def multiply(self, inputs: Tensor) -> Tensor:
+        """See `PackedLinear`."""
         return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
 
 
@@ -79,22 +115,27 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
+    twin, columns = copy.deepcopy(model, shared), Columns()
     for parent in list(twin.modules()):
         for name, child in list(parent.named_children()):
             if keep is not None and getattr(child, "weight", None) is keep.weight:
                 continue
             if type(child) is nn.Linear:
-                setattr(parent, name, _packed(child, child.weight))
+                setattr(parent, name, _packed(child, child.weight, columns))
             elif type(child) is Conv1D:  # GPT-2's linear layer, stored the other way round
-                setattr(parent, name, _packed(child, child.weight.t().contiguous()))
+                setattr(parent, name, _packed(child, child.weight.t().contiguous(), columns))
     if kernel_missing() is None:
         attend_by_kernel(twin)
     return twin
 
 
-def _packed(layer: nn.Linear | Conv1D, weight: Tensor) -> nn.Module:
+def _packed(layer: nn.Linear | Conv1D, weight: Tensor, columns: Columns) -> nn.Module:
     """The layer with its weight packed, or as it is where no kernel is for it."""
     if kernel_missing() is None and fits_panels(weight):
-        return PanelLinear(weight, layer.bias)
-    return BlockedLinear(weight, layer.bias) if _has_blocked(weight.dtype) else layer
+        return PanelLinear(weight, layer.bias, columns)
+    return BlockedLinear(weight, layer.bias, columns) if _has_blocked(weight.dtype) else layer
+
+
+def shared_columns(model: nn.Module) -> Columns | None:
+    """What the packed layers of a model share; None if it has none."""
+    return next((part.columns for part in model.modules() if isinstance(part, PackedLinear)), None)

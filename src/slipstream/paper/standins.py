@@ -35,11 +35,11 @@ class Size:
 TARGET = Size(192, 6, 32, 512, 2, 2)
 GROWN_INNER = 16384
 DRAFTS = {
-    "small": Size(48, 3, 16, 128, 1, 1),
+    "small": Size(64, 4, 16, 192, 1, 1),
     "base": Size(128, 4, 32, 320, 1, 2),
     "large": Size(256, 4, 64, 768, 1, 2),
 }
-"""About 1/150, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
+"""About 1/100, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
 
 
 def new_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
