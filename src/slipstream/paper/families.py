@@ -31,7 +31,7 @@ class Recipe:
         default_factory=lambda: {
             "small": (DRAFTS["small"], Plan(20, rate=3e-3)),
             "base": (DRAFTS["base"], Plan(10, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(8, batch=64, rate=1e-3)),
+            "large": (DRAFTS["large"], Plan(5, rate=1e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says
