@@ -138,11 +138,11 @@ class ModelDrafter:
             return None
         samplers = [row.request.sampler for row in context.rows]
         known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
-        heats = [heat for heat in known if heat is not None]
-        if len(heats) < len(samplers):
+        temperatures = [each for each in known if each is not None]
+        if len(temperatures) < len(samplers):
             return None
-        chances = uniforms(context.key("draft"), max(gammas)) if any(heats) else ()
-        chains = self.scorer.chain(Wish(missing, gammas, heats, self.vocab, chances))
+        chances = uniforms(context.key("draft"), max(gammas)) if any(temperatures) else ()
+        chains = self.scorer.chain(Wish(missing, gammas, temperatures, self.vocab, chances))
         return chains and Draft(*chains, tuple(gammas), _windowed(self._follower, gammas))
 
     def observe(self, round: Round) -> None:
