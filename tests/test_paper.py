@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -169,6 +170,18 @@ def test_n_grams_walk_along_the_same_texts() -> None:
     assert torch.allclose(laws[1].dense[0, 0], want, atol=1e-6)
 
 
+def test_a_source_that_is_taken_again_draws_other_numbers() -> None:
+    subject, _ = toy(1.0)
+    subject = replace(subject, sources=((0, 1, 2), (1, 2)), length=40)
+    requests, outputs = trails.write(subject, 1.0, 10_000, lambda line: None)
+    assert len(outputs) == 2 * trails.TIMES and len({tuple(text) for text in outputs}) == len(outputs)
+    assert [request.prompt for request in requests[:3]] == [(0, 1, 2), (1, 2), (0, 1, 2)]
+    _, greedy = trails.write(subject, 0.0, 10_000, lambda line: None)
+    assert len(greedy) == 2
+    _, few = trails.write(subject, 1.0, 41, lambda line: None)
+    assert few == outputs[:2]
+
+
 # ---- sheets -----------------------------------------------------------------------------------------------------
 
 
@@ -228,17 +241,19 @@ def test_drawings_are_repeatable(tmp_path: Path) -> None:
 
 
 def measured_row(**changes: float) -> dict[str, object]:
-    row = {"theorem": 2.0, "theorem_verify": 2.0, "all_costs": 2.0, "real_texts": 2.0}
-    row |= {"tokens_per_call": 3.0, "tokens_per_call_walk": 3.0, **changes}
+    row = {**dict.fromkeys(tables.STEPS, 2.0), "tokens_per_call": 3.0, "tokens_per_call_raced": 3.0, **changes}
     return {**row, "over_plain": {"median": changes.pop("measured", 2.0)}}
 
 
 def test_every_gap_has_its_reason() -> None:
     assert list(tables.reason("here", measured_row())) == []
-    (told,) = tables.reason("here", measured_row(all_costs=1.5, real_texts=1.5, measured=1.5))
+    (told,) = tables.reason("here", measured_row(all_costs=1.5, real_texts=1.5, raced_texts=1.5, measured=1.5))
     assert "-25% against Theorem 3.8" in told and "other costs" in told
-    (told,) = tables.reason("here", measured_row(theorem_verify=1.6, all_costs=1.5, real_texts=1.5, measured=1.5))
+    costly = {"theorem_verify": 1.6, "all_costs": 1.5, "real_texts": 1.5, "raced_texts": 1.5}
+    (told,) = tables.reason("here", measured_row(**costly, measured=1.5))
     assert "scoring gamma + 1 tokens" in told
+    (told,) = tables.reason("here", measured_row(raced_texts=1.5, measured=1.5))
+    assert "which texts the race takes (-25%)" in told
     first, second = tables.reason("here", measured_row(measured=1.0, tokens_per_call=1.5))
     assert "-50%" in first and "-50% tokens per call" in second
 

@@ -69,8 +69,18 @@ def test_speeds_follow_from_what_was_measured(out: Path) -> None:
         assert expected["measured"] == row["x plain"]
         theorem = tables.walltime_factor(row["alpha"], row["gamma"], expected["c"])
         assert expected["Exp"] == pytest.approx(theorem)
-        assert expected["measured / expected - 1"] == pytest.approx(row["x plain"] / expected["+ real texts"] - 1)
+        assert expected["measured / expected - 1"] == pytest.approx(row["x plain"] / expected["+ the race's texts"] - 1)
         assert expected["Exp recomputed"] == pytest.approx(expected["Exp, paper"], abs=0.08)
+
+
+def test_rounds_of_the_race_are_those_of_the_walk_along_its_texts(out: Path) -> None:
+    """Greedily nothing is left to chance; at temperature 1 the walk sums over all rounds that may come."""
+    measured = {t: json.loads((out / "measured" / f"speeds-translation-{t}.json").read_text()) for t in (0, 1)}
+    greedy, sampled = (measured[t]["drafts"]["small"] for t in (0, 1))
+    assert greedy["tokens_per_call"] == pytest.approx(greedy["tokens_per_call_raced"])
+    assert sampled["tokens_per_call_raced"] >= 1
+    texts = json.loads((out / "measured" / "raced-translation-0.json").read_text())["drafts"]
+    assert set(texts) == {"small"} and texts["small"]["positions"] <= 2 * 10  # two sources of the race
 
 
 def test_alphas_of_one_measurement_agree(out: Path) -> None:

@@ -128,21 +128,28 @@ class Lab:
 
         def measure() -> dict[str, Any]:
             subject = self.subject(task, compiled=False)
-            requests, outputs = trails.write(subject, temperature, self.scale.tokens, self.say)
-            self.say(f"{task} at temperature {temperature}: acceptance along {sum(map(len, outputs))} tokens")
             if task not in self._tables:
                 self._tables[task] = trails.tables(subject)
-            found = trails.follow(subject, trails.scouts(subject, self._tables[task]), requests, outputs)
-            return trails.record(subject, found)
+            return trails.measure(subject, temperature, self.scale.tokens, self._tables[task], self.say)
 
         return self._measured(f"alphas-{task}-{temperature}", measure)
+
+    def raced(self, task: str, temperature: int) -> dict[str, Any]:
+        """The same of the drafts alone, along texts of the sources that the race takes."""
+
+        def measure() -> dict[str, Any]:
+            subject = self.subject(task, compiled=False)
+            some = replace(subject, sources=subject.sources[: self.scale.course.texts])
+            return trails.measure(some, temperature, self.scale.tokens, {}, self.say)
+
+        return self._measured(f"raced-{task}-{temperature}", measure)
 
     def speeds(self, task: str, temperature: int) -> dict[str, Any]:
         """The race of plain, speculative and transformers' decoding."""
 
         def measure() -> dict[str, Any]:
-            alphas = self.alphas(task, temperature)["drafts"]
-            return speeds.race(self.subject(task), temperature, alphas, self.scale.course, self.say)
+            alphas, raced = (each(task, temperature)["drafts"] for each in (self.alphas, self.raced))
+            return speeds.race(self.subject(task), temperature, alphas, raced, self.scale.course, self.say)
 
         return self._measured(f"speeds-{task}-{temperature}", measure)
 

@@ -78,13 +78,18 @@ class Costs:
 
 
 def race(
-    subject: Subject, temperature: float, alphas: Mapping[str, Any], course: Course, say: Callable[[str], Any]
+    subject: Subject,
+    temperature: float,
+    alphas: Mapping[str, Any],
+    raced: Mapping[str, Any],
+    course: Course,
+    say: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Measure every draft at the gamma that theory chooses -> a JSON object.
 
-    `alphas` are the figures of `trails` at this temperature by draft. A pilot measures c with gamma 5; the gamma of
-    3, 5 and 7 with the largest factor of Theorem 3.8 runs. All run in turns, text by text; ratios are taken within a
-    repetition and their median is told.
+    `alphas` are the figures of `trails` at this temperature by draft, `raced` those of the sources that run here. A
+    pilot measures c with gamma 5; of gamma 3, 5 and 7 the one that lets expect the least time runs. All run in turns,
+    text by text; ratios are taken within a repetition and their median is told.
     """
     pilot = _pilot(subject, temperature, course.pilot, say)
     gammas = {name: chosen(alphas[name], pilot[name]) for name in subject.drafts}
@@ -99,7 +104,10 @@ def race(
     report = _run(subject, temperature, course, contenders, say)
     costs = {name: log.costs(gammas.get(name, 0)) for name, log in logs.items()}
     rows = {row.draft: row for row in report.rows if row.contender == SPECULATIVE}
-    whole = {name: _row(rows[name], gamma, alphas[name], costs[name], costs[PLAIN]) for name, gamma in gammas.items()}
+    whole = {
+        name: _row(rows[name], gamma, alphas[name], raced[name], (costs[name], costs[PLAIN]))
+        for name, gamma in gammas.items()
+    }
     return {
         "subject": subject.name,
         "temperature": temperature,
@@ -145,32 +153,37 @@ def _run(
     return report
 
 
-def _row(result: Any, gamma: int, alphas: Mapping[str, Any], costs: Costs, plain: Costs) -> dict[str, Any]:
-    """One draft: what was expected from ever more of the costs, and what came."""
-    alpha, c = alphas["alpha"]["value"], costs.draft / plain.target
-    length = alphas["mean_length"]
-    baseline = plain.per_text(0, length)
+def _row(
+    result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[Costs, Costs]
+) -> dict[str, Any]:
+    """One draft: what was expected from ever more of the costs (`found`: its own and plain ones), and what came."""
+    costs, plain = found
+    alpha, c, verify = alphas["alpha"]["value"], costs.draft / plain.target, costs.target / plain.target
 
-    def expected(tokens_per_round: float) -> float:
-        return baseline / costs.per_text(gamma, length / tokens_per_round)
+    def expected(length: float, tokens_per_round: float) -> float:
+        return plain.per_text(0, length) / costs.per_text(gamma, length / tokens_per_round)
 
-    verify = costs.target / plain.target
+    def walked(figures: Mapping[str, Any]) -> float:
+        return expected(figures["mean_length"], figures["tokens_per_round"][str(gamma)])
+
     return {
         "gamma": gamma,
         "alpha": alpha,
         "c": c,
         "verify": verify,
-        "once_share": plain.target_once / baseline,
+        "once_share": plain.target_once / plain.per_text(0, raced["mean_length"]),
         "costs": asdict(costs),
         "theorem": walltime_factor(alpha, gamma, c),
         "theorem_verify": walltime_factor(alpha, gamma, c, lambda rows: verify),
-        "all_costs": expected(tokens_per_round(alpha, gamma)),
-        "real_texts": expected(alphas["tokens_per_round"][str(gamma)]),
+        "all_costs": expected(alphas["mean_length"], tokens_per_round(alpha, gamma)),
+        "real_texts": walked(alphas),
+        "raced_texts": walked(raced),
         "over_plain": result.ratio_to_plain,
         "over_generate": result.ratio_to_transformers,
         "tokens_per_call": result.mean_acceptance_length,
         "tokens_per_call_equation_1": tokens_per_round(alpha, gamma),
         "tokens_per_call_walk": alphas["tokens_per_round"][str(gamma)],
+        "tokens_per_call_raced": raced["tokens_per_round"][str(gamma)],
         "alpha_in_rounds": result.alpha,
         "matches_plain": result.matches_plain,
         "prompts": result.prompts,

@@ -28,6 +28,7 @@ Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
 """Walks along given outputs: q (rows, 1, vocab) before every token."""
 
 BATCH = 32
+TIMES = 8  # that a source is taken at most
 LAGS, RUN, PLACES = 5, 6, 12
 REPLICATES = 200
 GAMMAS, ENDLESS = range(1, 17), range(1, 17)
@@ -88,16 +89,18 @@ def write(
     subject: Subject, temperature: float, tokens: int, say: Callable[[str], object]
 ) -> tuple[list[Request], Outputs]:
     """The target's own texts, about `tokens` in all; at a temperature, sources are taken again if they are too few."""
-    made: list[tuple[Request, list[int]]] = []
-    decoder, place, written = replace(subject.plain, batch_size=BATCH), 0, 0
-    most = len(subject.sources) * (8 if temperature else 1)
-    while written < tokens and place < most:
-        places = [index % len(subject.sources) for index in range(place, min(place + BATCH, most))]
-        requests = subject.requests(temperature, places, seed=place // len(subject.sources))
-        made += [(request, row.output) for request, row in zip(requests, generate(decoder, requests), strict=True)]
-        place, written = place + BATCH, sum(len(output) for _, output in made)
-        say(f"{subject.name} at temperature {temperature:g}: {min(written, tokens)} of {tokens} tokens")
-    return [request for request, _ in made], [output for _, output in made]
+    decoder, requests, outputs = replace(subject.plain, batch_size=BATCH), list[Request](), list[list[int]]()
+    places, written = range(len(subject.sources)), 0
+    for seed in range(TIMES if temperature else 1):
+        for start in places[::BATCH]:
+            if written >= tokens:
+                return requests, outputs
+            some = subject.requests(temperature, places[start : start + BATCH], seed)
+            requests += some
+            outputs += [row.output for row in generate(decoder, some)]
+            written = sum(map(len, outputs))
+            say(f"{subject.name} at temperature {temperature:g}: {min(written, tokens)} of {tokens} tokens")
+    return requests, outputs
 
 
 def tables(subject: Subject) -> dict[str, NgramModel]:
@@ -154,11 +157,16 @@ def follow(
     return trails
 
 
-def record(subject: Subject, trails: Mapping[str, Trail]) -> dict[str, Any]:
-    """What was found, as a JSON object."""
+def measure(
+    subject: Subject, temperature: float, tokens: int, counted: Mapping[str, NgramModel], say: Callable[[str], object]
+) -> dict[str, Any]:
+    """Acceptance of n-grams and drafts along about so many tokens of the target's, as a JSON object."""
+    requests, outputs = write(subject, temperature, tokens, say)
+    say(f"{subject.name} at temperature {temperature:g}: acceptance along {sum(map(len, outputs))} tokens")
+    found = follow(subject, scouts(subject, counted), requests, outputs)
     return {
         "subject": subject.name,
         "environment": environment(subject.engine),
         "parameters": subject.parameters,
-        "drafts": {name: trail.figures() for name, trail in trails.items()},
+        "drafts": {name: trail.figures() for name, trail in found.items()},
     }
