@@ -13,7 +13,8 @@ from time import perf_counter
 import torch
 from torch.nn import functional
 
-from slipstream.kernel import into_panels, kernel_missing, panel_attention, panel_linear
+from slipstream.kernel import into_panels, kernel_missing, panel_attention, panel_bytes, panel_linear
+from slipstream.packing import Stretch
 
 TARGET = [(768, 768), (384, 768), (384, 768), (768, 768), (2304, 768), (2304, 768), (768, 2304)] * 12 + [(32000, 768)]
 DRAFT = [(256, 288), (128, 288), (128, 288), (288, 256), (896, 288), (896, 288), (288, 896)] * 6 + [(32000, 288)]
@@ -44,7 +45,9 @@ def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tupl
     """Seconds for all matrices one after another, ours and oneDNN's."""
     given = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
-    panels, blocks = [into_panels(w) for w in weights], [torch.ops.mkldnn._reorder_linear_weight(w, 8) for w in weights]
+    stretch = Stretch(sum(map(panel_bytes, weights)))
+    panels = [stretch.hold(into_panels(weight)) for weight in weights]
+    blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
 
     def ours() -> None:
         for (features, width), panel in zip(shapes, panels, strict=True):

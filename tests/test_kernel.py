@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -192,6 +193,35 @@ def test_a_layer_that_does_not_fit_stays_as_it_is_or_goes_to_onednn() -> None:
     assert type(parts.down_proj) in {BlockedLinear, torch.nn.Linear}
 
 
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_lie_one_behind_the_other(dtype: torch.dtype) -> None:
+    model = tiny(FAMILIES["llama"], dtype=dtype)
+    twin = packed(model)
+    layers = {name: part for name, part in twin.named_modules() if isinstance(part, PanelLinear)}
+    end = min(layer.weight.data_ptr() for layer in layers.values())
+    assert end % packing.HUGE_PAGE == 0
+    for name, layer in layers.items():
+        assert layer.weight.data_ptr() == end
+        assert torch.equal(layer.weight, into_panels(model.get_submodule(name).weight))
+        end += layer.weight.nbytes
+
+
+@built
+def test_a_model_that_goes_takes_its_memory_along() -> None:
+    count, half, before = 1 << 24, 1 << 25, _resident()  # numbers of four bytes, and half of those bytes
+    stretch = packing.Stretch(4 * count)
+    held = stretch.hold(torch.ones(count))
+    assert _resident() > before + half and held.sum() == count
+    del stretch, held
+    assert _resident() < before + half
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 # ---- attention --------------------------------------------------------------------------------------------------
 
 # rows, heads, heads of keys, tokens, slots, width
@@ -374,7 +404,7 @@ def test_padding_of_a_prefill_is_not_multiplied_and_moves_no_bit(name: str, monk
 def test_passes_of_other_shapes_are_multiplied_whole() -> None:
     layer = nn.Linear(32, 32)
     shared = packing.Columns()
-    twin = PanelLinear(layer.weight.detach(), None, shared)
+    twin = PanelLinear(layer.weight.detach(), None, shared, packing.Stretch(32 * 32 * 4))
     inputs = torch.randn(2, 3, 32)
     with shared.only([3, 1], 3):
         assert twin(inputs)[1, 1:].eq(0).all() and twin(inputs)[1, 0].ne(0).any()

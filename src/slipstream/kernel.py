@@ -56,6 +56,11 @@ def fits_panels(weight: Tensor) -> bool:
     return weight.dtype in STEP and weight.shape[1] % STEP[weight.dtype] == 0
 
 
+def panel_bytes(weight: Tensor) -> int:
+    """What `into_panels` takes for it."""
+    return -(-weight.shape[0] // PANEL) * PANEL * weight.shape[1] * weight.element_size()
+
+
 def into_panels(weight: Tensor) -> Tensor:
     """(features, inputs) -> (panels, inputs / STEP, PANEL, STEP), the last panel filled up with zeros.
 
