@@ -51,8 +51,7 @@ class CompiledReader:
         def function(given: Tensor, heard: Tensor) -> Stores:
             return self.eager(given, heard)
 
-        for tensor in (given, heard):
-            vary(tensor, (1,) if single else (0, 1))
+        vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (given, heard)], {"rows"} if single else ())
         graph = Frozen(function, ["given", "heard"])
         found = graph(given, heard)
         for layer, same in zip(self.eager(given, heard), found, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from slipstream.tracing import Frozen, vary, warn
+from slipstream.tracing import Frozen, equate, vary, warn
 
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
@@ -188,7 +188,8 @@ class Compiled:
         eager = forward(self.model, work, stores)
         graph = Frozen(_function(self.model), INPUTS)
         try:
-            _mark_symbols(work, stores)
+            constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
+            vary(_sizes(work, stores), constant)
             logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
             compare(eager, logits)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
@@ -208,7 +209,9 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
     def function(
         tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
     ) -> Tensor:
-        return forward(model, Pass(tokens, positions, slots, masks, cross and Cross(*cross)), stores)
+        work = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
+        equate(_sizes(work, stores))
+        return forward(model, work, stores)
 
     return function
 
@@ -223,20 +226,23 @@ def _parts(work: Pass) -> Parts:
     return (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
 
 
-def _mark_symbols(work: Pass, stores: Stores) -> None:
-    """Rows, new tokens (each unless there is one) and slots vary."""
-    rows, columns = ((dim,) if size > 1 else () for dim, size in enumerate(work.tokens.shape))
-    for tensor in (work.tokens, work.positions, work.slots):
-        vary(tensor, (*rows, *columns))
-    for mask in work.masks.values():
-        vary(mask, (*rows, *(dim + 1 for dim in columns), 3))
-    cross = work.cross.stores if work.cross else []
-    for store in (store for pair in (*stores, *cross) for store in pair):
-        vary(store, (*rows, 2))
-    if work.cross:
-        vary(work.cross.mask, (*rows, 3))
-        if work.cross.back is not None:
-            vary(work.cross.back, (*rows, *columns, 2))
+def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
+    """What sizes count."""
+    cross = [(work.cross.mask, {0: "rows", 3: "source"})] if work.cross else []
+    if work.cross and work.cross.back is not None:
+        cross.append((work.cross.back, {0: "rows", 1: "new", 2: "end"}))
+    return [
+        *((tensor, {0: "rows", 1: "new"}) for tensor in (work.tokens, work.positions, work.slots)),
+        *((mask, {0: "rows", 2: "new", 3: "end"}) for mask in work.masks.values()),
+        *sizes_of_stores(stores, "slots"),
+        *sizes_of_stores(work.cross.stores if work.cross else [], "source"),
+        *cross,
+    ]
+
+
+def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:
+    """What sizes of keys and values count."""
+    return [(store, {0: "rows", 2: slots}) for pair in stores for store in pair]
 
 
 def compare(eager: Tensor, compiled: Tensor, what: str = "logits") -> None:

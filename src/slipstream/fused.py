@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.execution import Cross, Parts, Pass, Stores, forward
+from slipstream.execution import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 from slipstream.laws import Law, fit, wide
 from slipstream.sampling import inverse
 from slipstream.sight import Sight
-from slipstream.tracing import Frozen, vary, warn
+from slipstream.tracing import Frozen, equate, vary, warn
 
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
 
@@ -147,7 +147,7 @@ class Fused:
         if kind not in self._graphs:
             if self.progress:
                 self.progress(f"compiling {self.name} for {_told(kind)}")
-            _mark_symbols(inputs, kind.single)
+            vary(_sizes(inputs), {"rows"} if kind.single else ())
 
             def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
                 return self._draft(kind, given)
@@ -157,6 +157,7 @@ class Fused:
 
     def _draft(self, kind: Kind, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens (rows, size), the greatest logits (size * rows,), and the laws (rows, size, vocab) of sampled ones."""
+        equate(_sizes(given))
         tokens, last, start, places, stores, cross, temperatures, chances = given
         drawn: list[Tensor] = []
         greatest: list[Tensor] = []
@@ -187,14 +188,12 @@ def _told(kind: Kind) -> str:
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"
 
 
-def _mark_symbols(inputs: Inputs, single: bool) -> None:
-    """Slots vary, and rows unless there is one."""
+def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
+    """What sizes count."""
     tokens, last, start, places, stores, cross, temperatures, chances = inputs
-    vary(places, (0,))
-    rows = () if single else (0,)
-    for tensor in (tokens, last, start, temperatures, chances):
-        vary(tensor, rows)
-    for store in (store for pair in (*stores, *(cross[0] if cross else ())) for store in pair):
-        vary(store, (*rows, 2))
-    if cross:
-        vary(cross[1], (*rows, 3))
+    return [
+        (places, {0: "end"}),
+        *((tensor, {0: "rows"}) for tensor in (tokens, last, start, temperatures, chances)),
+        *sizes_of_stores(stores, "slots"),
+        *(((cross[1], {0: "rows", 3: "source"}), *sizes_of_stores(cross[0], "source")) if cross else ()),
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -50,10 +50,25 @@ class Frozen:
         return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(self._inputs) for guard in guards]
 
 
-def vary(tensor: Tensor, dims: Sequence[int]) -> None:
-    """These sizes of an input are symbols: say so before the first call."""
-    for dim in dims:
-        torch._dynamo.mark_dynamic(tensor, dim)
+Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
+"""What the dimensions of inputs count, of those whose sizes vary."""
+
+
+def vary(sizes: Sizes, constant: Collection[str] = ()) -> None:
+    """These are symbols, but for `constant` ones: say so before the first call."""
+    for tensor, counted in sizes:
+        for dim, what in counted.items():
+            if what not in constant:
+                torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def equate(sizes: Sizes) -> None:
+    """What counts the same is one symbol, said inside the function: Python hands every symbol over at every call, and a
+    model's cache alone has two for each of its layers' tensors."""
+    found: dict[str, Any] = {}
+    for tensor, counted in sizes:
+        for dim, what in counted.items():
+            torch._check(tensor.shape[dim] == found.setdefault(what, tensor.shape[dim]))
 
 
 def own_code(function: Any) -> Any:
