@@ -39,7 +39,6 @@ constexpr int MOST_ROWS = 3;
 #endif
 constexpr int PANEL = 32;  // features; kernel.py has the same number
 constexpr int PARTS = PANEL / LANES;
-constexpr int64_t AHEAD = 512;     // bytes that weights are fetched ahead
 constexpr int64_t SHARE = 1 << 15;  // multiplications that are worth a thread
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
@@ -119,11 +118,7 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
     for (Lanes& sum : parts) sum = Lanes{};
   for (int64_t step = 0; step < work.steps; ++step, weight += PANEL * STEP) {
     Lanes weights[PARTS];
-    for (int part = 0; part < PARTS; ++part) {
-      const typename Type::Item* place = weight + part * LANES * STEP;
-      std::memcpy(&weights[part], place, sizeof(Lanes));
-      __builtin_prefetch(reinterpret_cast<const char*>(place) + AHEAD);
-    }
+    for (int part = 0; part < PARTS; ++part) std::memcpy(&weights[part], weight + part * LANES * STEP, sizeof(Lanes));
     for (int r = 0; r < ROWS; ++r)
       for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * width + step * STEP);
   }
