@@ -22,7 +22,7 @@ from slipstream.packing import BlockedLinear, PackedLinear, PanelLinear, can_pac
 from toys import FAMILIES, HF_VOCAB, tiny
 
 built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
-SHAPES = [(1, 2), (7, 10), (32, 64), (33, 64), (1000, 288)]
+SHAPES = [(1, 2), (7, 10), (32, 64), (33, 64), (1000, 288), (40, 1024)]
 TYPES = [torch.float32, torch.bfloat16]
 
 

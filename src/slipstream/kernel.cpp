@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -40,6 +41,9 @@ constexpr int MOST_ROWS = 3;
 constexpr int PANEL = 32;  // features; kernel.py has the same number
 constexpr int PARTS = PANEL / LANES;
 constexpr int64_t SHARE = 1 << 15;  // multiplications that are worth a thread
+constexpr int64_t LINE = 64;         // bytes of the cache
+constexpr int64_t COLLIDING = 2048;  // bytes from row to row (or multiples) that share two places in the first cache
+constexpr int64_t FEW = 8;           // rows that these places hold
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -99,11 +103,11 @@ struct BFloat16 {
 // What a product reads and writes. `steps` are pairs (or single ones) of inputs.
 template <class Type>
 struct Product {
-  const typename Type::Item* inputs;  // (rows, steps * STEP)
+  const typename Type::Item* inputs;  // (rows, steps * STEP), rows `apart` items from each other
   const typename Type::Item* weight;
   const typename Type::Item* bias;    // (features) or null
   typename Type::Item* outputs;       // (rows, features)
-  int64_t rows, steps, features;
+  int64_t rows, steps, features, apart;
 };
 
 // A panel's features of ROWS rows, beginning with `row`.
@@ -112,7 +116,7 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
   constexpr int STEP = Type::STEP;
   const int64_t width = work.steps * STEP;
   const typename Type::Item* weight = work.weight + panel * PANEL * width;
-  const typename Type::Item* inputs = work.inputs + row * width;
+  const typename Type::Item* inputs = work.inputs + row * work.apart;
   Lanes sums[ROWS][PARTS];
   for (auto& parts : sums)
     for (Lanes& sum : parts) sum = Lanes{};
@@ -120,7 +124,7 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
     Lanes weights[PARTS];
     for (int part = 0; part < PARTS; ++part) std::memcpy(&weights[part], weight + part * LANES * STEP, sizeof(Lanes));
     for (int r = 0; r < ROWS; ++r)
-      for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * width + step * STEP);
+      for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * work.apart + step * STEP);
   }
   const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, work.features - first);
   for (int r = 0; r < ROWS; ++r) {
@@ -180,9 +184,20 @@ void run(const Tensor& inputs, const Tensor& weight, const std::optional<Tensor>
                   weight.size(1) * Type::STEP);
   STD_TORCH_CHECK(inputs.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()),
                   "slipstream::linear: tensors must be contiguous");
-  multiply<Type>({static_cast<const Item*>(inputs.data_ptr()), static_cast<const Item*>(weight.data_ptr()),
-                  bias ? static_cast<const Item*>(bias->data_ptr()) : nullptr, static_cast<Item*>(outputs.data_ptr()),
-                  inputs.numel() / std::max<int64_t>(1, width), weight.size(1), features});
+  Product<Type> work{static_cast<const Item*>(inputs.data_ptr()), static_cast<const Item*>(weight.data_ptr()),
+                     bias ? static_cast<const Item*>(bias->data_ptr()) : nullptr, static_cast<Item*>(outputs.data_ptr()),
+                     inputs.numel() / std::max<int64_t>(1, width), weight.size(1), features, width};
+  std::unique_ptr<Item[]> copy;  // with rows that do not push each other out of the cache
+  if (work.rows > FEW && width && width * sizeof(Item) % COLLIDING == 0) {
+    work.apart += LINE / sizeof(Item);
+    copy.reset(new Item[work.rows * work.apart]);
+    torch::stable::parallel_for(0, work.rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        std::copy_n(work.inputs + row * width, width, copy.get() + row * work.apart);
+    });
+    work.inputs = copy.get();
+  }
+  multiply<Type>(work);
 }
 
 // (..., inputs) and a packed weight -> (..., features).
