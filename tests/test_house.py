@@ -562,3 +562,16 @@ def test_command_checker_catches() -> None:
     text = "We make sure.\n```sh\n$ make magic\nmake demo\n```\nand `make test`."
     assert make_commands(text) == {"magic", "demo", "test"}
     assert make_commands(text) - make_targets("demo: x ## y\n\trun\ntest:\n") == {"magic"}
+
+
+# ---- benchmarks -------------------------------------------------------------------------------------------------
+
+
+def test_benchmarks_can_be_started() -> None:
+    """Their folder comes first on the path then: no file there may be called as a module that a library looks for."""
+    names = sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py"))
+    code = "import importlib, sys; sys.path.insert(0, sys.argv[1]); [importlib.import_module(n) for n in sys.argv[2:]]"
+    started = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "benchmarks"), *names], capture_output=True, text=True
+    )
+    assert started.returncode == 0, started.stderr

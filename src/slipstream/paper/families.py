@@ -31,7 +31,7 @@ class Recipe:
         default_factory=lambda: {
             "small": (DRAFTS["small"], Plan(20, rate=3e-3)),
             "base": (DRAFTS["base"], Plan(10, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(5, rate=1e-3)),
+            "large": (DRAFTS["large"], Plan(10, batch=64, rate=1.5e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says
@@ -53,13 +53,13 @@ RECIPES = {
         drafts={
             "small": (DRAFTS["small"], Plan(10, batch=32, rate=3e-3)),
             "base": (DRAFTS["base"], Plan(8, batch=32, rate=2e-3)),
-            "large": (COPIER, Plan(8, batch=32, rate=1.5e-3)),
+            "large": (COPIER, Plan(10, batch=32, rate=2e-3)),
         },
         heard=6_000,
         longest=96,
     ),
 }
-"""On two cores translation took about 100 minutes, and lead about 80, both partly beside other work."""
+"""On two cores translation took about 110 minutes, and lead about 85, both partly beside other work."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:

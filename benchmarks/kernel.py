@@ -1,6 +1,6 @@
 """Our kernels beside oneDNN's packed products and torch's attention: the products of two models, and single attentions.
 
-python benchmarks/kernels.py [--threads 2] [--repetitions 15]
+python benchmarks/kernel.py [--threads 2] [--repetitions 15]
 """
 
 from __future__ import annotations
