@@ -22,10 +22,12 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,6 +36,7 @@ from transformers import AutoTokenizer
 from slipstream.bench import PROMPTS
 
 START = 60  # seconds a server may take
+LOG = Path(tempfile.gettempdir()) / "llama-server.log"
 Run = tuple[float, int, int, list[list[int]]]
 """Seconds, new tokens, accepted ones, and the texts."""
 
@@ -94,7 +97,7 @@ def server(args: argparse.Namespace, gamma: int) -> Iterator[str]:
     if gamma:
         command += ["--spec-type", "draft-simple", "--spec-draft-model", args.draft]
         command += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0.0"]
-    with open("llama-server.log", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    with open(LOG, "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             wait(process, f"http://127.0.0.1:{port}/health")
             yield f"http://127.0.0.1:{port}/completion"
@@ -112,7 +115,7 @@ def wait(process: subprocess.Popen[bytes], url: str) -> None:
             return
         except OSError:
             time.sleep(0.1)
-    sys.exit("the server did not start: llama-server.log says why.")
+    sys.exit(f"the server did not start: {LOG} says why.")
 
 
 def ask(args: argparse.Namespace, url: str, prompt: Sequence[int]) -> dict[str, Any]:
