@@ -319,6 +319,21 @@ def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.Monk
     assert len(said) == (1 if family == "whisper" else 2)  # audio is read eagerly
 
 
+@pytest.mark.parametrize("family", [SEQ2SEQ["t5"], SEQ2SEQ["bart"], FAMILIES["llama"]], ids=["t5", "bart", "llama"])
+def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for every length, until torch makes no more of them and all runs eagerly."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, options, **rest: compiler(*given, backend="eager", **rest))
+    model, said = tiny(family), list[str]()
+    decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
+    asked = [Request((START,), GREEDY, 14, source=source(decoder.target, name, 5)) for name in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = [row.output for some in (asked[:1], asked) for row in plain(decoder, some)][1:]
+    assert outputs == [row.output for row in plain(Decoder(CausalScorer(model)), asked)]
+    assert said[-1].endswith("batches, a token each") and len(set(said)) == len(said)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
 @pytest.mark.parametrize(("family", "kept"), [("bart", {"lm_head"}), ("t5", set())])
 def test_a_head_with_a_bias_behind_it_is_left_to_the_compiler(

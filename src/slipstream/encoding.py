@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.execution import EAGERLY, Stores, compare
-from slipstream.tracing import Frozen, vary, warn
+from slipstream.tracing import LEAST, Frozen, vary, warn
 
 Reader = Callable[[Tensor, Tensor | None], Stores]
 """Ids (rows, longest) and which of them are heard, or features without -> keys and values of cross-attention."""
-
-LEAST = 2  # tokens of a source that a graph reads: torch would make one of its own for a single one
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from slipstream.tracing import Frozen, equate, vary, warn
+from slipstream.tracing import LEAST, Frozen, equate, vary, warn
 
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
@@ -23,7 +23,6 @@ Stores = list[tuple[Tensor, Tensor]]
 Parts = tuple[Stores, Tensor, Tensor | None] | None
 """The fields of a `Cross`, as graphs take them."""
 
-LEAST_WIDTH = 2  # of a single text's passes: sizes of one need a graph of their own, and cost no less than two there
 BUCKET = 64  # slots of captured passes are rounded up to this
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
 EAGERLY = "eagerly, it"
@@ -160,8 +159,8 @@ class Compiled:
     _failed: bool = False
 
     def width(self, rows: int, count: int) -> int:
-        """At least two columns for a single text."""
-        return count if self._failed or rows > 1 else max(count, LEAST_WIDTH)
+        """At least two columns for a single text, which cost no more than one there."""
+        return count if self._failed or rows > 1 else max(count, LEAST)
 
     def run(self, work: Pass, stores: Stores) -> Tensor | None:
         """See `Execution`."""

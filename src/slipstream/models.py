@@ -38,6 +38,7 @@ from slipstream.seq2seq import SourceDecoder, Sources
 from slipstream.sight import Sight, mask_kinds
 from slipstream.sources import Source, SourceForm
 from slipstream.support import PROVEN, first_sentence, longrope_switch, probe, refuse_unsupported
+from slipstream.tracing import LEAST
 
 EMBEDDED = Path(__file__).parent / "demo"
 """The pair that ships with the package: folders `target` and `draft`."""
@@ -99,6 +100,7 @@ class CausalScorer:
 
     def _fresh(self) -> None:
         self._rows = RowCache()
+        self._rows.least = self._least
         self._cache = _HFCache(self._rows)
         self._sources = Sources(self._decoder) if self._decoder else None
 
@@ -196,11 +198,16 @@ class CausalScorer:
             return self._decoder.alone(tokens, source)
         return self.model(tokens, use_cache=False).logits
 
+    @property
+    def _least(self) -> int:
+        """Slots that passes look at even if fewer are in use."""
+        return self.shape.slots if self.shape else LEAST * bool(self.execution)
+
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
         tokens are scored together (None: in the shape of the work at hand, which is faster)."""
         self.shape = shape
-        self._rows.least = shape.slots if shape else 0
+        self._rows.least = self._least
 
     def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], tree: Tree | None) -> Tensor:
         rows, width = tokens.shape

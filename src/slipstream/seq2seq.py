@@ -22,6 +22,7 @@ from slipstream.cache import RowCache
 from slipstream.encoding import Reader
 from slipstream.execution import Cross, Stores
 from slipstream.sources import Source, SourceForm
+from slipstream.tracing import LEAST
 
 
 @dataclass
@@ -217,7 +218,7 @@ class Sources:
     def __init__(self, decoder: SourceDecoder) -> None:
         self._decoder = decoder
         self._rows = RowCache()
-        self._rows.least = 2  # graphs would take a single token for a constant
+        self._rows.least = LEAST
         self.form = source_form(decoder.model)
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ import torch.fx.experimental._config
 from torch import Tensor
 
 FROZEN = {"freezing": True, "cpp_wrapper": True}
+LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
 
 
 class Frozen:
