@@ -54,6 +54,7 @@ LEVELS: dict[str, float] = {
     "fused": 1.6,
     "encoding": 1.6,
     "kernel": 0.9,
+    "merging": 0.95,
     "attention": 0.95,
     "packing": 1,
     "sight": 1,

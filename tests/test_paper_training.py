@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import shutil
@@ -11,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from slipstream.paper import corpora, families, standins
 from slipstream.paper.corpora import Pairs
 from slipstream.paper.families import Recipe
 from slipstream.paper.standins import EOS, PAD, SPECIAL, Size
-from slipstream.paper.training import Example, Learner, Plan, answers, copies
+from slipstream.paper.training import Example, Learner, Plan, copies, with_laws
 
 SMALL = Size(16, 2, 8, 24, 1, 2)  # a decoder deeper than its encoder, as the stand-ins are
 WORDS = ["a", "man", "and", "a", "dog", "run", "in", "the", "park", "while", "it", "rains", "on", "them"]
@@ -159,23 +160,57 @@ def test_copies_are_random_words_to_be_said_again() -> None:
     assert examples == copies(50, 20, longest=7) != copies(50, 20, longest=7, seed=1)
 
 
-def test_answers_come_with_their_laws() -> None:
+def test_answers_are_what_the_model_says(tmp_path: Path) -> None:
+    """As transformers says it greedily, and not always the same if it is sampled."""
+    torch.manual_seed(0)
     model = standins.new_model(SMALL, 50)
-    sources = [(3, 4, 1), (5, 1), (6, 7, 8, 1)]
-    found = answers(model, sources, 1.0, most=6, batch=2)
-    assert found == [] or [example.source for example in found] == sources
+    tokenizer = standins.new_tokenizer(WORDS, 300)
+    standins.save(model, tokenizer, tmp_path / "target")
+    sources, said = [(3, 4, 1), (5, 1), (6, 7, 8, 1)], list[str]()
+    found = families.answers(tmp_path / "target", sources, 0.0, 6, said.append)
+    assert said[-1] == "answers at temperature 0: 3 of 3"
+    loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "target", dtype=torch.bfloat16)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())  # `generate` would make one as deep as the encoder
+    for source, tokens in zip(sources, found, strict=True):
+        theirs = loaded.generate(torch.tensor([source]), past_key_values=copy.deepcopy(cache), max_new_tokens=6)
+        assert list(tokens) == theirs[0, 1:].tolist()
+    drawn = families.answers(tmp_path / "target", [sources[0]] * 20, 1.0, 6)
+    assert len(set(drawn)) > 10
+
+
+def test_answers_have_the_laws_by_which_they_are_said() -> None:
+    model = standins.new_model(SMALL, 50)
+    sources, texts = [(3, 4, 1), (5, 1), (6, 7, 8, 1)], [(9, 8, 7, 1), (1,), (4, 4)]
+    found = with_laws(model, sources, texts, batch=2)
+    assert [(example.source, example.target) for example in found] == list(zip(sources, texts, strict=True))
     for example in found:
-        tokens, shares = example.laws or (torch.empty(0), torch.empty(0))
+        assert example.laws is not None
+        tokens, shares = example.laws
+        begun = torch.tensor([[0, *example.target[:-1]]])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=torch.tensor([example.source]), decoder_input_ids=begun).logits[0].float()
+        for place, law in enumerate(logits.softmax(-1)):
+            torch.testing.assert_close(law[tokens[place].long()], shares[place].float(), rtol=0.02, atol=0.005)
         assert tokens.shape == shares.shape == (len(example.target), 32)
-        assert example.target[0] in tokens[0].tolist() or float(shares[0].sum()) < 0.999
-    greedy = answers(model, sources, 0.0, most=6, batch=3)
-    assert [example.target for example in greedy] == [example.target for example in answers(model, sources, 0.0, 6, 1)]
+
+
+def test_crossed_texts_go_on_as_another_from_a_word_of_both() -> None:
+    texts = ["a man in a red hat", "two dogs run in the wet grass", "too short a text"]
+    found = corpora.crossed(texts, 50)
+    assert len(found) == 50 and set(found) == {
+        *("a man in a red hat", "two dogs run in the wet grass"),
+        *("a man in the wet grass", "two dogs run in a red hat"),
+    }
+    assert found == corpora.crossed(texts, 50) != corpora.crossed(texts, 50, seed=1)
+    assert corpora.crossed(["too short"], 3) == []
 
 
 RECIPE = Recipe(
     *(300, Plan(1.0, batch=8, warm=2), Plan(0.5, batch=8, warm=2, seed=1), 40, SMALL),
     {"small": (Size(8, 1, 8, 8, 1, 1), Plan(1.0, batch=8, warm=2))},
     8,
+    crossed=10,
+    heard={0.0: slice(5, 20), 1.0: slice(20, 34)},
 )
 
 
@@ -186,7 +221,7 @@ def test_models_of_a_task_that_repeats_its_source_copy_first(tmp_path: Path) -> 
     begun = [text.partition(":")[0] for text in said]
     assert list(dict.fromkeys(begun)) == [
         *("target, copying", "target", "grown target", "answers at temperature 0", "answers at temperature 1"),
-        *("small, copying", "small"),
+        *("laws of answers", "small, copying", "small"),
     ]
     said.clear()
     shutil.rmtree(tmp_path / "family" / "small")

@@ -27,6 +27,7 @@ class RowCache:
         self._capacity = 0
         self._slots = FIRST_SLOTS
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._in_use: tuple[int, list[tuple[Tensor, Tensor]]] = (0, [])  # how many rows, and the stores of so many
         self._dirty: list[int] = []  # slots that were ever written since a row was added
         self.least = 0  # slots that a pass looks at even if fewer are in use
         self._first = 0
@@ -105,7 +106,10 @@ class RowCache:
     def stores(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer, of the rows in use, with all their slots; empty before the first pass."""
         rows = len(self.lengths)
-        return [(keys[:rows], values[:rows]) for _, (keys, values) in sorted(self._layers.items())]
+        if self._in_use[0] != rows:  # dozens of views, which every pass would make again
+            layers = [self._layers[layer] for layer in sorted(self._layers)]
+            self._in_use = rows, [(keys[:rows], values[:rows]) for keys, values in layers]
+        return self._in_use[1]
 
     @property
     def seen(self) -> list[tuple[Tensor, Tensor]]:
@@ -131,7 +135,7 @@ class RowCache:
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (rows, heads, count, head_dim) -> all of the rows so far, (rows, heads, end, ...)."""
         if layer not in self._layers:
-            self._layers[layer] = (self._allocate(keys), self._allocate(values))
+            self._layers[layer], self._in_use = (self._allocate(keys), self._allocate(values)), (0, [])
         rows = range(len(self.lengths))[self._first : self._stop]
         stores = tuple(store[rows.start : rows.stop] for store in self._layers[layer])
         for store, new in zip(stores, (keys, values), strict=True):
@@ -173,6 +177,7 @@ class RowCache:
         if (capacity, width) == (self._capacity, self._slots):
             return
         self._dirty += [0] * (self._capacity - capacity)
+        self._in_use = 0, []
         for layer, stores in self._layers.items():
             keys, values = (self._allocate(store) for store in stores)
             for new, old in zip((keys, values), stores, strict=True):

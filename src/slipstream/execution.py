@@ -217,6 +217,8 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 def _settled(work: Pass) -> Pass:
     """The same with integers that were made in inference mode, whoever made the given ones: graphs are strict here."""
+    if work.tokens.is_inference() and work.positions.is_inference() and work.slots.is_inference():
+        return work
     return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks, work.cross)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -219,6 +219,7 @@ class Sources:
         self._decoder = decoder
         self._rows = RowCache()
         self._rows.least = LEAST
+        self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the part of the rows
         self.form = source_form(decoder.model)
 
     @torch.inference_mode()
@@ -229,21 +230,29 @@ class Sources:
             raise ValueError(f"{type(self._decoder.model).__name__} is an encoder-decoder: every row needs a source.")
         first = len(self._rows.lengths)
         self._rows.add(rows)
+        self._known.clear()
         if rows:
             self._decoder.read(given, self._rows, first)
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         self._rows.free(rows)
+        self._known.clear()
 
     def cross(self, part: slice, back: Tensor | None) -> Cross:
         """What a pass of some rows reads; `back` as in `Cross`."""
+        name = (part.start, part.stop)
+        if name not in self._known:
+            self._known[name] = self._cross(part)
+        return replace(self._known[name], back=back)
+
+    def _cross(self, part: slice) -> Cross:
         self._rows.place(0, part.start, part.stop)
         ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.seen
         keys = stores[0][0]
         beyond = torch.arange(keys.shape[2])[None] >= ends[:, None]
         mask = torch.zeros(beyond.shape, dtype=keys.dtype).masked_fill_(beyond, torch.finfo(keys.dtype).min)
-        return Cross(stores, mask[:, None, None].to(keys.device), back)
+        return Cross(stores, mask[:, None, None].to(keys.device))
 
 
 def source_form(model: PreTrainedModel) -> SourceForm:

@@ -12,7 +12,9 @@ import torch._inductor.config
 import torch.fx.experimental._config
 from torch import Tensor
 
-FROZEN = {"freezing": True, "cpp_wrapper": True}
+from slipstream.merging import MergeLinear
+
+FROZEN = {"freezing": True, "cpp_wrapper": True, "post_grad_custom_post_pass": MergeLinear()}
 LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
 
 

@@ -45,6 +45,27 @@ def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
     return Pairs("translation", *(_aligned(place, part, source, target) for part in ("train", "test")))
 
 
+def crossed(texts: Sequence[str], count: int, seed: int = 0) -> list[str]:
+    """New texts of two halves: one goes on where another has the same word."""
+    rng, known = random.Random(seed), [text.split() for text in texts]
+    places: dict[str, list[tuple[int, int]]] = {}
+    for name, words in enumerate(known):
+        for place in _inner(words):
+            places.setdefault(words[place], []).append((name, place))
+    found: list[str] = []
+    long = [words for words in known if _inner(words)]
+    for words in rng.choices(long, k=count if long else 0):
+        cut = rng.choice(_inner(words))
+        other, place = rng.choice(places[words[cut]])
+        found.append(" ".join(words[:cut] + known[other][place:]))
+    return found
+
+
+def _inner(words: Sequence[str]) -> range:
+    """Where a text can be cut so that something is left on both sides."""
+    return range(2, len(words) - 2)
+
+
 def _aligned(place: str, part: str, source: str, target: str) -> tuple[tuple[str, str], ...]:
     sides = [
         _column(f"{place}:{part}", language) if place.startswith(DATASET) else _lines(Path(place), part, language)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
+from slipstream.engine import load
 from slipstream.files import whole
 from slipstream.paper import standins
-from slipstream.paper.corpora import Pairs
+from slipstream.paper.corpora import Pairs, crossed
 from slipstream.paper.standins import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
-from slipstream.paper.training import Example, Learner, Plan, answers, copies
+from slipstream.paper.training import Example, Learner, Plan, copies, with_laws
+from slipstream.records import Round
 
 COPIES = 20_000  # texts of random tokens
+TOGETHER = 32  # texts that the target answers together
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,19 @@ class Recipe:
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(20, rate=3e-3)),
-            "base": (DRAFTS["base"], Plan(10, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(10, batch=64, rate=1.5e-3)),
+            "small": (DRAFTS["small"], Plan(8, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(5, rate=3e-3)),
+            "large": (DRAFTS["large"], Plan(2, batch=64, rate=2e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says
-    heard: int = 20_000  # sources whose answers the drafts learn from
-    greedy_share: float = 0.5  # of the sources that drafts learn from are answered greedily, the rest sampled
+    crossed: int = 25_000  # sources of two halves, behind the others: the target did not learn them by heart
+    heard: dict[float, slice] = field(  # by temperature, the sources whose answers the drafts learn from
+        default_factory=lambda: {0.0: slice(14_000, 49_000), 1.0: slice(29_000, 54_000)}
+    )
     copying: Plan | None = None  # of random tokens, before all else: for tasks that say parts of the source again
     dropout: float = DROPOUT  # of the target before it is grown
 
-
-COPIER = Size(192, 6, 32, 896, 2, 2)  # the large draft of a task of copying: a wider one did not come upon it in time
 
 RECIPES = {
     "translation": Recipe(),
@@ -53,9 +56,10 @@ RECIPES = {
         drafts={
             "small": (DRAFTS["small"], Plan(10, batch=32, rate=3e-3)),
             "base": (DRAFTS["base"], Plan(8, batch=32, rate=2e-3)),
-            "large": (COPIER, Plan(10, batch=32, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(10, batch=32, rate=2e-3)),
         },
-        heard=6_000,
+        crossed=0,
+        heard={0.0: slice(3_000), 1.0: slice(3_000, 6_000)},
         longest=96,
     ),
 }
@@ -70,7 +74,8 @@ def tiny(longest: int, inner: int = 512) -> Recipe:
         *(2000, plan, replace(plan, epochs=0.1, rate=3e-4, seed=1), inner, Size(128, 4, 32, 256, 1, 2)),
         {name: (size, replace(plan, epochs=4.0)) for name, size in sizes.items()},
         longest,
-        heard=2000,
+        crossed=0,
+        heard={0.0: slice(1_000), 1.0: slice(1_000, 2_000)},
     )
 
 
@@ -94,8 +99,9 @@ def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
     examples = [Example(tuple(source), tuple(target)) for source, target in zip(*sides, strict=True)]
     if not (folder / "target" / "config.json").exists():
         standins.save(_target(examples, len(tokenizer), work, recipe, say), tokenizer, folder / "target")
-    target = T5ForConditionalGeneration.from_pretrained(folder / "target", dtype=torch.float32)
-    told = _told(target, examples, work / "answers.pt", recipe, say)
+    texts = [source for source, _ in pairs.train]
+    heard = tokenizer([*texts, *crossed(texts, recipe.crossed)])["input_ids"]
+    told = _told(folder / "target", [*map(tuple, heard)], work / "answers.pt", recipe, say)
     for name, (size, plan) in recipe.drafts.items():
         if not (folder / name / "config.json").exists():
             draft = standins.new_model(size, len(tokenizer), dropout=0.0)
@@ -127,25 +133,39 @@ def _copy(model: T5ForConditionalGeneration, name: str, plan: Plan | None, work:
         Learner(model, examples, plan, work / f"{name}-copying.pt").learn(_watch(f"{name}, copying", say))
 
 
-def _told(
-    target: T5ForConditionalGeneration, examples: list[Example], file: Path, recipe: Recipe, say: Say
-) -> list[Example]:
-    """What the target says to the sources it learned from, some greedily and the rest sampled; kept in a file."""
+def _told(target: Path, heard: Sequence[tuple[int, ...]], file: Path, recipe: Recipe, say: Say) -> list[Example]:
+    """What the target says to sources, greedily or sampled, and by which laws; kept in a file."""
     if file.exists():
         return [Example(*told) for told in torch.load(file, weights_only=True)]
-    examples = examples[: recipe.heard]
-    cut = int(recipe.greedy_share * len(examples))
-    told: list[Example] = []
-    for part, temperature in ((examples[:cut], 0.0), (examples[cut:], 1.0)):
-        sources = [example.source for example in part]
+    sources, texts = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for temperature, part in recipe.heard.items():
+        sources += heard[part]
+        texts += answers(target, heard[part], temperature, recipe.longest, say)
 
-        def watch(done: int, of: int, temperature: float = temperature) -> None:
-            say(f"answers at temperature {temperature:g}: {done} of {of}")
+    def watch(done: int, of: int) -> None:
+        say(f"laws of answers: {done} of {of}")
 
-        told += answers(target, sources, temperature, recipe.longest, watch=watch)
+    model = T5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
+    told = with_laws(model, sources, texts, watch=watch)
     with whole(file) as written:
         torch.save([(example.source, example.target, example.laws) for example in told], written)
     return told
+
+
+def answers(
+    target: Path, sources: Sequence[tuple[int, ...]], temperature: float, most: int, say: Say = print
+) -> list[tuple[int, ...]]:
+    """What the model in a folder says to every source, in bfloat16. Sampled unless `temperature` is 0."""
+    engine, done = load(target, dtype="bfloat16", batch_size=TOGETHER), 0
+
+    def watch(round: Round) -> None:
+        nonlocal done
+        if ended := sum(bool(row.finish_reason) for row in round.rows):
+            done += ended
+            say(f"answers at temperature {temperature:g}: {done} of {len(sources)}")
+
+    said = engine.generate(sources, max_new_tokens=most, temperature=temperature, on_round=watch)
+    return [completion.tokens for completion in said]
 
 
 def _watch(name: str, say: Say) -> Callable[[int, int, float], None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
+from transformers import T5ForConditionalGeneration
 
 from slipstream.files import whole
 from slipstream.paper.standins import EOS, PAD, SPECIAL
@@ -177,42 +177,29 @@ def padded_laws(laws: Sequence[Tensor], width: int) -> Tensor:
 
 
 @torch.no_grad()
-def answers(
+def with_laws(
     model: T5ForConditionalGeneration,
     sources: Sequence[tuple[int, ...]],
-    temperature: float,
-    most: int = 64,
+    texts: Sequence[tuple[int, ...]],
     batch: int = 256,
     watch: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Example]:
-    """What the model says to every source, with the laws (T=1) it said it by. Sampled unless `temperature` is 0."""
-    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    found: list[Example | None] = [None] * len(sources)
+    """Texts to sources, with the model's laws (T=1) at every position of theirs."""
+    order = sorted(range(len(sources)), key=lambda i: (len(texts[i]), len(sources[i])))
+    found: dict[int, Example] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     for start in range(0, len(order), batch):
         places = order[start : start + batch]
-        tokens = padded([sources[i] for i in places], PAD).to(device)
-        torch.manual_seed(start)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        heard = padded([sources[i] for i in places], PAD).to(device)
+        said = padded([texts[i] for i in places], IGNORED).to(device)
         with torch.autocast(device.type, torch.bfloat16):
-            out = model.generate(
-                tokens,
-                attention_mask=tokens != PAD,
-                # Without it, `generate` makes one with as many layers as the encoder has, which may be too few.
-                past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
-                max_new_tokens=most,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **sampling,
-            )
-        laws = [logits.float().softmax(-1).topk(SOFT) for logits in out.logits]
-        tops = torch.stack([law.indices for law in laws], 1).to(torch.int16).cpu()
-        shares = torch.stack([law.values for law in laws], 1).to(torch.bfloat16).cpu()
-        for row, place in enumerate(places):
-            text = out.sequences[row, 1:].tolist()
-            length = text.index(EOS) + 1 if EOS in text else len(text)
-            kept = (tops[row, :length].clone(), shares[row, :length].clone())
-            found[place] = Example(tuple(sources[place]), tuple(text[:length]), kept)
-        watch(min(start + batch, len(order)), len(order))
-    return [example for example in found if example]
+            begun = model.prepare_decoder_input_ids_from_labels(said)
+            logits = model(input_ids=heard, attention_mask=heard != PAD, decoder_input_ids=begun).logits
+        law = logits.float().softmax(-1).topk(SOFT)
+        tops, shares = law.indices.to(torch.int16).cpu(), law.values.to(torch.bfloat16).cpu()
+        for row, i in enumerate(places):
+            end = len(texts[i])
+            found[i] = Example(sources[i], texts[i], (tops[row, :end].clone(), shares[row, :end].clone()))
+        watch(len(found), len(order))
+    return [found[i] for i in range(len(order))]
