@@ -107,6 +107,12 @@ class Orders(RuleBasedStateMachine):
     def same_lengths(self) -> None:
         assert self.cache.lengths == [len(text) for text in self.texts]
 
+    @invariant()
+    def stores_follow(self) -> None:
+        """Whatever has grown, moved or gone since they were looked at last."""
+        if self.texts:
+            assert_seen(self.cache.stores, self.texts)
+
     def teardown(self) -> None:
         """All that is left, read through one more pass."""
         if self.texts:

@@ -32,8 +32,8 @@ class Recipe:
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(8, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(5, rate=3e-3)),
+            "small": (DRAFTS["small"], Plan(7, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(4, rate=3e-3)),
             "large": (DRAFTS["large"], Plan(2, batch=64, rate=2e-3)),
         }
     )

@@ -39,7 +39,7 @@ against what the clock says.
 The targets of the stand-ins behind these figures were trained at a tenth of their size and then grown: their
 feed-forward layers became wider, and everything learned on for a moment. So they cost what their size costs and say
 what models of these few texts can say. For translations the target took 10 passes over the captions; small, base and
-large learned from 60,000 of its answers in 8, 5 and 2 passes. A quarter of these answer captions, and the others texts
+large learned from 60,000 of its answers in 7, 4 and 2 passes. A quarter of these answer captions, and the others texts
 that were made of halves of two captions: what the target learned by heart it says otherwise than what it hears for the
 first time, and drafts that had learned from captions alone guessed less of the latter. For summaries all models first
 learned to say random tokens again, for without that none came upon copying; then the target took 4 passes over 15,883

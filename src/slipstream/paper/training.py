@@ -103,7 +103,8 @@ class Learner:
         epoch, place = divmod(self.step, max(1, count // size))
         if getattr(self, "_epoch", None) != epoch:
             self._epoch, rng = epoch, random.Random(self.plan.seed * 7919 + epoch)
-            order = [(len(self.examples[i].source) + rng.random() * 4, i) for i in rng.sample(range(count), count)]
+            lengths = [len(example.source) + len(example.target) for example in self.examples]
+            order = [(lengths[i] + rng.random() * 4, i) for i in rng.sample(range(count), count)]
             chunks = [sorted(order[start : start + 32 * size]) for start in range(0, count, 32 * size)]
             places = [i for chunk in chunks for _, i in chunk]
             self._batches = [places[start : start + size] for start in range(0, count - size + 1, size)] or [places]
