@@ -34,7 +34,7 @@ class Recipe:
         default_factory=lambda: {
             "small": (DRAFTS["small"], Plan(7, rate=4e-3)),
             "base": (DRAFTS["base"], Plan(4, rate=3e-3)),
-            "large": (DRAFTS["large"], Plan(2, batch=64, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(1.3, batch=32, rate=2e-3)),
         }
     )
     longest: int = 64  # tokens of what the target says

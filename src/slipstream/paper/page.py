@@ -39,12 +39,13 @@ against what the clock says.
 The targets of the stand-ins behind these figures were trained at a tenth of their size and then grown: their
 feed-forward layers became wider, and everything learned on for a moment. So they cost what their size costs and say
 what models of these few texts can say. For translations the target took 10 passes over the captions; small, base and
-large learned from 60,000 of its answers in 7, 4 and 2 passes. A quarter of these answer captions, and the others texts
-that were made of halves of two captions: what the target learned by heart it says otherwise than what it hears for the
-first time, and drafts that had learned from captions alone guessed less of the latter. For summaries all models first
-learned to say random tokens again, for without that none came upon copying; then the target took 4 passes over 15,883
-passages, and the drafts 10, 8 and 10 passes over 6,000 answers. Large has the shape that the target had before it was
-grown, with wider feed-forward layers; one 256 wide had learned less in the same time.
+large learned from 60,000 of its answers in 7, 4 and 1.3 passes, large in smaller batches. A quarter of these answer
+captions, and the others texts that were made of halves of two captions: what the target learned by heart it says
+otherwise than what it hears for the first time, and drafts that had learned from captions alone guessed less of the
+latter. For summaries all models first learned to say random tokens again, for without that none came upon copying; then
+the target took 4 passes over 15,883 passages, and the drafts 10, 8 and 10 passes over 6,000 answers. Large has the
+shape that the target had before it was grown, with wider feed-forward layers; one 256 wide had learned less in the same
+time.
 
 The paper's own models can be measured by whoever has the hardware:
 
