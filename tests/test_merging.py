@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from slipstream.kernel import fits_panels, into_panels, kernel_missing, panel_bytes, panel_linear
 from slipstream.merging import MergeLinear
 from slipstream.packing import Stretch
+from slipstream.tracing import Frozen
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 WIDTH = 64
@@ -21,8 +22,10 @@ WIDTH = 64
 class Layers:
     """Linear layers one behind the other in memory, of so many features each."""
 
-    def __init__(self, features: list[int], biased: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        chance = torch.Generator().manual_seed(0)
+    def __init__(
+        self, features: list[int], biased: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        chance = torch.Generator().manual_seed(seed)
         weights = [torch.randn(count, WIDTH, generator=chance).to(dtype) for count in features]
         assert all(map(fits_panels, weights))
         stretch = Stretch(sum(map(panel_bytes, weights)))
@@ -96,5 +99,16 @@ def test_only_neighbours_of_many_become_one() -> None:
     assert torch.equal(graph(given), torch.cat([layers(i, given) for i in (3, 0, 2)], -1))
 
 
-def test_a_changed_pass_has_another_name_in_the_cache() -> None:
-    assert MergeLinear().uuid() == MergeLinear().uuid() != b""
+def test_another_model_of_the_same_shape_has_its_own_weights() -> None:
+    """Graphs that inductor kept would bring the merged weights of the model they were made for."""
+    given = torch.randn(1, 2, WIDTH)
+    for seed in (0, 1):
+        layers = Layers([64, 32], seed=seed)
+
+        def function(given: Tensor, layers: Layers = layers) -> tuple[Tensor, Tensor]:
+            return layers(0, given) * 2, layers(1, given) * 3
+
+        torch.compiler.reset()  # as a new process: only what lies in files is known
+        with torch.inference_mode():
+            for found, right in zip(Frozen(function, ["given"])(given), function(given), strict=True):
+                torch.testing.assert_close(found, right)

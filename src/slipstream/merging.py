@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from slipstream.kernel import PANEL
@@ -26,9 +26,10 @@ class MergeLinear(CustomGraphPass):
         for nodes in list(_neighbours(graph)):
             _merge(graph, nodes)
 
-    def uuid(self) -> Any:
-        """What compiled graphs in the cache depend on."""
-        return get_hash_for_files((__file__,))
+    def uuid(self) -> None:
+        """No graph is kept for other processes: one with merged weights would bring those of the model it was made for,
+        also to another model of the same shape. (The machine code is kept, which is by far the longest to make.)"""
+        return None
 
 
 def _neighbours(graph: Graph) -> Iterator[list[Node]]:
