@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slipstream.kernel import fits_panels, into_panels, kernel_missing, panel_bytes, panel_linear
 from slipstream.merging import MergeLinear
-from slipstream.packing import Stretch
+from slipstream.packing import Columns, PanelLinear, Stretch
 from slipstream.tracing import Frozen
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
@@ -22,10 +22,8 @@ WIDTH = 64
 class Layers:
     """Linear layers one behind the other in memory, of so many features each."""
 
-    def __init__(
-        self, features: list[int], biased: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
-    ) -> None:
-        chance = torch.Generator().manual_seed(seed)
+    def __init__(self, features: list[int], biased: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        chance = torch.Generator().manual_seed(0)
         weights = [torch.randn(count, WIDTH, generator=chance).to(dtype) for count in features]
         assert all(map(fits_panels, weights))
         stretch = Stretch(sum(map(panel_bytes, weights)))
@@ -35,6 +33,19 @@ class Layers:
 
     def __call__(self, place: int, inputs: Tensor) -> Tensor:
         return panel_linear(inputs, self.weights[place], self.biases[place], self.features[place])
+
+
+class Pair(nn.Module):
+    """Two layers over the same inputs, as packed models have them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chance, stretch, columns = torch.Generator().manual_seed(seed), Stretch(1 << 20), Columns()
+        weights = [torch.randn(count, WIDTH, generator=chance) for count in (64, 32)]
+        self.left, self.right = (PanelLinear(weight, None, columns, stretch) for weight in weights)
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(given) * 2, self.right(given) * 3
 
 
 def merged(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[GraphModule, int]:
@@ -101,14 +112,15 @@ def test_only_neighbours_of_many_become_one() -> None:
 
 def test_another_model_of_the_same_shape_has_its_own_weights() -> None:
     """Graphs that inductor kept would bring the merged weights of the model they were made for."""
+    assert MergeLinear().uuid() is None
     given = torch.randn(1, 2, WIDTH)
     for seed in (0, 1):
-        layers = Layers([64, 32], seed=seed)
+        pair = Pair(seed)
 
-        def function(given: Tensor, layers: Layers = layers) -> tuple[Tensor, Tensor]:
-            return layers(0, given) * 2, layers(1, given) * 3
+        def function(given: Tensor, pair: Pair = pair) -> tuple[Tensor, Tensor]:
+            return pair(given)
 
         torch.compiler.reset()  # as a new process: only what lies in files is known
         with torch.inference_mode():
-            for found, right in zip(Frozen(function, ["given"])(given), function(given), strict=True):
+            for found, right in zip(Frozen(function, ["given"])(given), pair(given), strict=True):
                 torch.testing.assert_close(found, right)
