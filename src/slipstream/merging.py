@@ -28,7 +28,7 @@ class MergeLinear(CustomGraphPass):
 
     def uuid(self) -> None:
         """No graph is kept for other processes: one with merged weights would bring those of the model it was made for,
-        also to another model of the same shape. (The machine code is kept, which is by far the longest to make.)"""
+        also to another model of the same shape. (The machine code is kept.)"""
         return None
 
 
@@ -43,13 +43,13 @@ def _neighbours(graph: Graph) -> Iterator[list[Node]]:
         if isinstance(weight, Node) and weight.op == "get_attr":
             together.setdefault((inputs, bias is None), []).append(node)
     for nodes in together.values():
-        run: list[Node] = []
+        runs: list[list[Node]] = []
         for node in sorted(nodes, key=lambda node: _constant(node, 1).data_ptr()):
-            if run and not _beside(run[-1], node):
-                yield from [run] * (len(run) > 1)
-                run = []
-            run.append(node)
-        yield from [run] * (len(run) > 1)
+            if runs and _beside(runs[-1][-1], node):
+                runs[-1].append(node)
+            else:
+                runs.append([node])
+        yield from (run for run in runs if len(run) > 1)
 
 
 def _beside(left: Node, right: Node) -> bool:
