@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,20 +49,25 @@ class Pair(nn.Module):
         return self.left(given) * 2, self.right(given) * 3
 
 
-def merged(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[GraphModule, int]:
-    """The function as a graph after the pass, and how many linear layers are left in it."""
+def merged(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[GraphModule, dict[str, int]]:
+    """The function as a graph after the pass, and how many calls of each kind it has."""
     graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(inputs)
     MergeLinear()(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    return graph, len(graph.graph.find_nodes(op="call_function", target=torch.ops.slipstream.linear.default))
+    kinds = {"linear": torch.ops.slipstream.linear, "linears": torch.ops.slipstream.linears}
+    return graph, {
+        name: len(graph.graph.find_nodes(op="call_function", target=kind.default)) for name, kind in kinds.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("features", [[64, 32, 32], [96, 40]])
-def test_neighbours_become_one_with_the_same_bits(features: list[int], biased: bool, dtype: torch.dtype) -> None:
-    """The last of them may end within a panel; and what was found is read as before, also by another layer."""
+@pytest.mark.parametrize("features", [[64, 32], [40, 64, 32], [96, 5, 40]])
+def test_layers_over_the_same_inputs_become_one_with_the_same_bits(
+    features: list[int], biased: bool, dtype: torch.dtype
+) -> None:
+    """Each may end within a panel; and what was found is read as before, also by another layer."""
     layers = Layers([*features, WIDTH], biased, dtype)
 
     def function(given: Tensor) -> Tensor:
@@ -71,48 +77,59 @@ def test_neighbours_become_one_with_the_same_bits(features: list[int], biased: b
 
     for rows in (1, 6, 17):
         given = torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        graph, left = merged(function, given)
-        assert left == 2
+        graph, calls = merged(function, given)
+        assert calls == {"linear": 1, "linears": 1}
         assert torch.equal(graph(given), function(given))
         more = torch.cat([given, given + 1])
         assert torch.equal(graph(more), function(more))  # sizes are symbols still
 
 
-def test_the_weights_are_not_copied() -> None:
-    layers = Layers([64, 32])
-    graph, left = merged(lambda given: layers(0, given)[..., :32] + layers(1, given), torch.randn(1, 1, WIDTH))
-    held = [tensor for name, tensor in graph.named_buffers() if "merged" in name]
-    assert left == 1 and [tensor.data_ptr() for tensor in held] == [layers.weights[0].data_ptr()]
-    assert held[0].shape[0] == 3  # panels
-
-
-def test_what_is_not_beside_each_other_stays_apart() -> None:
-    """Other inputs, a panel that is not full, another bias, or something between them."""
-    layers, others = Layers([64, 40, 64]), Layers([64], biased=True)
-    apart: list[Callable[[Tensor], Tensor]] = [
-        lambda given: layers(0, given)[..., :40] + layers(1, given + 1),
-        lambda given: layers(1, given) + layers(2, given)[..., :40],
-        lambda given: layers(0, given) + layers(2, given),
-        lambda given: layers(0, given) + others(0, given),
-    ]
-    given = torch.randn(1, 3, WIDTH)
-    for function in apart:
-        graph, left = merged(function, given)
-        assert left == 2
-        assert torch.equal(graph(given), function(given))
-
-
-def test_only_neighbours_of_many_become_one() -> None:
-    layers = Layers([32, 64, 32, 32])
-    graph, left = merged(lambda given: torch.cat([layers(i, given) for i in (3, 0, 2)], -1), torch.randn(1, 2, WIDTH))
-    assert left == 2
+def test_more_than_three_become_several() -> None:
+    layers = Layers([32, 64, 32, 64, 32, 32, 64])
     given = torch.randn(1, 2, WIDTH)
-    assert torch.equal(graph(given), torch.cat([layers(i, given) for i in (3, 0, 2)], -1))
+
+    def function(given: Tensor) -> Tensor:
+        return torch.cat([layers(place, given) for place in (3, 0, 2, 6, 1, 5, 4)], -1)
+
+    graph, calls = merged(function, given)
+    assert calls == {"linear": 1, "linears": 2}
+    assert torch.equal(graph(given), function(given))
 
 
-def test_another_model_of_the_same_shape_has_its_own_weights() -> None:
-    """Graphs that inductor kept would bring the merged weights of the model they were made for."""
-    assert MergeLinear().uuid() is None
+def test_some_with_a_bias_and_some_without_become_one() -> None:
+    layers, others = Layers([64]), Layers([64], biased=True)
+    given = torch.randn(1, 3, WIDTH)
+    graph, calls = merged(lambda given: layers(0, given) + others(0, given), given)
+    assert calls == {"linear": 0, "linears": 1}
+    assert torch.equal(graph(given), layers(0, given) + others(0, given))
+
+
+def test_layers_over_other_inputs_stay_apart() -> None:
+    layers = Layers([64, 40])
+    given = torch.randn(1, 3, WIDTH)
+    graph, calls = merged(lambda given: layers(0, given)[..., :40] + layers(1, given + 1), given)
+    assert calls == {"linear": 2, "linears": 0}
+    assert torch.equal(graph(given), layers(0, given)[..., :40] + layers(1, given + 1))
+
+
+@pytest.mark.parametrize("absent", ["weight", "bias", "dtype", "features"])
+def test_layers_that_do_not_fit_are_refused(absent: str) -> None:
+    """Every layer of a product is looked at, not the first alone."""
+    layers = Layers([64, 32], biased=True)
+    (first, second), (bias, other) = layers.weights, layers.biases
+    given = {
+        "weight": (first, bias, 64, second[:, 1:], other, 32),
+        "bias": (first, bias, 64, second, bias, 32),
+        "dtype": (first, bias, 64, second.bfloat16(), other, 32),
+        "features": (first, bias, 64, second, None, 65),
+    }
+    with pytest.raises(RuntimeError, match="slipstream::linear"):
+        torch.ops.slipstream.linears(torch.randn(1, WIDTH), *given[absent], None, None, 0)
+
+
+def test_another_model_of_the_same_shape_has_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor keeps graphs; the second model's comes from there, and must not bring the first one's weights."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     given = torch.randn(1, 2, WIDTH)
     for seed in (0, 1):
         pair = Pair(seed)
@@ -121,6 +138,8 @@ def test_another_model_of_the_same_shape_has_its_own_weights() -> None:
             return pair(given)
 
         torch.compiler.reset()  # as a new process: only what lies in files is known
+        torch._dynamo.utils.counters.clear()
         with torch.inference_mode():
             for found, right in zip(Frozen(function, ["given"])(given), pair(given), strict=True):
                 torch.testing.assert_close(found, right)
+    assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1

@@ -100,22 +100,31 @@ struct BFloat16 {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
+// A layer of a product.
+template <class Type>
+struct Layer {
+  const typename Type::Item* weight;
+  const typename Type::Item* bias;  // (features) or null
+  int64_t features, place;          // `place`: where its features begin in the outputs
+};
+
 // What a product reads and writes. `steps` are pairs (or single ones) of inputs.
 template <class Type>
 struct Product {
   const typename Type::Item* inputs;  // (rows, steps * STEP), rows `apart` items from each other
-  const typename Type::Item* weight;
-  const typename Type::Item* bias;    // (features) or null
   typename Type::Item* outputs;       // (rows, features)
   int64_t rows, steps, features, apart;
+  std::vector<Layer<Type>> layers;
 };
+
+int64_t panels_of(int64_t features) { return (features + PANEL - 1) / PANEL; }
 
 // A panel's features of ROWS rows, beginning with `row`.
 template <class Type, int ROWS>
-void tile(const Product<Type>& work, int64_t panel, int64_t row) {
+void tile(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t row) {
   constexpr int STEP = Type::STEP;
   const int64_t width = work.steps * STEP;
-  const typename Type::Item* weight = work.weight + panel * PANEL * width;
+  const typename Type::Item* weight = layer.weight + panel * PANEL * width;
   const typename Type::Item* inputs = work.inputs + row * work.apart;
   Lanes sums[ROWS][PARTS];
   for (auto& parts : sums)
@@ -126,14 +135,14 @@ void tile(const Product<Type>& work, int64_t panel, int64_t row) {
     for (int r = 0; r < ROWS; ++r)
       for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * work.apart + step * STEP);
   }
-  const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, work.features - first);
+  const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, layer.features - first);
   for (int r = 0; r < ROWS; ++r) {
-    typename Type::Item* output = work.outputs + (row + r) * work.features + first;
+    typename Type::Item* output = work.outputs + (row + r) * work.features + layer.place + first;
     float found[PANEL];
     typename Type::Item rounded[PANEL];
     std::memcpy(found, sums[r], sizeof(found));
-    if (work.bias)
-      for (int64_t i = 0; i < count; ++i) found[i] += Type::widen(work.bias[first + i]);
+    if (layer.bias)
+      for (int64_t i = 0; i < count; ++i) found[i] += Type::widen(layer.bias[first + i]);
     for (int i = 0; i < PANEL; ++i) rounded[i] = Type::round(found[i]);
     if (count == PANEL)  // a size that the compiler knows takes no call
       std::memcpy(output, rounded, sizeof(rounded));
@@ -155,67 +164,105 @@ void as_constant(int64_t number, const Run& run) {
 
 // A panel's features of all rows, in tiles of nearly the same height.
 template <class Type>
-void fill(const Product<Type>& work, int64_t panel) {
+void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel) {
   const int64_t tiles = (work.rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t row = work.rows * i / tiles;
     as_constant<MOST_ROWS>(work.rows * (i + 1) / tiles - row,
-                           [&](auto rows) { tile<Type, decltype(rows)::value>(work, panel, row); });
+                           [&](auto rows) { tile<Type, decltype(rows)::value>(work, layer, panel, row); });
   }
 }
 
 // Every thread takes its part of the panels, whose memory is one stretch. (Panels taken as threads come to it were slower.)
 template <class Type>
 void multiply(const Product<Type>& work) {
-  const int64_t panels = (work.features + PANEL - 1) / PANEL;
+  int64_t panels = 0;
+  for (const Layer<Type>& layer : work.layers) panels += panels_of(layer.features);
   const int64_t cost = std::max<int64_t>(1, work.rows * work.steps * Type::STEP * PANEL);
   torch::stable::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) fill(work, panel);
+    for (const Layer<Type>& layer : work.layers) {
+      const int64_t count = panels_of(layer.features);
+      for (int64_t panel = std::max<int64_t>(0, begin); panel < std::min(count, end); ++panel) fill(work, layer, panel);
+      begin -= count;
+      end -= count;
+    }
   });
 }
 
-template <class Type>
-void run(const Tensor& inputs, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& outputs) {
-  using Item = typename Type::Item;
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == PANEL && weight.size(3) == Type::STEP,
+// A layer's tensors as the caller has them.
+struct Given {
+  Tensor weight;
+  std::optional<Tensor> bias;
+  int64_t features;
+};
+
+void check(const Tensor& inputs, const Given& layer, int64_t step) {
+  const auto& [weight, bias, features] = layer;
+  const int64_t width = inputs.size(inputs.dim() - 1);
+  STD_TORCH_CHECK(inputs.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == inputs.scalar_type()),
+                  "slipstream::linear: tensors must have one type");
+  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(2) == PANEL && weight.size(3) == step,
                   "slipstream::linear: the weight is not packed for this type");
-  const int64_t width = inputs.size(inputs.dim() - 1), features = outputs.size(outputs.dim() - 1);
-  STD_TORCH_CHECK(width == weight.size(1) * Type::STEP, "slipstream::linear: inputs of ", width, " for a weight of ",
-                  weight.size(1) * Type::STEP);
+  STD_TORCH_CHECK(panels_of(features) == weight.size(0) && (!bias || bias->numel() == features), "slipstream::linear: ",
+                  features, " features for a weight of ", weight.size(0), " panels");
+  STD_TORCH_CHECK(width == weight.size(1) * step, "slipstream::linear: inputs of ", width, " for a weight of ",
+                  weight.size(1) * step);
   STD_TORCH_CHECK(inputs.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()),
                   "slipstream::linear: tensors must be contiguous");
-  Product<Type> work{static_cast<const Item*>(inputs.data_ptr()), static_cast<const Item*>(weight.data_ptr()),
-                     bias ? static_cast<const Item*>(bias->data_ptr()) : nullptr, static_cast<Item*>(outputs.data_ptr()),
-                     inputs.numel() / std::max<int64_t>(1, width), weight.size(1), features, width};
+}
+
+template <class Type>
+void run(const Tensor& inputs, const std::vector<Given>& layers, const Tensor& outputs) {
+  using Item = typename Type::Item;
+  const int64_t width = inputs.size(inputs.dim() - 1);
+  Product<Type> work{static_cast<const Item*>(inputs.data_ptr()), static_cast<Item*>(outputs.data_ptr()),
+                     inputs.numel() / std::max<int64_t>(1, width), width / Type::STEP, 0, width, {}};
+  for (const Given& layer : layers) {
+    check(inputs, layer, Type::STEP);
+    work.layers.push_back({static_cast<const Item*>(layer.weight.data_ptr()),
+                           layer.bias ? static_cast<const Item*>(layer.bias->data_ptr()) : nullptr, layer.features,
+                           work.features});
+    work.features += layer.features;
+  }
   std::unique_ptr<Item[]> copy;  // with rows that do not push each other out of the cache
   if (work.rows > FEW && width && width * sizeof(Item) % COLLIDING == 0) {
     work.apart += LINE / sizeof(Item);
     copy.reset(new Item[work.rows * work.apart]);
     torch::stable::parallel_for(0, work.rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
-        std::copy_n(work.inputs + row * width, width, copy.get() + row * work.apart);
+        std::copy_n(static_cast<const Item*>(inputs.data_ptr()) + row * width, width, copy.get() + row * work.apart);
     });
     work.inputs = copy.get();
   }
   multiply<Type>(work);
 }
 
-// (..., inputs) and a packed weight -> (..., features).
-Tensor linear(Tensor inputs, Tensor weight, std::optional<Tensor> bias, int64_t features) {
-  STD_TORCH_CHECK(inputs.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == inputs.scalar_type()),
-                  "slipstream::linear: tensors must have one type");
-  STD_TORCH_CHECK((features + PANEL - 1) / PANEL == weight.size(0) && (!bias || bias->numel() == features),
-                  "slipstream::linear: ", features, " features for a weight of ", weight.size(0), " panels");
+// (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's.
+Tensor product(const Tensor& inputs, const std::vector<Given>& layers) {
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
-  shape.back() = features;
+  shape.back() = 0;
+  for (const Given& layer : layers) shape.back() += layer.features;
   Tensor outputs = torch::stable::new_empty(inputs, shape);
   if (inputs.scalar_type() == ScalarType::BFloat16)
-    run<BFloat16>(inputs, weight, bias, outputs);
+    run<BFloat16>(inputs, layers, outputs);
   else if (inputs.scalar_type() == ScalarType::Float)
-    run<Float32>(inputs, weight, bias, outputs);
+    run<Float32>(inputs, layers, outputs);
   else
     STD_TORCH_CHECK(false, "slipstream::linear: float32 or bfloat16");
   return outputs;
+}
+
+Tensor linear(Tensor inputs, Tensor weight, std::optional<Tensor> bias, int64_t features) {
+  return product(inputs, {{weight, bias, features}});
+}
+
+// Two or three layers. (Not a list of them, for which torch's generated code goes a slower way.)
+Tensor linears(Tensor inputs, Tensor first, std::optional<Tensor> first_bias, int64_t first_features, Tensor second,
+               std::optional<Tensor> second_bias, int64_t second_features, std::optional<Tensor> third,
+               std::optional<Tensor> third_bias, int64_t third_features) {
+  std::vector<Given> layers = {{first, first_bias, first_features}, {second, second_bias, second_features}};
+  if (third) layers.push_back({*third, third_bias, third_features});
+  return product(inputs, layers);
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------
@@ -436,9 +483,12 @@ Tensor attend(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> 
 STABLE_TORCH_LIBRARY(slipstream, m) {
   m.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
   m.def("linear(Tensor inputs, Tensor weight, Tensor? bias, int features) -> Tensor");
+  m.def("linears(Tensor inputs, Tensor first, Tensor? first_bias, int first_features, Tensor second, "
+        "Tensor? second_bias, int second_features, Tensor? third, Tensor? third_bias, int third_features) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linears", TORCH_BOX(&linears));
 }

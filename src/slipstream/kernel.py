@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ def kernel_missing() -> str | None:
     try:
         torch.ops.load_library(_built(compiler))
         torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
+        torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
@@ -94,6 +96,10 @@ def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor
 
 def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
     return inputs.new_empty((*inputs.shape[:-1], features))
+
+
+def _linears_shape(inputs: Tensor, *layers: Any) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], sum(layers[2::3])))
 
 
 def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
