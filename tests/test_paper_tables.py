@@ -145,4 +145,6 @@ def test_the_gamma_with_the_least_time_is_chosen() -> None:
     few, many = ({"3": 1.2, "5": 1.25, "7": 1.26}, {"3": 3.6, "5": 5.1, "7": 6.5})
     for per_round, draft, gamma in ((few, 0.3, 3), (many, 0.01, 7), (many, 3.0, 3)):
         alphas = {"mean_length": 20.0, "tokens_per_round": per_round}
-        assert speeds.chosen(alphas, Costs(1.0, draft, 0.1, 2.0, 0.5)) == gamma
+        costs = Costs(1.0, draft, 0.1, 2.0, 0.5)
+        assert speeds.chosen(alphas, dict.fromkeys((3, 5, 7), costs)) == gamma
+        assert speeds.chosen(alphas, {3: costs, 5: costs, 7: replace(costs, target=2.0)}) == min(gamma, 5)

@@ -21,8 +21,6 @@ from slipstream.plan.predict import Beat
 from slipstream.records import Request, Round
 from slipstream.theory import tokens_per_round, walltime_factor
 
-PILOT_GAMMA = 5
-
 
 @dataclass(frozen=True)
 class Course:
@@ -88,8 +86,8 @@ def race(
     """Measure every draft at the gamma that theory chooses -> a JSON object.
 
     `alphas` are the figures of `trails` at this temperature by draft, `raced` those of the sources that run here. A
-    pilot measures c with gamma 5; of gamma 3, 5 and 7 the one that lets expect the least time runs. All run in turns,
-    text by text; ratios are taken within a repetition and their median is told.
+    pilot measures the costs of gamma 3, 5 and 7; the one that lets expect the least time runs. All run in turns, text
+    by text; ratios are taken within a repetition and their median is told.
     """
     pilot = _pilot(subject, temperature, course.pilot, say)
     gammas = {name: chosen(alphas[name], pilot[name]) for name in subject.drafts}
@@ -121,25 +119,25 @@ def race(
     }
 
 
-def chosen(alphas: Mapping[str, Any], costs: Costs) -> int:
-    """The gamma of those in Table 2 with the least time per text, at these costs and at the tokens per round that real
-    texts give."""
+def chosen(alphas: Mapping[str, Any], costs: Mapping[int, Costs]) -> int:
+    """The gamma of those in Table 2 with the least time per text, at the costs of each and at the tokens per round that
+    real texts give."""
     rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in GAMMAS}
-    return min(GAMMAS, key=lambda gamma: costs.per_text(gamma, rounds[gamma]))
+    return min(GAMMAS, key=lambda gamma: costs[gamma].per_text(gamma, rounds[gamma]))
 
 
-def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]) -> dict[str, Costs]:
-    """Costs with gamma 5, by turns; a first text of each warms up."""
-    decoders = {PLAIN: subject.plain, **{name: subject.drafted(name, PILOT_GAMMA) for name in subject.drafts}}
-    logs = {name: Log() for name in decoders}
+def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]) -> dict[str, dict[int, Costs]]:
+    """Costs of every draft and gamma, by turns; a first text of each warms up."""
+    decoders = {(name, gamma): subject.drafted(name, gamma) for name in subject.drafts for gamma in GAMMAS}
+    logs = {run: Log() for run in decoders}
     texts = min(texts, len(subject.sources))
     for place in range(texts):
         say(f"{subject.name} at temperature {temperature:g}: pilot, text {place + 1} of {texts}")
-        for name, decoder in decoders.items():
-            log = Log() if place == 0 and texts > 1 else logs[name]
+        for run, decoder in decoders.items():
+            log = Log() if place == 0 and texts > 1 else logs[run]
             for _ in log.play(decoder, subject.requests(temperature, [place])):
                 pass
-    return {name: log.costs(0 if name == PLAIN else PILOT_GAMMA) for name, log in logs.items()}
+    return {name: {gamma: logs[name, gamma].costs(gamma) for gamma in GAMMAS} for name in subject.drafts}
 
 
 def _run(
