@@ -112,8 +112,8 @@ def test_layers_over_other_inputs_stay_apart() -> None:
     assert torch.equal(graph(given), layers(0, given)[..., :40] + layers(1, given + 1))
 
 
-@pytest.mark.parametrize("absent", ["weight", "bias", "dtype", "features"])
-def test_layers_that_do_not_fit_are_refused(absent: str) -> None:
+@pytest.mark.parametrize("wrong", ["weight", "bias", "dtype", "features"])
+def test_layers_that_do_not_fit_are_refused(wrong: str) -> None:
     """Every layer of a product is looked at, not the first alone."""
     layers = Layers([64, 32], biased=True)
     (first, second), (bias, other) = layers.weights, layers.biases
@@ -124,7 +124,7 @@ def test_layers_that_do_not_fit_are_refused(absent: str) -> None:
         "features": (first, bias, 64, second, None, 65),
     }
     with pytest.raises(RuntimeError, match="slipstream::linear"):
-        torch.ops.slipstream.linears(torch.randn(1, WIDTH), *given[absent], None, None, 0)
+        torch.ops.slipstream.linears(torch.randn(1, WIDTH), *given[wrong], None, None, 0)
 
 
 def test_another_model_of_the_same_shape_has_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
