@@ -128,7 +128,7 @@ def test_layers_that_do_not_fit_are_refused(wrong: str) -> None:
 
 
 def test_another_model_of_the_same_shape_has_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor keeps graphs; the second model's comes from there, and must not bring the first one's weights."""
+    """Whatever inductor keeps in files must not bring the first one's weights; and merged graphs are not kept."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     given = torch.randn(1, 2, WIDTH)
     for seed in (0, 1):
@@ -142,4 +142,4 @@ def test_another_model_of_the_same_shape_has_its_own_weights(tmp_path: Path, mon
         with torch.inference_mode():
             for found, right in zip(Frozen(function, ["given"])(given), pair(given), strict=True):
                 torch.testing.assert_close(found, right)
-    assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 0

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 MOST = 3  # layers of a product, as `slipstream::linears` takes them
@@ -26,10 +26,9 @@ class MergeLinear(CustomGraphPass):
         for nodes in list(_together(graph)):
             _merge(graph, nodes)
 
-    def uuid(self) -> bytes:
-        """What it makes of a graph depends on the graph and on this file alone, so other processes may have it too."""
-        found: bytes = get_hash_for_files((__file__,))
-        return found
+    def uuid(self) -> None:
+        """No graph is kept for other processes: those that torch loads from its cache run slower (docs/execution.md)."""
+        return None
 
 
 def _together(graph: Graph) -> Iterator[list[Node]]:
