@@ -27,7 +27,7 @@ class MergeLinear(CustomGraphPass):
             _merge(graph, nodes)
 
     def uuid(self) -> None:
-        """No graph is kept for other processes: those that torch loads from its cache run slower (docs/execution.md)."""
+        """No graph is kept for other processes: those from the cache of torch run slower (docs/execution.md)."""
         return None
 
 
