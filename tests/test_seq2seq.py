@@ -354,7 +354,7 @@ def test_sources_of_one_token_can_be_compiled() -> None:
     scorer = CausalScorer(tiny(SEQ2SEQ["t5"]))
     scorer.add(1, [(5,)])
     cross = scorer._sources.cross(slice(0, None), None)
-    assert cross.mask.shape[-1] == cross.stores[0][0].shape[2] == 2
+    assert cross.mask.shape[-1] == cross.seen[0][0].shape[2] == 2
     assert cross.mask[0, 0, 0].isfinite().all() and (cross.mask[0, 0, 0] < 0).tolist() == [False, True]
 
 

@@ -26,11 +26,11 @@ def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """
     if draft.law is None:
         return nothing_drafted(p)
-    ours, q_x = p.first(draft.law.positions), draft.law.of(draft.tokens)
-    if ours.tokens is not None:
-        passed = draft.tokens == ours.tokens  # p is one-hot: the ratio is 0 or at least 1
+    if p.tokens is not None:
+        passed = draft.tokens == p.tokens[:, : draft.law.positions]  # p is one-hot: the ratio is 0 or at least 1
     else:
-        keep = torch.minimum(ours.of(draft.tokens), q_x)
+        q_x = draft.law.of(draft.tokens)
+        keep = torch.minimum(p.first(draft.law.positions).of(draft.tokens), q_x)
         # A coin with weights (keep, q - keep): accepted iff u * q < min(p, q), the ratio test without a division.
         passed = draw(_coin(keep, q_x - keep), "accept") == 0
     accepted = _leading(passed, draft)
@@ -188,15 +188,17 @@ def _lengths(draft: Draft, device: torch.device) -> Tensor:
 def _leading(passed: Tensor, draft: Draft) -> Tensor:
     """How many tokens passed before the first that failed or was not drafted."""
     assert draft.parents is None, "this verifier takes chains; `trees` has those for trees"
-    drafted = torch.arange(passed.shape[1], device=passed.device) < _lengths(draft, passed.device)[:, None]
-    return (passed & drafted).long().cumprod(-1).sum(-1)
+    if min(draft.lengths) < passed.shape[1]:
+        places = torch.arange(passed.shape[1], device=passed.device)
+        passed = passed & (places < _lengths(draft, passed.device)[:, None])
+    return passed.cumprod(-1).sum(-1)
 
 
 def _next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = None) -> Law:
     """The residual where a drafted token was refused, p where all stand."""
+    if p.tokens is not None:
+        return Law(tokens=p.tokens.gather(1, accepted[:, None]))
     here = p.at(accepted)
-    if here.point:
-        return here
     assert draft.law is not None
     q = draft.law.at(accepted.clamp(max=draft.law.positions - 1))
     refused = (accepted < _lengths(draft, p.device))[:, None, None]

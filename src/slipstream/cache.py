@@ -81,11 +81,15 @@ class RowCache:
 
     def place(self, count: int, first: int = 0, stop: int | None = None) -> Tensor:
         """Make room for `count` tokens after each of the rows first..stop -> their slots (rows, count), on the CPU."""
+        self.reserve(count, first, stop)
+        return torch.tensor(self._lengths)[:, None] + torch.arange(count)
+
+    def reserve(self, count: int, first: int = 0, stop: int | None = None) -> None:
+        """The same for those who know the slots."""
         self._first, self._stop, self._count = first, stop, count
         self._resize(slots=self.end + 1)  # a pass over all slots has another layout: graphs would be made anew for it
         for row, length in enumerate(self._lengths, first):
             self._dirty[row] = max(self._dirty[row], length + count)
-        return torch.tensor(self._lengths)[:, None] + torch.arange(count)
 
     @property
     def _lengths(self) -> list[int]:
@@ -112,9 +116,9 @@ class RowCache:
         return self._in_use[1]
 
     @property
-    def seen(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, of the rows of this pass, up to its last slot."""
-        return [(keys[self.part, :, : self.end], values[self.part, :, : self.end]) for keys, values in self.stores]
+    def taking_part(self) -> list[tuple[Tensor, Tensor]]:
+        """The same of the rows of this pass."""
+        return [(keys[self.part], values[self.part]) for keys, values in self.stores] if self.partial else self.stores
 
     @property
     def last_sees_all(self) -> bool:

@@ -31,13 +31,23 @@ MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a grap
 
 @dataclass(frozen=True)
 class Cross:
-    """What a decoder reads beside its text: keys and values of its rows' sources, (rows, heads, source, head_dim) by
-    layer, and their additive mask (rows, 1, 1, source). `back` (rows, n, end) is how many positions back everything
-    in the cache lies, where a model has a bias for it."""
+    """What a decoder reads beside its text: keys and values of its rows' sources, (rows, heads, slots, head_dim) by
+    layer, and an additive mask (rows, 1, 1, source) for the first of the slots; the others are empty. `back`
+    (rows, n, end) is how many positions back everything in the cache lies, where a model has a bias for it.
+
+    The slots are cut off in the pass, for graphs: a part of a tensor has steps of its own, which Python hands over at
+    every call, as it does sizes.
+    """
 
     stores: Stores
     mask: Tensor
     back: Tensor | None = None
+
+    @property
+    def seen(self) -> Stores:
+        """Keys and values of what the mask is for."""
+        source = self.mask.shape[-1]
+        return [(keys[:, :, :source], values[:, :, :source]) for keys, values in self.stores]
 
 
 @dataclass(frozen=True)
@@ -236,7 +246,7 @@ def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
         *((tensor, {0: "rows", 1: "new"}) for tensor in (work.tokens, work.positions, work.slots)),
         *((mask, {0: "rows", 2: "new", 3: "end"}) for mask in work.masks.values()),
         *sizes_of_stores(stores, "slots"),
-        *sizes_of_stores(work.cross.stores if work.cross else [], "source"),
+        *sizes_of_stores(work.cross.stores if work.cross else [], "source slots"),
         *cross,
     ]
 

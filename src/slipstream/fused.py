@@ -7,6 +7,7 @@ It serves laws that are made by a temperature alone; all else is drafted token b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,7 +102,7 @@ class Fused:
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
             return None
-        if not bool(torch.isfinite(best).all()):
+        if not math.isfinite(best.sum().item()):
             return None  # drafting token by token says where
         tokens = tokens[:, : wish.gamma]
         return tokens, Law(tokens=tokens) if laws is None else Law(probs=laws[:, : wish.gamma])
@@ -114,12 +115,13 @@ class Fused:
     def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens (rows, gamma or more), the greatest logits, and the laws of sampled tokens."""
         tokens, last, start, *seen, chances = self._inputs(wish, room, steps)
-        parts = []
+        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for size, some in zip(steps, chances.split(steps, 1), strict=True):
+            if parts:  # graphs that follow each other are steps of one token
+                tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
             kind = Kind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
             given = (tokens, last, start, *seen, some)
             parts.append(self._graph(kind, given)(*given))
-            tokens, start, last = parts[-1][0][:, -1:], start + last + size, torch.zeros_like(last)
         if len(parts) == 1:
             return parts[0]
         drawn, best, laws = zip(*parts, strict=True)
@@ -195,5 +197,5 @@ def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
         (places, {0: "end"}),
         *((tensor, {0: "rows"}) for tensor in (tokens, last, start, temperatures, chances)),
         *sizes_of_stores(stores, "slots"),
-        *(((cross[1], {0: "rows", 3: "source"}), *sizes_of_stores(cross[0], "source")) if cross else ()),
+        *(((cross[1], {0: "rows", 3: "source"}), *sizes_of_stores(cross[0], "source slots")) if cross else ()),
     ]

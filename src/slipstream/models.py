@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,7 +111,7 @@ class CausalScorer:
         head = self.model.get_output_embeddings()
         return int(getattr(head, "out_features", None) or self._config.vocab_size)
 
-    @property
+    @cached_property  # asked for several times per round
     def context(self) -> int | None:
         """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
         names = ("max_position_embeddings", "max_target_positions")
@@ -135,13 +136,13 @@ class CausalScorer:
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""
         self._rows.add(rows)
-        if self._sources:
+        if self._sources and rows:
             self._sources.add(rows, sources)
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         self._rows.free(rows)
-        if self._sources:
+        if self._sources and rows:
             self._sources.free(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
@@ -160,7 +161,7 @@ class CausalScorer:
         width = count
         if self.execution and tree is None:
             width = self.execution.width(rows, count)
-            tokens = torch.nn.functional.pad(tokens, (0, width - count))
+            tokens = torch.nn.functional.pad(tokens, (0, width - count)) if width > count else tokens
         logits = self._forward(tokens, self._rows.place(width, first), keep=0, tree=tree)
         self._rows.advance(counts)
         return logits[:, :count]
@@ -181,7 +182,7 @@ class CausalScorer:
         if not self._rows.stores:  # nothing was ever fed: there is nothing yet for a graph to write to
             self._prefill([[0]] * len(lengths), 0, None)
             self._rows.rollback(lengths)
-        self._rows.place(room)
+        self._rows.reserve(room)
         cross = self._sources.cross(self._rows.part, None) if self._sources else None
         found = self.fused.run(wish, Room(lengths, self._rows.end, self._rows.stores, cross))
         if found is not None:

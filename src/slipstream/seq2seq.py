@@ -166,7 +166,7 @@ class SourceDecoder(nn.Module):
                 attention_mask=cross.mask,
                 decoder_input_ids=input_ids,
                 decoder_attention_mask=attention_mask,
-                past_key_values=_Both(past_key_values, cross.stores),
+                past_key_values=_Both(past_key_values, cross.seen),
                 use_cache=True,
             )
         finally:
@@ -176,7 +176,7 @@ class SourceDecoder(nn.Module):
         """Run the encoder, and give the rows of `keep` from `first` on the keys and values of its states."""
         found = self.reader(*self._inputs(sources))
         whole = found[0][0].shape[2]
-        keep.place(whole, first)
+        keep.reserve(whole, first)
         for layer, (keys, values) in enumerate(found):
             keep.update(layer, keys, values)
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
@@ -231,8 +231,7 @@ class Sources:
         first = len(self._rows.lengths)
         self._rows.add(rows)
         self._known.clear()
-        if rows:
-            self._decoder.read(given, self._rows, first)
+        self._decoder.read(given, self._rows, first)
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
@@ -247,10 +246,10 @@ class Sources:
         return replace(self._known[name], back=back)
 
     def _cross(self, part: slice) -> Cross:
-        self._rows.place(0, part.start, part.stop)
-        ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.seen
+        self._rows.reserve(0, part.start, part.stop)
+        ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.taking_part
         keys = stores[0][0]
-        beyond = torch.arange(keys.shape[2])[None] >= ends[:, None]
+        beyond = torch.arange(self._rows.end)[None] >= ends[:, None]
         mask = torch.zeros(beyond.shape, dtype=keys.dtype).masked_fill_(beyond, torch.finfo(keys.dtype).min)
         return Cross(stores, mask[:, None, None].to(keys.device))
 

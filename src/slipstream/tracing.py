@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.merging import MergeLinear
 
+STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 FROZEN = {"freezing": True, "cpp_wrapper": True, "post_grad_custom_post_pass": MergeLinear()}
 LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
 
@@ -29,16 +30,16 @@ class Frozen:
         """`inputs` are the names of the function's parameters."""
         self._inputs = tuple(inputs)
         self._made = False
-        self._graph = torch.compile(
-            own_code(function), dynamic=False, fullgraph=True, options={"guard_filter_fn": self._of_inputs}
-        )
+        self._graph = torch.compile(own_code(function), fullgraph=True, options={"guard_filter_fn": self._of_inputs})
 
     def __call__(self, *inputs: Any) -> Any:
         """What the function returns."""
         if self._made:
             return self._graph(*inputs)
-        # As `options` of compile they would come too late for freezing. What torch warns of here is its own.
+        # As `options` of compile they would come too late for freezing, and as its `dynamic=False`, STATIC would be set
+        # before every call. What torch warns of here is its own.
         with (
+            torch._dynamo.config.patch(STATIC),
             torch._inductor.config.patch(FROZEN),
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             warnings.catch_warnings(action="ignore"),

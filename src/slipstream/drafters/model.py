@@ -32,12 +32,12 @@ class Follower:
     def follow(self, rows: Sequence[Row]) -> None:
         """Make our rows those of the context: free the ended, add the new. Rows that run on keep their order."""
         running = {id(row) for row in rows}
-        ended = [place for place, row in enumerate(self._rows) if id(row) not in running]
-        self.scorer.free(ended)
-        self.starts = [start for place, start in enumerate(self.starts) if place not in set(ended)]
-        new = len(rows) - len(self.starts)
-        self.scorer.add(new, [row.request.source for row in rows[len(rows) - new :]])
-        self.starts += [0] * new
+        if ended := [place for place, row in enumerate(self._rows) if id(row) not in running]:
+            self.scorer.free(ended)
+            self.starts = [start for place, start in enumerate(self.starts) if place not in set(ended)]
+        if new := len(rows) - len(self.starts):
+            self.scorer.add(new, [row.request.source for row in rows[len(rows) - new :]])
+            self.starts += [0] * new
         self._rows = list(rows)
 
     def catch_up(self, room: int) -> Tensor:
