@@ -55,6 +55,7 @@ LEVELS: dict[str, float] = {
     "encoding": 1.6,
     "kernel": 0.9,
     "merging": 0.95,
+    "activations": 0.95,
     "attention": 0.95,
     "packing": 1,
     "sight": 1,
