@@ -17,7 +17,7 @@ from slipstream.decoding import Decoder
 from slipstream.engine import Engine
 from slipstream.paper import catalogue, figures, ideal, published, tables, trails, walks, writing
 from slipstream.paper.lab import Given, Lab
-from slipstream.paper.page import INTRODUCTION, page
+from slipstream.paper.page import INTRODUCTION, machine, page
 from slipstream.paper.report import Column, Curve, Sheet, markdown, ratio, read_sheets, sheet
 from slipstream.paper.subjects import Subject
 from slipstream.processes import TableScorer
@@ -272,3 +272,16 @@ def test_prompts_and_texts_do_not_meet() -> None:
 
 def test_figures_take_only_models() -> None:
     assert set(figures.TABLES) == {"unigram", "bigram"}
+
+
+def test_every_machine_is_told_with_its_tasks() -> None:
+    """One for all, or each with what ran there; and models with their types, where these are known."""
+    here = {"date": "2026-01-02T03:04:05", "device": "cpu", "cpu": "A", "threads": 2, "cores": 4}
+    here |= {"slipstream": "1", "torch": "2", "transformers": "3"}
+    facts = {"runs": {"x": here, "y": here}, "parameters": {"x target": 2_000_000}, "dtypes": {"x target": "float32"}}
+    versions = "(slipstream 1, torch 2, transformers 3)"
+    one = f"Measured 2026-01-02 on A, 2 of 4 threads {versions}; parameters: x target 2.00 M float32."
+    assert machine(facts) == one
+    facts |= {"runs": {"x": here, "y": {**here, "device": "cuda:0 (B)"}}, "dtypes": {}}
+    two = f"x 2026-01-02 on A, 2 of 4 threads {versions}; y 2026-01-02 on cuda:0 (B) {versions}"
+    assert machine(facts) == f"Measured {two}; parameters: x target 2.00 M."

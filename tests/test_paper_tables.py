@@ -131,8 +131,10 @@ def test_models_of_ones_own(arguments: list[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lab, "QUICK", TINY)
     monkeypatch.setattr(lab.trails, "REPLICATES", 100)
     own = ("--target", str(family / "target"), "--draft", str(family / "small"), "--pairs", arguments[3], "--quick")
-    (table,) = json.loads(run("paper", "table3", "--json", *own).stdout)
+    (table,) = json.loads(run("paper", "table3", "--json", *own, "--draft-dtype", "bfloat16").stdout)
     assert [row[2] for row in table["rows"]] == ["unigram", "bigram", "small"]
+    assert "--draft-dtype bfloat16" in table["command"]
+    assert table["environment"]["dtypes"] == {"translation target": "float32", "translation small": "bfloat16"}
 
 
 def test_costs_of_a_text() -> None:

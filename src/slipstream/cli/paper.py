@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.options import OUTPUT, Compile, Device, Dtype, Task
+from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, Task
 from slipstream.explain import console
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ Own = Annotated[
 Drafts = Annotated[
     list[str] | None, _option(CORPORA, "MODEL", "Its drafts. Repeatable, the smallest first.", "--draft")
 ]
+DraftDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"] | None,
+    _option(MODELS, "NAME", "Of the drafts' weights. Without: as the target's.", "--draft-dtype"),
+]
 Quick = Annotated[
     bool, _option(None, None, "Tiny models and few texts: minutes instead of hours; labelled so.", "--quick")
 ]
@@ -63,6 +67,7 @@ def paper(
     task: Task = None,
     compile: Compile = False,
     dtype: Dtype = "float32",
+    draft_dtype: DraftDtype = None,
     device: Device = None,
     quick: Quick = False,
     again: Again = False,
@@ -85,7 +90,7 @@ def paper(
         raise ValueError("--target needs its drafts: give --draft, once or more.")
     folder = Path(standins).expanduser() if standins else None
     given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
-    how = Loading(compile, device, dtype, say, task)
+    how = Loading(compile, device, dtype, draft_dtype, say, task)
     lab = Lab(given, QUICK if quick else FULL, how, _folder(out), again, say)
     try:
         sheets = _made(names, lab, as_json)

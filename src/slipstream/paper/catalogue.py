@@ -11,6 +11,7 @@ from slipstream.paper.draw import draw
 from slipstream.paper.lab import Given, Lab
 from slipstream.paper.page import write_page
 from slipstream.paper.report import Sheet, read_sheets, write_json
+from slipstream.paper.subjects import Loading
 
 MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "table1": lambda lab: ideal.table1(),
@@ -35,7 +36,7 @@ ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 def make(name: str, lab: Lab) -> Sheet:
     """One table or figure, with the command that makes it; its files are written if the lab has a folder."""
     quick = " --quick" * lab.scale.quick
-    given = "" if name in ALONE else _options(lab.given)
+    given = "" if name in ALONE else f"{_options(lab.given)}{_types(lab.how)}"
     compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))
     command = f"slipstream paper {name}{given}{compiled}{quick} --out docs/paper"
     sheet = replace(MAKERS[name](lab), command=command)
@@ -50,6 +51,13 @@ def _options(given: Given) -> str:
     names = [f" --{name} {place}" for name, place in places.items() if getattr(given, name)]
     models = [f" --target {given.target}"] * bool(given.target) + [f" --draft {draft}" for draft in given.drafts]
     return "".join([*names, *models])
+
+
+def _types(how: Loading) -> str:
+    """Those of the models' weights, where they are not the usual ones."""
+    usual = Loading()
+    target = "" if how.dtype == usual.dtype else f" --dtype {how.dtype}"
+    return target + (f" --draft-dtype {how.draft_dtype}" if how.draft_dtype else "")
 
 
 def _write(sheet: Sheet, lab: Lab, out: Path) -> None:

@@ -88,16 +88,24 @@ def _section(sheet: Sheet, folder: str) -> Iterator[str]:
 
 
 def machine(facts: dict[str, Any]) -> str:
-    """Where it was measured, and the sizes of the models."""
-    place = (
-        f"{facts['cpu']}, {facts['threads']} of {facts['cores']} threads"
-        if "cpu" in str(facts["device"])
-        else facts["device"]
-    )
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("slipstream", "torch", "transformers"))
-    sizes = facts.get("parameters") or {}
-    models = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in sizes.items())
-    return f"Measured {facts['date'][:10]} on {place}; {versions}{f'; parameters: {models}' if models else ''}."
+    """Where everything was measured, and with which models."""
+    places: dict[str, list[str]] = {}
+    for task, run in facts["runs"].items():
+        places.setdefault(_place(run), []).append(task)
+    told = [place if len(places) == 1 else f"{' and '.join(tasks)} {place}" for place, tasks in places.items()]
+    models = [
+        f"{name} {count / 1e6:.2f} M {facts['dtypes'].get(name, '')}".rstrip()
+        for name, count in facts["parameters"].items()
+    ]
+    parameters = f"; parameters: {', '.join(models)}" if models else ""
+    return f"Measured {'; '.join(told)}{parameters}."
+
+
+def _place(run: dict[str, Any]) -> str:
+    """When, where and by which versions."""
+    cpu = f"{run['cpu']}, {run['threads']} of {run['cores']} threads"
+    versions = ", ".join(f"{name} {run[name]}" for name in ("slipstream", "torch", "transformers"))
+    return f"{run['date'][:10]} on {cpu if 'cpu' in str(run['device']) else run['device']} ({versions})"
 
 
 def write_page(sheets: Sequence[Sheet], out: Path) -> Path:

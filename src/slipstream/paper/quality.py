@@ -38,7 +38,7 @@ def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callab
             rows.append({"decoding": name, "temperature": temperature, "bleu": score.score, "same": same, **interval})
     return {
         "subject": subject.name,
-        "parameters": subject.parameters,
+        **subject.models,
         "rows": rows,
         "texts": len(references),
         "signature": str(metric.get_signature()),

@@ -110,7 +110,7 @@ def race(
         "subject": subject.name,
         "temperature": temperature,
         "environment": report.environment,
-        "parameters": subject.parameters,
+        **subject.models,
         "texts": course.texts,
         "repetitions": course.repetitions,
         "plain": asdict(costs[PLAIN]),

@@ -74,10 +74,14 @@ class Subject:
         return made
 
     @property
-    def parameters(self) -> dict[str, int]:
-        """Of every model, by name."""
-        models = {"target": self.engine.decoder.target, **self.drafts}
-        return {name: parameters(scorer.model) for name, scorer in models.items() if hasattr(scorer, "model")}
+    def models(self) -> dict[str, dict[str, Any]]:
+        """What a report tells of every model, by name."""
+        scorers = {"target": self.engine.decoder.target, **self.drafts}
+        found = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
+        return {
+            "parameters": {name: parameters(model) for name, model in found.items()},
+            "dtypes": {name: str(model.dtype).removeprefix("torch.") for name, model in found.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Loading:
     compile: bool = False
     device: str | None = None
     dtype: str = "float32"
+    draft_dtype: str | None = None  # None: as the target's
     progress: Callable[[str], object] | None = None
     task: str | None = None  # for models that know several, as for `slipstream.load`
 
@@ -116,7 +121,7 @@ def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) 
     named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
     engine = load(target, dtype=how.dtype, device=how.device, **named)
     mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
-    site = Site(engine.decoder.target, engine.tokenizer, how.dtype, how.device, mode=mode)
+    site = Site(engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode)
     found = dict[str, Scorer]()
     for name, source in drafts.items():
         made = drafter(str(source), site)

@@ -211,8 +211,15 @@ def _sheet(lab: Lab, name: str, title: str, columns: Any, rows: list[Row], notes
 
 
 def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
-    """What a sheet says of its runs: the machine, and the models' sizes."""
-    models = [(each["subject"], name, size) for each in found for name, size in each["parameters"].items()]
-    sizes = {name if name.startswith(task) else f"{task} {name}": size for task, name, size in models}
-    environment = {**found[-1]["environment"], "parameters": sizes} if found else None
-    return {"environment": environment, "quick": lab.scale.quick}
+    """What a sheet says of its runs: by task the machine, and the models' sizes and types."""
+    environment = {
+        "runs": {each["subject"]: each["environment"] for each in found},
+        **{fact: _of_models(found, fact) for fact in ("parameters", "dtypes")},
+    }
+    return {"environment": environment if found else None, "quick": lab.scale.quick}
+
+
+def _of_models(found: Sequence[Found], fact: str) -> dict[str, Any]:
+    """By task and model."""
+    models = [(each["subject"], name, value) for each in found for name, value in each.get(fact, {}).items()]
+    return {name if name.startswith(task) else f"{task} {name}": value for task, name, value in models}

@@ -35,7 +35,7 @@ def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: in
         each.finish()
     return {
         "subject": subject.name,
-        "parameters": subject.parameters,
+        **subject.models,
         "draft": draft,
         "gamma": gamma,
         "temperature": temperature,
@@ -78,7 +78,7 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
     lanes = {name: _middle(found[1:]) for name, found in runs.items()}
     return {
         "subject": subject.name,
-        "parameters": subject.parameters,
+        **subject.models,
         "draft": draft,
         "lanes": {name: {"calls": run.calls, "tokens": run.tokens} for name, run in lanes.items()},
         "environment": environment(subject.engine),

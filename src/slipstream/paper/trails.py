@@ -167,6 +167,6 @@ def measure(
     return {
         "subject": subject.name,
         "environment": environment(subject.engine),
-        "parameters": subject.parameters,
+        **subject.models,
         "drafts": {name: trail.figures() for name, trail in found.items()},
     }
