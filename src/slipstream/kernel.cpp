@@ -32,8 +32,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16;  // 32 registers: MOST_ROWS * PARTS sums, the weights, and one input
-constexpr int MOST_ROWS = 12;
+constexpr int LANES = 16;  // 32 registers: MOST_ROWS * PARTS sums and the weights; inputs are read where they lie
+constexpr int MOST_ROWS = 15;
 #else
 constexpr int LANES = 8;  // 16 registers
 constexpr int MOST_ROWS = 3;
