@@ -25,6 +25,10 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -134,6 +138,23 @@ inline void ask(const void* place, int64_t bytes) {
 
 int64_t panels_of(int64_t features) { return (features + PANEL - 1) / PANEL; }
 
+// Writes a row's features of a panel.
+template <class Type>
+void write(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t row, const void* sums) {
+  const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, layer.features - first);
+  typename Type::Item* output = work.outputs + row * work.features + layer.place + first;
+  float found[PANEL];
+  typename Type::Item rounded[PANEL];
+  std::memcpy(found, sums, sizeof(found));
+  if (layer.bias)
+    for (int64_t i = 0; i < count; ++i) found[i] += Type::widen(layer.bias[first + i]);
+  for (int i = 0; i < PANEL; ++i) rounded[i] = Type::round(found[i]);
+  if (count == PANEL)  // a size that the compiler knows takes no call
+    std::memcpy(output, rounded, sizeof(rounded));
+  else
+    std::copy(rounded, rounded + count, output);
+}
+
 // A panel's features of ROWS rows, beginning with `row`.
 template <class Type, int ROWS>
 void tile(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t row) {
@@ -151,20 +172,7 @@ void tile(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, in
     for (int r = 0; r < ROWS; ++r)
       for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * work.apart + step * STEP);
   }
-  const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, layer.features - first);
-  for (int r = 0; r < ROWS; ++r) {
-    typename Type::Item* output = work.outputs + (row + r) * work.features + layer.place + first;
-    float found[PANEL];
-    typename Type::Item rounded[PANEL];
-    std::memcpy(found, sums[r], sizeof(found));
-    if (layer.bias)
-      for (int64_t i = 0; i < count; ++i) found[i] += Type::widen(layer.bias[first + i]);
-    for (int i = 0; i < PANEL; ++i) rounded[i] = Type::round(found[i]);
-    if (count == PANEL)  // a size that the compiler knows takes no call
-      std::memcpy(output, rounded, sizeof(rounded));
-    else
-      std::copy(rounded, rounded + count, output);
-  }
+  for (int r = 0; r < ROWS; ++r) write(work, layer, panel, row + r, sums[r]);
 }
 
 // Calls `run` with a number from 1 to MOST as a constant.
@@ -189,16 +197,120 @@ void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel) {
   }
 }
 
+// Products by tiles, which most types and processors do not have.
+template <class Type>
+struct Tiles {
+  static bool fit(const Product<Type>&) { return false; }
+  void fill(const Product<Type>&, const Layer<Type>&, int64_t) {}
+};
+
+#if defined(__AMX_BF16__)
+// Intel's tiles multiply 16 rows of bfloat16 by 16 features, 16 steps at a time. One row takes as long as 16, so all
+// products of a layer go this way or none: sums are in another order here.
+template <>
+class Tiles<BFloat16> {
+ public:
+  static constexpr int64_t SIDE = 16;
+
+  static bool fit(const Product<BFloat16>& work) {
+    constexpr int REQUEST = 0x1023, DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool allowed = syscall(SYS_arch_prctl, REQUEST, DATA) == 0;
+    return allowed && work.steps % SIDE == 0;
+  }
+
+  ~Tiles() {
+    if (shaped_) _tile_release();
+  }
+
+  // A panel's features of all rows.
+  void fill(const Product<BFloat16>& work, const Layer<BFloat16>& layer, int64_t panel) {
+    for (int64_t row = 0; row < work.rows; row += 2 * SIDE) {
+      const int64_t rows = std::min(2 * SIDE, work.rows - row);
+      shape(rows);
+      float sums[2 * SIDE][PANEL];
+      if (rows > SIDE)
+        multiply<true>(work, layer, panel, row, sums);
+      else
+        multiply<false>(work, layer, panel, row, sums);
+      for (int64_t r = 0; r < rows; ++r) write(work, layer, panel, row + r, sums[r]);
+    }
+  }
+
+ private:
+  int64_t shaped_ = 0;
+
+  // The tiles: 0 to 3 are sums, two halves of a panel for up to 16 rows and two for others; 4 and 5 inputs of these rows,
+  // 6 and 7 the weights' halves.
+  void shape(int64_t rows) {
+    if (shaped_ == rows) return;
+    struct alignas(LINE) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t heights[16] = {};
+    } tiles;
+    const int64_t first = std::min(rows, SIDE);
+    const int64_t heights[] = {first, first, rows - first, rows - first, first, rows - first, SIDE, SIDE};
+    for (int i = 0; i < 8; ++i) {
+      tiles.heights[i] = static_cast<uint8_t>(heights[i]);
+      tiles.bytes[i] = heights[i] ? LINE : 0;
+    }
+    asm volatile("" ::"m"(tiles) : "memory");  // the intrinsic reads more than compilers know
+    _tile_loadconfig(&tiles);
+    shaped_ = rows;
+  }
+
+  template <bool BOTH>
+  static void multiply(const Product<BFloat16>& work, const Layer<BFloat16>& layer, int64_t panel, int64_t row,
+                       float (*sums)[PANEL]) {
+    constexpr int64_t WIDTH = PANEL * BFloat16::STEP * sizeof(uint16_t);  // bytes of a step's weights
+    const uint16_t* weight = layer.weight + panel * work.steps * PANEL * BFloat16::STEP;
+    const uint16_t* inputs = work.inputs + row * work.apart;
+    const int64_t apart = work.apart * sizeof(uint16_t);
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (BOTH) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t step = 0; step < work.steps; step += SIDE) {
+      ask(weight, SIDE * WIDTH);
+      _tile_loadd(6, weight, WIDTH);
+      _tile_loadd(7, weight + PANEL, WIDTH);
+      _tile_loadd(4, inputs, apart);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (BOTH) {
+        _tile_loadd(5, inputs + SIDE * work.apart, apart);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      weight += SIDE * PANEL * BFloat16::STEP;
+      inputs += SIDE * BFloat16::STEP;
+    }
+    constexpr int64_t ROW = PANEL * sizeof(float);
+    _tile_stored(0, sums[0], ROW);
+    _tile_stored(1, sums[0] + PANEL / 2, ROW);
+    if constexpr (BOTH) {
+      _tile_stored(2, sums[SIDE], ROW);
+      _tile_stored(3, sums[SIDE] + PANEL / 2, ROW);
+    }
+  }
+};
+#endif
+
 // Every thread takes its part of the panels, whose memory is one stretch. (Panels taken as threads come to it were slower.)
 template <class Type>
 void multiply(const Product<Type>& work) {
   int64_t panels = 0;
   for (const Layer<Type>& layer : work.layers) panels += panels_of(layer.features);
   const int64_t cost = std::max<int64_t>(1, work.rows * work.steps * Type::STEP * PANEL);
+  const bool tiled = Tiles<Type>::fit(work);
   torch::stable::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
+    Tiles<Type> tiles;
     for (const Layer<Type>& layer : work.layers) {
       const int64_t count = panels_of(layer.features);
-      for (int64_t panel = std::max<int64_t>(0, begin); panel < std::min(count, end); ++panel) fill(work, layer, panel);
+      for (int64_t panel = std::max<int64_t>(0, begin); panel < std::min(count, end); ++panel)
+        tiled ? tiles.fill(work, layer, panel) : fill(work, layer, panel);
       begin -= count;
       end -= count;
     }
