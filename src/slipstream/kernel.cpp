@@ -1,7 +1,7 @@
 // Linear layers and attention for a few tokens, at the speed of the memory that holds weights and cache.
 //
 // Whatever is computed for a token has the same bits however many tokens, texts and empty slots stand beside it: sums
-// are float32, over inputs, dimensions and slots in their order.
+// are float32, in an order that depends on the weight alone (or on the slots that are seen).
 //
 // A weight (features, inputs) lies in panels of PANEL features, so that one pass over a panel reads consecutive
 // memory: (panels, inputs / STEP, PANEL, STEP). STEP inputs of a feature lie side by side: two of bfloat16, which one
@@ -205,8 +205,8 @@ struct Tiles {
 };
 
 #if defined(__AMX_BF16__)
-// Intel's tiles multiply 16 rows of bfloat16 by 16 features, 16 steps at a time. One row takes as long as 16, so all
-// products of a layer go this way or none: sums are in another order here.
+// Intel's tiles (AMX) multiply 16 rows of bfloat16 by 16 features, 16 steps at a time. They sum in another order, so a
+// layer goes this way for any number of rows, or never; a single row waits for its weights anyway.
 template <>
 class Tiles<BFloat16> {
  public:
