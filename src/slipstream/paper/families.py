@@ -32,8 +32,8 @@ class Recipe:
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(7, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(4, rate=3e-3)),
+            "small": (DRAFTS["small"], Plan(10, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(8, rate=3e-3)),
             "large": (DRAFTS["large"], Plan(1.3, batch=32, rate=2e-3)),
         }
     )
@@ -47,7 +47,7 @@ class Recipe:
 
 
 RECIPES = {
-    "translation": Recipe(),
+    "translation": Recipe(inner=24576),
     "lead": Recipe(
         copying=Plan(5, batch=64, rate=1.5e-3, warm=100, last=0.3),
         dropout=0.0,
@@ -63,7 +63,7 @@ RECIPES = {
         longest=96,
     ),
 }
-"""On two cores translation took about 110 minutes, and lead about 85, both partly beside other work."""
+"""On two cores translation took about two hours, and lead 85 minutes, both partly beside other work."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:
