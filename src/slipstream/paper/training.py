@@ -182,13 +182,14 @@ def with_laws(
     model: T5ForConditionalGeneration,
     sources: Sequence[tuple[int, ...]],
     texts: Sequence[tuple[int, ...]],
-    batch: int = 256,
+    batch: int | None = None,
     watch: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Example]:
     """Texts to sources, with the model's laws (T=1) at every position of theirs."""
     order = sorted(range(len(sources)), key=lambda i: (len(texts[i]), len(sources[i])))
     found: dict[int, Example] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = batch or (256 if device.type == "cuda" else 16)  # few, so that a CPU's caches hold what layers hand on
     model.to(device).eval()
     for start in range(0, len(order), batch):
         places = order[start : start + batch]
