@@ -43,7 +43,7 @@ def test_gelu_has_a_sigmoid_and_the_same_values(gelu: Callable[[Tensor], Tensor]
 
 
 def test_what_is_no_one_plus_tanh_stays() -> None:
-    """Another addend, a multiple of it, soft caps of logits, and a tanh that others read."""
+    """Another addend, a multiple of it, soft caps of logits, whole numbers, and a tanh that others read."""
     for other in (
         lambda x: 2 + x.tanh(),
         lambda x: torch.add(x.tanh(), 1, alpha=2),
@@ -53,6 +53,10 @@ def test_what_is_no_one_plus_tanh_stays() -> None:
         graph, steps = after(other, WIDE)
         assert steps == {"tanh": 1, "sigmoid": 0}
         assert torch.equal(graph(WIDE), other(WIDE))
+
+    whole = torch.arange(-3, 4)
+    graph, steps = after(lambda x: x.tanh() + 1, whole)
+    assert steps == {"tanh": 1, "sigmoid": 0} and torch.equal(graph(whole), whole.tanh() + 1)
 
     def both(x: Tensor) -> Tensor:
         tanh = x.tanh()

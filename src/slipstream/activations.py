@@ -35,14 +35,14 @@ def _under_tanh(node: Node) -> Node | None:
     if node.kwargs or node.args[1] != 1 or not isinstance(tanh, Node) or tanh.target != aten.tanh.default:
         return None
     x: Any = tanh.args[0]
-    return x if tanh.meta["val"].is_floating_point() else None
+    return x if x.meta["val"].is_floating_point() else None  # of whole numbers 2 x would be another type
 
 
 def _replace(graph: Graph, node: Node, x: Node) -> None:
     value = node.meta["val"]
     with graph.inserting_before(node):
-        for function, given in ((aten.mul.Tensor, 2), (aten.sigmoid.default, None), (aten.mul.Tensor, 2)):
-            x = graph.call_function(function, (x,) if given is None else (x, given))
+        for function, *factor in ((aten.mul.Tensor, 2), (aten.sigmoid.default,), (aten.mul.Tensor, 2)):
+            x = graph.call_function(function, (x, *factor))
             x.meta["val"] = value
     node.replace_all_uses_with(x)
     graph.erase_node(node)

@@ -130,8 +130,8 @@ struct Product {
   std::vector<Layer<Type>> layers;
 };
 
-// Asks for weights before their turn. Behind the last ones there may be nothing, which is no error.
-inline void ask(const void* place, int64_t bytes) {
+// Asks for weights AHEAD of their turn. Behind the last ones there may be nothing, which is no error.
+inline void prefetch(const void* place, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += LINE)
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + AHEAD + line), 0, LOCALITY);
 }
@@ -167,7 +167,7 @@ void tile(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, in
     for (Lanes& sum : parts) sum = Lanes{};
   for (int64_t step = 0; step < work.steps; ++step, weight += PANEL * STEP) {
     Lanes weights[PARTS];
-    ask(weight, sizeof(weights));
+    prefetch(weight, sizeof(weights));
     for (int part = 0; part < PARTS; ++part) std::memcpy(&weights[part], weight + part * LANES * STEP, sizeof(Lanes));
     for (int r = 0; r < ROWS; ++r)
       for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * work.apart + step * STEP);
@@ -273,7 +273,7 @@ class Tiles<BFloat16> {
       _tile_zero(3);
     }
     for (int64_t step = 0; step < work.steps; step += SIDE) {
-      ask(weight, SIDE * WIDTH);
+      prefetch(weight, SIDE * WIDTH);
       _tile_loadd(6, weight, WIDTH);
       _tile_loadd(7, weight + PANEL, WIDTH);
       _tile_loadd(4, inputs, apart);

@@ -177,7 +177,7 @@ def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Ten
 
 def _check_finite(best: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> None:
     """The maximum is NaN or infinite exactly if the logits hold a NaN, +inf, or nothing but -inf."""
-    if math.isfinite(best.sum().item()):  # one pass over them; where it is not, maxima may still be, and only be great
+    if math.isfinite(best.sum().item()):  # then all are; a sum that is not may only be too great
         return
     finite = torch.isfinite(best)
     if bool(finite.all()):
