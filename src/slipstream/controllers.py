@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from slipstream.learned import Acceptance, Costs
+from slipstream.learned import Acceptance, Costs, Curve, clocked
 from slipstream.records import Controller, Round, Row
 
 
@@ -124,7 +124,8 @@ class Adaptive:
 
     When no draft is worth it, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 32 of them; an
     attempt that stands is followed up at once. A budget bounds whatever is tried: once `credit` plain steps, and
-    `allowance` steps per token, are lost against plain decoding, drafting pauses. `most` is the greatest gamma, `start`
+    `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs of which nothing is known, as
+    when the number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest gamma, `start`
     the one of the first two drafts, which a plain step follows. Raises ValueError for values outside these meanings.
 
     Seeds: the choice depends on the clock, so a sampled text of a seed may differ between runs; its law does not.
@@ -140,7 +141,7 @@ class Adaptive:
         for name in ("start", "probe"):
             if not 1 <= getattr(self, name) <= self.most:
                 raise ValueError(f"{name}={getattr(self, name)} is not possible: use 1 to most={self.most}.")
-        if self.credit < 0 or self.allowance < 0:
+        if not (self.credit >= 0 and self.allowance >= 0):  # NaN is neither
             raise ValueError(f"credit={self.credit} and allowance={self.allowance} must be 0 or more: they are losses.")
 
     def init(self) -> Learned:
@@ -152,7 +153,12 @@ class Adaptive:
         count, opening = len(rows), (self.start, self.start, 0)
         if state.rounds < len(opening):
             return [opening[state.rounds]] * count
-        outlook = _Outlook.of(state, rows, self.most)
+        draft, rest = state.costs.of(count)
+        if not rest.points:
+            return [0] * count
+        if not draft.tried:
+            return [self.probe if state.credit >= 0 else 0] * count
+        outlook = _Outlook.of(state.acceptance, rows, (draft, rest), self.most)
         if not state.behind or state.rounds == len(opening):
             return outlook.shares(outlook.less_known(outlook.best(state.credit)))
         price = outlook.loss(self.probe) + state.behind * state.costs.catching_up / outlook.seconds[0]
@@ -183,9 +189,9 @@ class _Outlook:
     tokens: list[float]
 
     @staticmethod
-    def of(state: Learned, rows: Sequence[Row], most: int) -> _Outlook:
-        acceptance, count = state.acceptance, len(rows)
-        draft, rest = state.costs.of(count)
+    def of(acceptance: Acceptance, rows: Sequence[Row], costs: tuple[Curve, Curve], most: int) -> _Outlook:
+        """Of rounds that cost so much: drafting, and everything else, which is more than nothing."""
+        (draft, rest), count = costs, len(rows)
         chances = acceptance.chances(most)
         hit = acceptance.hit
         survivals = [[hit * s for s in acceptance.survival(row.index, chances)] for row in rows]
@@ -227,7 +233,10 @@ class _Outlook:
 
 
 def _loss(costs: Costs, round: Round, new: bool) -> float:
-    """Plain steps that a round with a draft took longer than plain decoding of its tokens would have."""
+    """Plain steps that a round with a draft took longer than plain decoding of its tokens would have; 0 if its times
+    cannot be true."""
+    if not clocked(round):
+        return 0.0
     (draft, rest), depth = costs.of(len(round.rows)), max(round.draft.depths)
     drafting, total = round.seconds["draft"], sum(round.seconds.values())
     predicted = draft.at(depth or max(round.gammas))

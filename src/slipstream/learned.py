@@ -11,8 +11,15 @@ from slipstream.records import Round
 WINDOW = 9  # samples of one kind that are kept: what is older was another load of the machine, another text length
 DRIFT = 0.1  # how fast the load of the machine is followed
 FAST, SLOW = 0.88, 0.985  # what a round leaves of the counts of a row, and of all rows together
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds that a clock can have measured
+LOADS = 1e-50, 1e50  # only ratios count, so the load may creep; it must not leave what floats can hold
 PRIOR, LEVEL_WEIGHT = 0.6, 4.0  # alpha before anything is seen, and as how many tests that counts
 POSITION_WEIGHT, ROW_WEIGHT = 8.0, 5.0  # as how many tests the mean of all positions, of all rows counts
+
+
+def believable(seconds: float) -> bool:
+    """Whether some work can have taken so long: nothing is learned from 0, from what is negative, infinite or NaN."""
+    return SHORTEST <= seconds <= LONGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,11 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         """All points times `factor`, without samples of its own."""
         return Curve({}, tuple((tokens, seconds * factor) for tokens, seconds in self.points))
+
+    @property
+    def tried(self) -> bool:
+        """Whether it knows anything about 1 token or more."""
+        return bool(self.points) and self.points[-1][0] > 0
 
 
 def _median(samples: Sequence[float]) -> float:
@@ -92,7 +104,9 @@ class Costs:
 
     def learn(self, round: Round, new: bool, behind: int) -> Costs:
         """With one more round. A draft that first read the prompts of `new` rows, or so many tokens that were emitted
-        without it, only tells an upper limit of what drafting costs."""
+        without it, only tells an upper limit of what drafting costs. Times that cannot be true change nothing."""
+        if not clocked(round):
+            return self
         rows, depth = len(round.rows), max(round.draft.depths)
         asked = depth or max(round.gammas)  # a drafter that found nothing has searched all the same
         draft = round.seconds["draft"]
@@ -101,13 +115,20 @@ class Costs:
         load = self.load
         if after.timed(depth) >= 3:
             load *= min(1.4, max(0.7, rest / (after.at(depth) * load))) ** DRIFT
+            load = min(LOADS[1], max(LOADS[0], load))
         own = self.draft.get(key, Curve())
         missed = self.missed
-        if own.points and behind >= 4 and asked and not new:
+        if own.tried and behind >= 4 and asked and not new:
             missed = (*missed[1 - WINDOW :], max(0.0, draft / load - own.at(asked)) / behind)
-        if not (new or behind) or not asked or not own.points or draft / load < own.at(asked):
+        if not (new or behind) or not asked or not own.tried or draft / load < own.at(asked):
             own = own.add(asked, draft / load)
         return Costs({**self.draft, key: own}, {**self.rest, key: after.add(depth, rest / load)}, missed, load)
+
+
+def clocked(round: Round) -> bool:
+    """Whether the times of a round can be true. Drafting may take none: a plain step has no draft."""
+    draft = round.seconds["draft"]
+    return 0 <= draft <= LONGEST and believable(sum(round.seconds.values()) - draft)
 
 
 def size(rows: int) -> int:

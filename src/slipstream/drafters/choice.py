@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.drafters.model import TreeDrafter
 from slipstream.laws import Law
+from slipstream.learned import believable
 from slipstream.records import Context, Draft, Drafter, Key, Round, Seam
 
 
@@ -162,7 +163,9 @@ class Ucb:
         ]
 
     def update(self, state: Pulls, tokens: int, seconds: float) -> Pulls:
-        """What the current arm did in a round."""
+        """What the current arm did in a round; nothing, if the seconds cannot be true."""
+        if not believable(seconds):
+            return state
         arms = [
             Arm(arm.rounds * self.discount, arm.tokens * self.discount, arm.seconds * self.discount)
             for arm in state.arms
