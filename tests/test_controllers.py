@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +13,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import slipstream
 from slipstream.controllers import Adaptive, Fixed, Learned, Planned, controller
 from slipstream.decoding import Decoder, generate
+from slipstream.drafters.choice import Ucb
 from slipstream.drafters.model import ModelDrafter
 from slipstream.learned import Acceptance, Costs, Curve
 from slipstream.records import Controller, Draft, Drafter, Round, Row, Seam
@@ -296,7 +302,100 @@ def test_a_row_without_hope_drafts_less_than_its_neighbours() -> None:
     assert sum(pair[1] for pair in together) < 0.6 * sum(pair[0] for pair in together)
 
 
-@pytest.mark.parametrize("settings", [{"start": 9}, {"probe": 0}, {"most": 0}, {"credit": -1.0}, {"allowance": -0.1}])
+# ---- adaptive: whatever happens ---------------------------------------------------------------------------------
+
+
+NONSENSE = (0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308)
+TIMES = st.sampled_from(NONSENSE) | st.floats(1e-6, 100.0)
+TURNS = st.lists(st.tuples(st.integers(1, 33), st.integers(0, 8), st.integers(0, 8), TIMES, TIMES), max_size=30)
+CONTROLLERS = (Adaptive(), Adaptive(1, 1, 1), Adaptive(credit=0.0, allowance=0.0), Planned({1: 3, 4: 0}), Fixed(2))
+
+
+def turn(asked: Sequence[int], depths: Sequence[int], stood: int, draft: float, target: float, start: int = 0) -> Round:
+    """A round whose rows draft so many tokens at most, of which at most `stood` stand."""
+    depths = tuple(map(min, asked, depths))
+    accepted = tuple(min(each, stood) for each in depths)
+    rows = tuple(row([1], index=start + place) for place in range(len(asked)))
+    tokens = tuple((1,) * (each + 1) for each in accepted)
+    proposed = Draft(torch.empty(len(asked), max(depths)), None, depths)
+    return Round(
+        rows, proposed, bench.NOTHING, tokens, accepted, tuple(asked), {"draft": draft, "target": target, "rest": 0.0}
+    )
+
+
+@given(st.sampled_from(CONTROLLERS), TURNS)
+def test_a_controller_never_ends_a_call(chooser: Controller, turns: list[tuple[int, int, int, float, float]]) -> None:
+    """Whatever number of rows runs, whatever they draft and accept, and whatever the clock says."""
+    state = chooser.init()
+    for place, (count, depth, stood, draft, target) in enumerate(turns):
+        asked = chooser.gammas(state, [row([1], index=place + other) for other in range(count)])
+        assert len(asked) == count
+        assert all(0 <= gamma <= chooser.most for gamma in asked)
+        depths = [(depth + other) % 9 for other in range(count)]
+        round = turn(asked, depths, stood, draft, target, place)
+        round.rows[0].finish_reason = "length"
+        state = chooser.update(state, round)
+        if isinstance(state, Learned):
+            assert math.isfinite(state.credit)
+            assert 0 < state.costs.load < math.inf
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), TIMES), max_size=30))
+def test_a_choice_by_speed_never_ends_a_call(turns: list[tuple[int, float]]) -> None:
+    settings = Ucb(hold=2)
+    state = settings.init(3)
+    for tokens, seconds in turns:
+        state = settings.update(settings.choose(state), tokens, seconds)
+        assert all(0 <= arm.speed < math.inf for arm in state.arms)
+        assert not any(math.isnan(bound) for bound in settings.bounds(state))
+
+
+@pytest.mark.parametrize("seconds", NONSENSE)
+def test_times_that_cannot_be_true_teach_nothing(seconds: float) -> None:
+    adaptive, known = Adaptive(2, 1, 1), on_the_edge()
+    state = adaptive.update(known, turn([1], [1], 1, 0.4, seconds))
+    assert (state.costs, state.rounds) == (known.costs, known.rounds + 1)
+    assert state.credit >= known.credit
+    assert state.acceptance != known.acceptance, "what was accepted holds, whatever the clock says"
+    pulls = Ucb().init(2)
+    assert Ucb().update(pulls, 3, seconds) == pulls
+
+
+def test_what_was_never_timed_is_measured_first() -> None:
+    """While rows end, one is left, of whose like nothing is known: a plain step, then a probe."""
+    adaptive = Adaptive()
+    state = adaptive.init()
+    for count in (8, 4, 2):
+        asked = adaptive.gammas(state, [row([1])] * count)
+        state = adaptive.update(state, turn(asked, asked, 8, 0.1 * asked[0], 1.0))
+    asked = []
+    for _ in range(8):
+        asked += adaptive.gammas(state, [row([1])])
+        state = adaptive.update(state, turn(asked[-1:], asked[-1:], 8, 0.1 * asked[-1], 1.0))
+    assert asked[:2] == [0, adaptive.probe]
+    assert max(asked) == adaptive.most, "a draft that always stands is not used"
+
+
+@pytest.mark.parametrize(
+    ("draft", "prompts", "options"),
+    [
+        ("embedded", [f"x{index} =" for index in range(25)], {"max_new_tokens": 1}),
+        ("lookup", [[10 + 3 * n, 7 + n, 40 + 5 * n] for n in range(9)], {"max_new_tokens": 4, "temperature": 1.0}),
+        ("lookup||plain", [[10 + 3 * n, 7 + n, 40 + 5 * n] for n in range(9)], {"max_new_tokens": 4}),
+        ("lookup||embedded||plain", [[5 + n] for n in range(11)], {"max_new_tokens": 1}),
+    ],
+)
+def test_batches_that_shrink_before_anything_is_known(draft: str, prompts: list[Any], options: dict[str, Any]) -> None:
+    engine = slipstream.load(draft=draft, gamma="auto")
+    found = engine.generate(prompts, **options)
+    if not options.get("temperature"):
+        assert [one.tokens for one in found] == [one.tokens for one in engine.generate(prompts, plain=True, **options)]
+    assert len(found) == len(prompts)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"start": 9}, {"probe": 0}, {"most": 0}, {"credit": -1.0}, {"allowance": math.nan}]
+)
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not possible|must be 0 or more"):
         Adaptive(**settings)

@@ -125,8 +125,9 @@ class Adaptive:
     When no draft is worth it, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 32 of them; an
     attempt that stands is followed up at once. A budget bounds whatever is tried: once `credit` plain steps, and
     `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs of which nothing is known, as
-    when the number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest gamma, `start`
-    the one of the first two drafts, which a plain step follows. Raises ValueError for values outside these meanings.
+    when the number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest
+    gamma, `start` the one of the first two drafts, which a plain step follows. Raises ValueError for values outside
+    these meanings.
 
     Seeds: the choice depends on the clock, so a sampled text of a seed may differ between runs; its law does not.
     """
