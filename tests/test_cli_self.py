@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from slipstream import models
@@ -86,7 +87,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
         (("--text", "{}/gone.txt"), "No such file"),
         (("--text", "{}/a.py", "--rate", "2"), "rate=2.0 is not possible"),
         (("--text", "{}/a.py", "--heads", "20", "--length", "8"), "too short for 20 heads"),
-        (("--text", "{}/a.py", "--length", "1000"), "tokens of text are too few"),
+        (("--text", "{}/deep/b.txt", "--length", "128"), "tokens of text are too few"),
+        (("--text", "{}/a.py", "--length", "5000"), "length=5000 is too long: the embedded target holds 128 tokens"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(
@@ -94,6 +96,18 @@ def test_what_is_wrong_is_one_sentence(
 ) -> None:
     result = run("heads", "train", "--out", str(tmp_path / "h"), *(word.format(text) for word in arguments))
     assert result.exit_code == WRONG and sentence in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_damaged_target_is_one_sentence_and_no_file(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(FAMILIES["llama"], vocab_size=4096)
+    model.get_parameter("model.norm.weight").data.fill_(torch.nan)
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: model)
+    result = run("heads", "train", "--text", str(text), "--out", str(tmp_path / "heads"), *FEW, "--json")
+    assert result.exit_code == WRONG and not result.stdout
+    assert "the embedded target gives non-finite logits" in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "heads").exists()
 
 
 def test_texts_are_kept_apart_by_the_end_of_text(text: Path) -> None:

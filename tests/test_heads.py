@@ -346,6 +346,35 @@ def test_impossible_lessons_are_refused(changes: dict[str, Any], words: str) -> 
         replace(LESSON, **changes)
 
 
+@pytest.mark.parametrize("weight", ["model.norm.weight", "lm_head.weight"])
+def test_a_target_that_is_not_finite_teaches_nothing_and_leaves_no_file(tmp_path: Path, weight: str) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.get_parameter(weight).data[3] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"^tiny gives non-finite logits: the weights are damaged"):
+        Teacher(model, "tiny", TEXT, tmp_path / "heads", LESSON).teach()
+    assert not (tmp_path / "heads").exists()
+    with pytest.raises(FloatingPointError, match="tiny gives non-finite logits"):
+        Teacher(model, "tiny", TEXT, tmp_path / "heads", LESSON).report()
+
+
+def test_heads_that_diverge_are_not_saved(tmp_path: Path) -> None:
+    teacher = Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path / "heads", LESSON)
+
+    def disturb(step: int, loss: float) -> None:
+        if step == 2:
+            teacher.heads.down.data.fill_(torch.inf)
+
+    with pytest.raises(FloatingPointError, match=r"^the heads diverged after 2 steps: give a rate below 0.01, and "):
+        teacher.teach(disturb)
+    assert not (tmp_path / "heads").exists()
+
+
+def test_windows_beyond_the_context_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^length=129 is too long: tiny holds 128 tokens, so give 128 or less\.$"):
+        Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(LESSON, length=129))
+    assert Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(LESSON, length=128)).step == 0
+
+
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too few"):
         Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT[:60], tmp_path, LESSON)

@@ -33,6 +33,7 @@ LEVELS: dict[str, float] = {
     "text": 0,
     "prompts": 0,
     "files": 0,
+    "jsontext": 0,
     "planfile": 0.1,
     "tensorfiles": 0.1,
     "documents": 0,
@@ -135,7 +136,7 @@ LEVELS: dict[str, float] = {
     "__main__": 8,
 }
 
-PURE = {"theory", "files", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
+PURE = {"theory", "files", "jsontext", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
 ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
@@ -341,6 +342,31 @@ def test_third_party_checker_lets_pass() -> None:
     good = "import math, torch.nn\nfrom transformers import AutoModel"
     assert third_party_faults("drafters.heads", good) == []
     assert third_party_faults("paper.families", good) == []
+
+
+def json_faults(room: str, source: str) -> list[str]:
+    """Uses of `json.dump` and `json.dumps`, which write NaN and Infinity that no other reader of JSON takes."""
+    names = [
+        (node.lineno, node.attr if isinstance(node, ast.Attribute) else alias)
+        for node in ast.walk(ast.parse(source))
+        for alias in (
+            [a.name for a in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else [""]
+        )
+        if isinstance(node, ast.ImportFrom | ast.Attribute)
+    ]
+    return [f"{room}:{line} uses {name}: use json_text" for line, name in names if name in ("dump", "dumps")]
+
+
+@every_module
+def test_json_is_written_in_one_place(room: str) -> None:
+    assert room == "jsontext" or json_faults(room, read(room)) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import json\njson.dumps(1)", "import json as j\nj.dump(1, f)", "from json import dumps"]
+)
+def test_json_checker_catches(source: str) -> None:
+    assert len(json_faults("engine", source)) == 1
 
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "sentence_transformers": "sentence-transformers"}

@@ -38,7 +38,7 @@ from slipstream.records import Shape, Tree
 from slipstream.seq2seq import SourceDecoder, Sources
 from slipstream.sight import Sight, mask_kinds
 from slipstream.sources import Source, SourceForm
-from slipstream.support import PROVEN, first_sentence, longrope_switch, probe, refuse_unsupported
+from slipstream.support import PROVEN, first_sentence, longest_text, probe, refuse_unsupported
 from slipstream.tracing import LEAST
 
 EMBEDDED = Path(__file__).parent / "demo"
@@ -113,10 +113,8 @@ class CausalScorer:
 
     @cached_property  # asked for several times per round
     def context(self) -> int | None:
-        """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
-        names = ("max_position_embeddings", "max_target_positions")
-        limits = (*(getattr(self._config, name, None) for name in names), longrope_switch(self._config))
-        return min((limit for limit in limits if limit), default=None)
+        """The longest text it can hold; None if there is no limit."""
+        return longest_text(self._config)
 
     @property
     def source_form(self) -> SourceForm | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.files import whole
+from slipstream.jsontext import json_text
 
 FORMAT, VERSION = "slipstream plan", 1
 KINDS: dict[str, tuple[type, ...]] = {
@@ -71,7 +72,7 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it appears under its name when it is whole."""
         with whole(path) as part:
-            part.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            part.write_text(json_text(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON knows it."""

@@ -86,6 +86,13 @@ def probe(scorer: Probed, kind: str) -> None:
         )
 
 
+def longest_text(config: Any) -> int | None:
+    """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
+    names = ("max_position_embeddings", "max_target_positions")
+    limits = (*(getattr(config, name, None) for name in names), longrope_switch(config))
+    return min((limit for limit in limits if limit), default=None)
+
+
 def longrope_switch(config: Any) -> int | None:
     """The length beyond which longrope changes the rotation of all tokens, of the cached ones and of other rows too."""
     rope = getattr(config, "rope_parameters", None) or {}

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.drafters.heads import ParallelHeads, Sizes, Tap
+from slipstream.jsontext import json_text
+from slipstream.support import longest_text
 from slipstream.tensorfiles import Kind, load_tensors, save_tensors
 
 STATE = "training.safetensors"
@@ -55,6 +57,16 @@ class Lesson:
         if not 0 < self.rate < 1:
             raise ValueError(f"rate={self.rate} is not possible: it must be between 0 and 1.")
 
+    def check_target(self, model: Any, name: str) -> None:
+        """Raises ValueError if heads cannot be taught on this model, or its context is shorter than a window."""
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder: heads are for causal models.")
+        context = longest_text(model.config.get_text_config())
+        if context and self.length > context:
+            raise ValueError(
+                f"length={self.length} is too long: {name} holds {context} tokens, so give {context} or less."
+            )
+
 
 Watch = Callable[[int, float], None]
 """(steps done, loss): called after every step."""
@@ -64,9 +76,9 @@ class Teacher:
     """A target, a text and heads in training. `teach` goes on after an interruption, also in a new process."""
 
     def __init__(self, model: Any, name: str, tokens: Sequence[int] | np.ndarray, folder: str | Path, lesson: Lesson):
-        """`tokens` is the whole text. Raises ValueError if it is too short, or if `folder` holds another training."""
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"{name} is an encoder-decoder: heads are for causal models.")
+        """`tokens` is the whole text. Raises ValueError if it is too short, if `folder` holds another training, or if
+        the model cannot be taught on windows of this length."""
+        lesson.check_target(model, name)
         self.model, self.folder, self.lesson = model.eval(), Path(folder), lesson
         text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         cut = len(text) - max(lesson.length, int(HELD_OUT * len(text)))
@@ -86,26 +98,39 @@ class Teacher:
             self._resume()
 
     def teach(self, watch: Watch = lambda step, loss: None) -> ParallelHeads:
-        """Learn for the steps that are left, save the heads with a report -> the heads. Interrupted, it saves first."""
+        """Learn for the steps that are left, save the heads with a report -> the heads. Interrupted, it saves first.
+
+        Raises FloatingPointError, and saves nothing, if target or heads compute what is no finite number.
+        """
         try:
             while self.step < self.lesson.steps:
                 loss = self._learn()
                 watch(self.step, loss)
                 if self.step % self.lesson.save_every == 0:
                     self._save()
-        finally:
+            report = self.report()
+        except FloatingPointError:
+            raise  # to go on would end here again
+        except BaseException:
             self._save()
-        self.heads.eval().save(self.folder, self.report())
+            raise
+        self._save()
+        self.heads.eval().save(self.folder, report)
         return self.heads
 
     def report(self, windows: int = 16) -> dict[str, Any]:
-        """On the end of the text: `alpha` of every head, the mean of sum_x min(p(x), q(x)) against the target's law."""
+        """On the end of the text: `alpha` of every head, the mean of sum_x min(p(x), q(x)) against the target's law.
+
+        Raises FloatingPointError if that is no finite number.
+        """
         starts = np.linspace(0, len(self.held_out) - self.lesson.length, windows).astype(int).tolist()
         kept = torch.zeros(self.lesson.heads, dtype=torch.float64)
         for start in starts:
             with torch.inference_mode():
                 p, q = self._laws(self.held_out[None, start : start + self.lesson.length])
                 kept += torch.minimum(p, q.exp()).sum(-1).mean((0, 1)).double().cpu()
+                if not kept.isfinite().all():
+                    raise self._not_finite(p)
         alpha = (kept / len(starts)).tolist()
         return {"alpha": alpha, "steps": self.step, "lesson": asdict(self.lesson), "text_tokens": len(self.text)}
 
@@ -117,7 +142,9 @@ class Teacher:
         p, log_q = self._laws(self.text[starts[:, None] + torch.arange(lesson.length)])
         loss = -(p * log_q).sum(-1).mean()
         loss.backward(inputs=list(self.heads.parameters()))  # the target stays as it is
-        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        steepness = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        if not torch.isfinite(loss.detach() + steepness):
+            raise self._not_finite(p)
         for group in self.optimizer.param_groups:
             group["lr"] = lesson.rate * _rate(self.step / lesson.steps)
         self.optimizer.step()
@@ -143,6 +170,15 @@ class Teacher:
         later = torch.stack([p[:, k : k + last] for k in range(1, count + 1)], 2)
         return later, functional.log_softmax(ours.float(), -1)
 
+    def _not_finite(self, p: Tensor) -> FloatingPointError:
+        """The error to raise when laws `p` of the target led to what is no finite number."""
+        name, lesson = self.heads.sizes.target, self.lesson
+        if not p.isfinite().all():
+            fault = f"{name} gives non-finite logits: the weights are damaged or overflow in this dtype"
+            return FloatingPointError(f"{fault} (try bfloat16 or float32).")
+        fault = f"the heads diverged after {self.step} steps: give a rate below {lesson.rate:g}"
+        return FloatingPointError(f"{fault}{', or leave out bfloat16' if lesson.bfloat16 else ''}, and another folder.")
+
     # ---- the state of a training ----
 
     def _save(self) -> None:
@@ -150,7 +186,7 @@ class Teacher:
         for name, weight in self.heads.named_parameters():
             for moment in ("exp_avg", "exp_avg_sq") if weight in self.optimizer.state else ():
                 weights[f"{name}.{moment}"] = self.optimizer.state[weight][moment].cpu()
-        lesson = json.dumps({**asdict(self.lesson), "text_tokens": len(self.text)})
+        lesson = json_text({**asdict(self.lesson), "text_tokens": len(self.text)})
         self.folder.mkdir(parents=True, exist_ok=True)
         save_tensors(self.folder / STATE, KIND, weights, {"step": str(self.step), "lesson": lesson})
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slipstream.jsontext import json_text
 from slipstream.rules import rule
 from slipstream.stats import Stats
 
@@ -168,4 +169,4 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON knows it, without tuples."""
-        return json.loads(json.dumps(asdict(self)))
+        return json.loads(json_text(asdict(self)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import fill
 from typing import Any
+
+from slipstream.jsontext import json_text
 
 PASS, FAIL, UNSURE = "pass", "fail", "cannot judge"
 
@@ -155,7 +155,7 @@ class Report:
             "environment": self.environment,
             "seconds": self.seconds,
         }
-        return json.loads(json.dumps(_finite(found)))
+        return json.loads(json_text(found))
 
     def text(self) -> str:
         """The verdict, then what it rests on."""
@@ -164,11 +164,3 @@ class Report:
         for part in self.parts:
             lines += ["", *part.text()]
         return "\n".join(fill(line, WIDTH, subsequent_indent="       ", break_on_hyphens=False) for line in lines)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Batches, Compile, Device, Dtype, File, Target, Task, option
 from slipstream.explain import busy, console, steps
+from slipstream.jsontext import json_text
 from slipstream.prompts import gather, sound
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _publish(report: Report, picture: Path | None, as_json: bool) -> None:
     from slipstream.bench.plot import plot
 
     if as_json:
-        print(json.dumps(report.as_dict(), ensure_ascii=False))
+        print(json_text(report.as_dict(), ensure_ascii=False))
     else:
         _show(report, console())
     if picture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -35,6 +34,7 @@ from slipstream.cli.options import (
     parse_tree,
 )
 from slipstream.explain import busy, console, steps
+from slipstream.jsontext import json_text
 from slipstream.prompts import gather, sound
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
@@ -106,7 +106,7 @@ def check(
             report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else report.text())
+    print(json_text(report.as_dict(), ensure_ascii=False) if as_json else report.text())
     raise typer.Exit(CODES[report.verdict])
 
 

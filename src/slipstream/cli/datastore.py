@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ from slipstream.cli.app import app
 from slipstream.cli.options import Json, Target
 from slipstream.documents import read
 from slipstream.explain import busy, console
+from slipstream.jsontext import json_text
 
 if TYPE_CHECKING:
     from slipstream.documents import Document
@@ -118,7 +118,7 @@ def _show(folder: str, as_json: bool) -> None:
     if paths[MEMORY].exists():
         totals = read_totals(paths[MEMORY])
         record["memory"] = {total.namespace: {"entries": total.entries, "bytes": total.bytes} for total in totals}
-    print(json.dumps(record) if as_json else _as_text(record))
+    print(json_text(record) if as_json else _as_text(record))
 
 
 def _as_text(record: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from slipstream.cli.app import app
 from slipstream.cli.options import Device, Dtype, Target
 from slipstream.explain import busy, console
+from slipstream.jsontext import json_text
 
 draft = typer.Typer(no_args_is_help=True)
 app.add_typer(draft, name="draft")
@@ -47,7 +47,7 @@ def offered(
         site = Site(engine.decoder.target, engine.tokenizer, chosen, device)
         found = list(offers(site, drafts or ()))
     if as_json:
-        print(json.dumps([asdict(offer) for offer in found], ensure_ascii=False))
+        print(json_text([asdict(offer) for offer in found], ensure_ascii=False))
         return
     width = max(len(offer.draft) for offer in found)
     for offer in found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from slipstream.cli.app import INTERRUPTED, app
 from slipstream.cli.options import BatchSize, Chat, Device, Dtype, File, MaxNewTokens, Prompts, ReportJson, Seed, Target
 from slipstream.explain import busy, console
+from slipstream.jsontext import json_text
 from slipstream.prompts import gather, sound
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def exits(
             found = search_exit(engine.decoder, requests, choices, gamma, screen.print)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    print(json.dumps(found.as_dict()) if as_json else _table(found))
+    print(json_text(found.as_dict()) if as_json else _table(found))
 
 
 def _table(found: Search) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -48,6 +47,7 @@ from slipstream.cli.options import (
     parse_tree,
 )
 from slipstream.explain import Explanation, breakdown, busy, console, progress
+from slipstream.jsontext import json_text
 from slipstream.planfile import Plan
 from slipstream.prompts import Item, gather
 from slipstream.stats import Stats
@@ -224,7 +224,7 @@ def _show_json(work: Work) -> int:
     done = iter(completions)
     for index, item in enumerate(work.items):
         rest = {"error": f"{item.where}: {item.error}"} if item.error else _as_dict(next(done))
-        print(json.dumps({"index": index, **rest}, ensure_ascii=False))
+        print(json_text({"index": index, **rest}, ensure_ascii=False))
     _show_times(work, completions)
     return code
 

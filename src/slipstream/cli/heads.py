@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.options import Device, Dtype, ReportJson
 from slipstream.explain import busy, console
+from slipstream.jsontext import json_text
 
 heads = typer.Typer()
 app.add_typer(heads, name="heads")
@@ -73,8 +73,9 @@ def train(
     with busy(console(stderr=True), "loading"):
         source = target or EMBEDDED / "target"
         model = load_model(source, dtype, device)
-        tokens = tokens_of(texts, load_tokenizer(source))
-        teacher = Teacher(model, target or "the embedded target", tokens, out, lesson)
+        name = target or "the embedded target"
+        lesson.check_target(model, name)
+        teacher = Teacher(model, name, tokens_of(texts, load_tokenizer(source)), out, lesson)
     if teacher.step:
         say(f"going on from step {teacher.step} of {lesson.steps}")
     try:
@@ -85,7 +86,7 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     report = teacher.report()
     if as_json:
-        print(json.dumps({"out": str(out), **report}))
+        print(json_text({"out": str(out), **report}))
         return
     print(f"{out}: {count} heads after {report['steps']} steps; alpha on text kept aside, by position:")
     print("  ".join(f"{position}: {alpha:.3f}" for position, alpha in enumerate(report["alpha"], 1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.explain import console
+from slipstream.jsontext import json_text
 
 ngram = typer.Typer(help="N-gram models: drafts by table lookup, built from your own text.", no_args_is_help=True)
 app.add_typer(ngram, name="ngram")
@@ -124,7 +124,7 @@ def _facts(file: str, model: Any) -> dict[str, Any]:
 
 def _tell(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(facts))
+        print(json_text(facts))
         return
     grams = ", ".join(f"{count} of order {n}" for n, count in enumerate(facts["ngrams"], 1))
     print(f"{facts['file']}: order {facts['order']}, {facts['vocab']} token ids, {facts['file_bytes'] / 1e6:.1f} MB")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +11,7 @@ import typer
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, Task
 from slipstream.explain import console
+from slipstream.jsontext import json_text
 
 if TYPE_CHECKING:
     from slipstream.paper.lab import Lab
@@ -98,7 +98,7 @@ def paper(
         say("interrupted: what was finished is kept; the same command goes on from there.")
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        print(json.dumps([sheet.as_dict() for sheet in sheets], ensure_ascii=False))
+        print(json_text([sheet.as_dict() for sheet in sheets], ensure_ascii=False))
 
 
 def _names(what: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +32,7 @@ from slipstream.cli.options import (
     option,
 )
 from slipstream.explain import busy, console, steps
+from slipstream.jsontext import json_text
 from slipstream.plan.figures import Figures, promise
 from slipstream.planfile import Plan
 from slipstream.prompts import gather, sound
@@ -123,7 +123,7 @@ def plan(
         engine, drafters = _load(target, draft or [], settings.sizes, **how)
     report = _measured(engine, drafters, texts, settings)
     made = report.plan(target, engine.decoder.target.vocab, dtype, compile)
-    print(json.dumps(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
+    print(json_text(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
     _keep(made, save)
     _draw(report, plot)
     _export(made, export or [])
@@ -207,7 +207,7 @@ def _export(made: Plan, engines: Sequence[str]) -> None:
 def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
     """A plan that was made before."""
     if as_json:
-        print(json.dumps(made.as_dict(), ensure_ascii=False))
+        print(json_text(made.as_dict(), ensure_ascii=False))
     elif not engines:
         gammas = ", ".join(f"{gamma} for {rows}" for rows, gamma in sorted(made.gammas.items()))
         what = f"draft {made.draft}, gamma by rows: {gammas}" if made.speculates else "do not speculate"
@@ -229,7 +229,7 @@ def _from_figures(given: Sequence[float | None], gammas: Sequence[int], curve: s
         raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
     found = promise(alpha, cost, operations, gammas, points)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json_text(asdict(found)))
     else:
         _show_figures(found, bool(points), console())
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slipstream.jsontext import json_text
 from slipstream.laws import Law
 from slipstream.models import CausalScorer
 from slipstream.records import Context, Draft, Round, Row, Texts
@@ -71,7 +72,7 @@ class ParallelHeads(nn.Module):
     def save(self, folder: str | Path, report: dict[str, Any] | None = None) -> Path:
         """Write the file of the heads whole or not at all; `report` goes with it, for whoever reads it later."""
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        notes = {"sizes": json.dumps(asdict(self.sizes)), "report": json.dumps(report or {})}
+        notes = {"sizes": json_text(asdict(self.sizes)), "report": json_text(report or {})}
         file = Path(folder) / FILE
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(file, KIND, weights, notes)

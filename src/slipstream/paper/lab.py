@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from slipstream.jsontext import json_text
 from slipstream.paper import corpora, families, speeds, trails
 from slipstream.paper.corpora import Pairs
 from slipstream.paper.families import QUICK_RECIPES, RECIPES, Recipe
@@ -189,7 +190,7 @@ class Lab:
             if record["quick"] == self.scale.quick:
                 self._found[name] = record
         if name not in self._found:
-            self._found[name] = {**json.loads(json.dumps(measure())), "quick": self.scale.quick}
+            self._found[name] = {**json.loads(json_text(measure())), "quick": self.scale.quick}
             if file:
                 write_json(self._found[name], file)
         return self._found[name]

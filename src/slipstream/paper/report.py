@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.files import whole
+from slipstream.jsontext import json_text
 
 Cell = str | float | int | None
 
@@ -63,7 +64,7 @@ class Sheet:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without tuples."""
-        return json.loads(json.dumps(asdict(self)))
+        return json.loads(json_text(asdict(self)))
 
     @property
     def drawn(self) -> bool:
@@ -116,7 +117,7 @@ def write_json(record: Any, file: Path) -> None:
     """A JSON file, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with whole(file) as part:
-        part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.write_text(json_text(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_sheets(folder: Path, names: Sequence[str]) -> list[Sheet]:

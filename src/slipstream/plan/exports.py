@@ -6,13 +6,13 @@ Names are those of transformers 5, vLLM (`--speculative-config`), SGLang (`--spe
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from slipstream.drafting import Part, parse
+from slipstream.jsontext import json_text
 from slipstream.planfile import Plan
 
 LOOKUP = "lookup"
@@ -91,7 +91,7 @@ def _vllm(plan: Plan) -> str:
         starts = pairwise([0, *sorted(plan.gammas)])
         table = [[last + 1, rows, plan.gammas[rows]] for last, rows in starts]
         config["num_speculative_tokens_per_batch_size"] = table
-    return f"{command} --speculative-config {shlex.quote(json.dumps(config))}"
+    return f"{command} --speculative-config {shlex.quote(json_text(config))}"
 
 
 def _sglang(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from slipstream.bench import environment
 from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, NoDraft
 from slipstream.engine import Engine, Prompt
+from slipstream.jsontext import json_text
 from slipstream.plan.measure import Speed, Task, memory, race, sweep, using
 from slipstream.plan.predict import Outline, Outlook, Prediction, predict
 from slipstream.planfile import Plan
@@ -148,7 +149,7 @@ class Report:
             "verifications": [each.as_dict() for each in self.verifications],
             "interrupted": self.interrupted,
         }
-        return json.loads(json.dumps(found))
+        return json.loads(json_text(found))
 
 
 def make(

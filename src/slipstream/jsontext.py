@@ -1,0 +1,20 @@
+"""JSON as the standard knows it: every JSON text that Slipstream writes is made here."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def json_text(value: Any, **how: Any) -> str:
+    """The value as JSON, with the settings of `json.dumps`; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), allow_nan=False, **how)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
