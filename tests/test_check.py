@@ -452,6 +452,16 @@ def test_too_few_samples_cannot_judge() -> None:
     report = run(samples=4)
     assert report.verdict == "cannot judge" and report.sampling
     assert report.sampling.blind == ["no broken rule was noticed by 'samples'"]
+    assert report.text().splitlines()[-1] == report.as_dict()["remedy"] == "To judge, give --samples 1500."
+    assert run(samples=1500, temperature=1.0).remedy is None
+
+
+def test_what_cannot_be_judged_for_want_of_drafts_ends_with_what_helps() -> None:
+    report = check(engine(PAIRS["same"]), PROMPTS, **FEW)
+    assert report.remedy and report.text().splitlines()[-1] == report.remedy
+    assert report.remedy.endswith("and longer texts (--max-new-tokens), other prompts or a weaker draft.")
+    short = run(temperature=0.0, max_new_tokens=1).text().splitlines()[-1]
+    assert short == "To judge, give longer texts (--max-new-tokens), other prompts or a weaker draft."
 
 
 # ---- the faces ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ HEADLINES = {
     UNSURE: "no fault was found, but a broken rule would not have been noticed either",
 }
 
+ELSE = "longer texts (--max-new-tokens), other prompts or a weaker draft"
+"""What helps where nothing, or not every broken rule, was noticed."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -68,7 +71,7 @@ class Difference:
 class Part:
     """The greedy or the sampling half of a check. `needed` tests have to notice a control, or nothing is proved.
 
-    `differences` are the first ones of each text.
+    `differences` are the first ones of each text. `enough` samples are what a new attempt should have.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Part:
     controls: tuple[Control, ...]
     differences: tuple[Difference, ...] = ()
     needed: tuple[str, ...] = ()
+    enough: int = 0
 
     @property
     def verdict(self) -> str:
@@ -87,11 +91,24 @@ class Part:
     @property
     def blind(self) -> list[str]:
         """Why this half cannot judge; empty if it can."""
-        noticed = {name for control in self.controls for name in control.caught_by}
+        noticed = self._noticed
         if not noticed:
             return ["no broken rule was noticed: the draft agrees with the target, or drafts too little, to judge here"]
         missed = [f"'{control.name}' was not noticed" for control in self.controls if not control.caught_by]
         return missed + [f"no broken rule was noticed by '{name}'" for name in self.needed if name not in noticed]
+
+    @property
+    def remedies(self) -> list[str]:
+        """What to give so that this half can judge; empty if it can."""
+        few = "samples" in self.needed and "samples" not in self._noticed
+        if few and self._noticed and len(self.blind) == 1:
+            return [f"--samples {self.enough}"]
+        return [f"--samples {self.enough}"] * few + [ELSE] * bool(self.blind)
+
+    @property
+    def _noticed(self) -> set[str]:
+        """The tests that noticed a control."""
+        return {name for control in self.controls for name in control.caught_by}
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -141,6 +158,12 @@ class Report:
         return next((verdict for verdict in (FAIL, UNSURE) if verdict in verdicts), PASS)
 
     @property
+    def remedy(self) -> str | None:
+        """What to do if this could not be judged, in a sentence; None otherwise."""
+        found = sorted({remedy for part in self.parts for remedy in part.remedies})  # the samples first
+        return f"To judge, give {' and '.join(found)}." if self.verdict == UNSURE else None
+
+    @property
     def controls(self) -> list[Control]:
         """Those of all parts."""
         return [control for part in self.parts for control in part.controls]
@@ -149,6 +172,7 @@ class Report:
         """The report as JSON knows it: no tuples, no infinities."""
         found = {
             "verdict": self.verdict,
+            "remedy": self.remedy,
             "greedy": self.greedy and self.greedy.as_dict(),
             "sampling": self.sampling and self.sampling.as_dict(),
             "controls": [asdict(control) for control in self.controls],
@@ -158,9 +182,10 @@ class Report:
         return json.loads(json_text(found))
 
     def text(self) -> str:
-        """The verdict, then what it rests on."""
+        """The verdict, then what it rests on, and last what to do if there is none."""
         about = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         lines = [f"{self.verdict.upper()}: {HEADLINES[self.verdict]}", f"  {about}; {self.seconds:.0f} seconds"]
         for part in self.parts:
             lines += ["", *part.text()]
+        lines += ["", self.remedy] if self.remedy else []
         return "\n".join(fill(line, WIDTH, subsequent_indent="       ", break_on_hyphens=False) for line in lines)
