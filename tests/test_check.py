@@ -516,7 +516,7 @@ def test_the_report_survives_json() -> None:
     for rule in (TOKEN, Rule("mine", accept_all)):
         found = check(engine(), PROMPTS, verify=rule, samples=32, max_new_tokens=8).as_dict()
         assert json.loads(json.dumps(found, allow_nan=False)) == found
-        assert set(found) == {"verdict", "greedy", "sampling", "controls", "environment", "seconds"}
+        assert set(found) == {"verdict", "remedy", "greedy", "sampling", "controls", "environment", "seconds"}
     assert found["greedy"]["differences"] and found["verdict"] == "fail"
 
 
