@@ -382,7 +382,7 @@ def test_what_was_never_timed_is_measured_first() -> None:
         ("embedded", [f"x{index} =" for index in range(25)], {"max_new_tokens": 1}),
         ("lookup", [[10 + 3 * n, 7 + n, 40 + 5 * n] for n in range(9)], {"max_new_tokens": 4, "temperature": 1.0}),
         ("lookup||plain", [[10 + 3 * n, 7 + n, 40 + 5 * n] for n in range(9)], {"max_new_tokens": 4}),
-        ("lookup||embedded||plain", [[5 + n] for n in range(11)], {"max_new_tokens": 1}),
+        ("lookup||embedded||plain", [[5 + n] for n in range(25)], {"max_new_tokens": 1}),
     ],
 )
 def test_batches_that_shrink_before_anything_is_known(draft: str, prompts: list[Any], options: dict[str, Any]) -> None:
