@@ -125,6 +125,38 @@ def test_a_tree_needs_a_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ((1000, 1000), "is too large: all levels together may hold 1024 candidates"),
+        ((1000, 1000, 1000), "is too large"),
+        ((10**30,), "is too large"),
+        ((1,) * 65, r"\(1, 1, 1, 1, 1, 1, 1, 1, \.\.\.\) is too large: .* in at most 64 levels"),
+        ((), "give 1 or more candidates per level"),
+        ((2, 0), "give 1 or more candidates per level"),
+        ((2.5, True), "give 1 or more candidates per level"),
+        ("3,2", r"give candidates per level, such as \(3, 2, 1\)"),
+        (3, r"give candidates per level, such as \(3, 2, 1\)"),
+    ],
+)
+def test_trees_are_bounded_before_anything_is_loaded(shape: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        slipstream.load("no/such-model", "embedded", tree=shape)
+
+
+def test_a_tree_has_no_more_candidates_than_tokens() -> None:
+    with pytest.raises(ValueError, match=r"\(5,\) is not possible: the draft has 4 tokens, fewer than candidates"):
+        TreeDrafter(scorer(dirichlet_table(1), vocab=4), (5,))
+
+
+def test_a_tree_needs_a_draft_and_no_gamma() -> None:
+    with pytest.raises(ValueError, match="a tree of candidates needs a draft model"):
+        slipstream.load(EMBEDDED / "target", tree=(2, 1))
+    with pytest.raises(ValueError, match="tree and gamma=4 exclude each other"):
+        slipstream.load(draft="embedded", tree=(3, 2), gamma=4)
+    assert slipstream.load(draft="embedded", tree=(3, 2), gamma="auto").decoder.controller.most == 2
+
+
+@pytest.mark.parametrize(
     ("draft", "tree", "kind"),
     [
         (None, None, ModelDrafter),

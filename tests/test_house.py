@@ -29,6 +29,7 @@ PACKAGE = ROOT / "src" / "slipstream"
 # A file imports strictly lower levels. `room.*` holds for a folder and all its files; where files of one
 # folder need each other, they get lines of their own, ordered by tenths ("server.app": 5.1).
 LEVELS: dict[str, float] = {
+    "version": 0,
     "stats": 0,
     "text": 0,
     "prompts": 0,
@@ -62,6 +63,7 @@ LEVELS: dict[str, float] = {
     "sight": 1,
     "seq2seq": 1.9,
     "support": 1.9,
+    "loadfaults": 1.95,
     "models": 2,
     "decoding": 2,
     "drafters.vocabulary": 2.6,
@@ -141,9 +143,10 @@ ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
     "numpy": ANYWHERE,
-    "safetensors": ("tensorfiles", "models"),
+    "safetensors": ("tensorfiles", "loadfaults"),
     "transformers": (
         "models",
+        "loadfaults",
         "seq2seq",
         "support",
         "tasks",

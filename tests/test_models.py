@@ -5,6 +5,7 @@ those of a fresh forward of each text alone, without cache. Tiny random models, 
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
 
 from reference import TOLERANCE, Reference, contract, text
 from slipstream import models
@@ -20,7 +22,7 @@ from slipstream.controllers import Fixed
 from slipstream.decoding import Decoder, generate, plain
 from slipstream.drafters.model import ModelDrafter
 from slipstream.laws import Law
-from slipstream.models import PROVEN, CausalScorer, load_model, load_tokenizer
+from slipstream.models import PROVEN, CausalScorer, find_tokenizer, load_model, load_tokenizer
 from slipstream.records import Draft
 from toys import FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Altered, Family, request, tiny
 
@@ -249,6 +251,90 @@ def test_a_damaged_tokenizer_is_an_error_in_one_sentence(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"^cannot load the tokenizer of '") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def broken(folder: Path, name: str, content: str | bytes) -> Path:
+    """A tiny model with one file that is something else."""
+    tiny(FAMILIES["llama"]).save_pretrained(folder)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("config.json", "[]", r"its config\.json is damaged \(it holds no JSON object\)"),
+        ("config.json", "null", r"its config\.json is damaged \(it holds no JSON object\)"),
+        ("config.json", '{"model_type"', r"its config\.json is damaged \(Expecting ':' delimiter, line 1 column 14\)"),
+        ("config.json", '{"model_type": "llama", "hidden_size": "x"}', r"hidden_size.* expected int, got str"),
+        ("config.json", b"\xff\x00\xff", r"its config\.json is damaged \(it is no text\)"),
+        ("generation_config.json", "[]", r"its generation_config\.json is damaged"),
+        ("model.safetensors", b"", r"its weights are damaged \(.*header too small\)"),
+    ],
+)
+def test_damaged_files_of_a_model_are_named(name: str, content: str | bytes, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=fault) as error:
+        load_model(broken(tmp_path, name, content))
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no pickle", pickle.dumps(print)])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's, on the way to its refusal
+def test_pickles_are_not_opened(content: bytes, tmp_path: Path) -> None:
+    broken(tmp_path, "pytorch_model.bin", content)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"its weights are pickles .* take a copy of the model in safetensors"
+    ) as error:
+        load_model(tmp_path)
+    assert "weights_only" not in str(error.value)
+
+
+def test_weights_of_other_shapes_and_missing_ones_are_refused(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights.pop("lm_head.weight")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack 1 of its weights \(lm_head\.weight\)"):
+        load_model(tmp_path)
+    save_file({**weights, "lm_head.weight": head[:, :-1].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"weights have other shapes than its config\.json says"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["vit", "clip", "bert"])
+def test_what_does_not_continue_texts_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    about = AutoConfig.for_model(kind)
+    about.architectures = ["BertForMaskedLM"] if kind == "bert" else None
+    about.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"of the kind .*, which does not continue texts; take a causal") as error:
+        load_model(tmp_path)
+    assert len(str(error.value)) < 300 and error.value.__cause__ is None  # a cause would list hundreds of classes
+
+
+def test_adapters_files_and_no_name_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for source, fault in ((tmp_path, "an adapter"), (tmp_path / "adapter_config.json", "is a file"), ("", "is empty")):
+        with pytest.raises(ValueError, match=fault):
+            load_model(source)
+
+
+def test_devices_on_which_nothing_is_computed_are_refused() -> None:
+    model = tiny(FAMILIES["llama"])
+    for device, fault in (("meta", "shapes without numbers"), ("tpu", "write cpu"), ("vulkan", "built without it")):
+        with pytest.raises(ValueError, match=fault) as error:
+            load_model(model, device=device)
+        assert len(str(error.value)) < 120
+
+
+def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path: Path) -> None:
+    tiny(FAMILIES["llama"]).save_pretrained(tmp_path)
+    assert find_tokenizer(tmp_path) is None
+    for content, fault in (('{"a": ', "line 1 column 7"), ("[]", "no JSON object"), ("{}", "cannot load")):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"{fault}.*, or pass tokenizer="):
+            find_tokenizer(tmp_path)
 
 
 def test_a_saved_model_is_loaded_in_the_wanted_dtype(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slipstream.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from slipstream.engine import Completion, Engine, Interrupted, Piece, load
     from slipstream.hook import custom_generate
 
-__all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "load"]
+__all__ = ["Completion", "Engine", "Interrupted", "Piece", "__version__", "custom_generate", "load"]
 
 
 def __getattr__(name: str) -> Any:

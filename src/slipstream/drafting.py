@@ -29,11 +29,11 @@ from slipstream.drafters.foreign import foreign
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.memory import Limits
-from slipstream.drafters.model import ModelDrafter, TreeDrafter
+from slipstream.drafters.model import ModelDrafter, TreeDrafter, tree_shape
 from slipstream.drafters.nearest import Embedder
 from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.execution import EAGER, Mode
-from slipstream.models import EMBEDDED, CausalScorer, load_scorer, load_tokenizer
+from slipstream.models import EMBEDDED, CausalScorer, find_tokenizer, load_scorer
 from slipstream.records import Drafter, Scorer
 
 
@@ -129,6 +129,18 @@ def drafter(source: Any, site: Site) -> Drafter:
             raise ValueError("tree=... goes with a model; a Drafter is used as it is: leave one of them out.")
         return source
     return _model(site, source)
+
+
+def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:
+    """The tree of candidates as it was asked for. Raises ValueError if it is none or does not go with the rest."""
+    if tree is None:
+        return None
+    shape = tree_shape(tree)
+    if draft is None:
+        raise ValueError("a tree of candidates needs a draft model: give a draft, or leave the tree out.")
+    if isinstance(gamma, int):
+        raise ValueError(f"tree and gamma={gamma} exclude each other: a tree is as deep as it has levels.")
+    return shape
 
 
 def _build(syntax: Syntax, site: Site) -> Drafter:
@@ -353,14 +365,6 @@ def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     common = sum(theirs.get(token) == number for token, number in ours.items())
     return common >= 0.99 * max(len(ours), len(theirs))
-
-
-def find_tokenizer(source: Any) -> Any:
-    """The tokenizer that lies with a model; None for a loaded model or a draft folder that has none."""
-    try:
-        return load_tokenizer(source)
-    except ValueError:
-        return None
 
 
 def source_name(source: Any) -> str | None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from slipstream.controllers import Fixed, Planned, controller
 from slipstream.decoding import Decoder, NoDraft, check_requests, rounds
-from slipstream.drafting import Site, drafter, find_tokenizer, source_name
+from slipstream.drafting import Site, drafter, read_tree, source_name
 from slipstream.execution import Mode
-from slipstream.models import EMBEDDED, load_scorer
+from slipstream.models import EMBEDDED, find_tokenizer, load_scorer
 from slipstream.planfile import Plan
 from slipstream.records import Controller, Request, Round, Shape
 from slipstream.rules import BLOCK, Rule, rule
@@ -320,6 +320,7 @@ def load(
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
     if target is None and draft is None:
         draft = "embedded"
+    shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
     if exact_shape and (tree or compile):
         other = "a tree" if tree else "compile=True"
@@ -336,9 +337,7 @@ def load(
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
         engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
     else:
-        site = Site(
-            scorer, tokenizer, dtype, device, tuple(tree) if tree else None, mode=replace(mode, ahead=_ahead(steering))
-        )
+        site = Site(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
         decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size, frame=framing)
         engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
     if compile:
@@ -368,7 +367,7 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
     """What was asked for comes before what is planned; a tree has its own depth."""
     if plan is not None and gamma is None and not tree:
         return Planned(plan.gammas)
-    if tree and (gamma is None or isinstance(gamma, int)):
+    if tree and gamma is None:
         return Fixed(len(tree))
     return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
 

@@ -311,7 +311,7 @@ def busy(console: Console, text: str) -> AbstractContextManager[Any]:
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
     """A bar of steps, if somebody watches -> told how many are done, how many there are, and what begins."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("")
         yield lambda done, count, name: bar.update(task, description=name, completed=done, total=count)
@@ -320,7 +320,7 @@ def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
 @contextmanager
 def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Callable[[Round], None]]:
     """A bar of the tokens of `count` texts, if somebody watches -> its listener to rounds."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
     ended, total = 0, count * max_new_tokens
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -33,12 +32,21 @@ from slipstream.execution import EAGER, Compiled, Cross, Execution, Mode, Pass, 
 from slipstream.fused import FED, Fused, Room, Wish
 from slipstream.kernel import kernel_missing
 from slipstream.laws import Law
+from slipstream.loadfaults import (
+    has_tokenizer,
+    model_fault,
+    refuse_missing,
+    refuse_missing_weights,
+    refuse_other_kinds,
+    tokenizer_fault,
+    usable_device,
+)
 from slipstream.packing import can_pack, packed, shared_columns
 from slipstream.records import Shape, Tree
 from slipstream.seq2seq import SourceDecoder, Sources
 from slipstream.sight import Sight, mask_kinds
 from slipstream.sources import Source, SourceForm
-from slipstream.support import PROVEN, first_sentence, longest_text, probe, refuse_unsupported
+from slipstream.support import PROVEN, longest_text, probe, refuse_unsupported
 from slipstream.tracing import LEAST
 
 EMBEDDED = Path(__file__).parent / "demo"
@@ -291,14 +299,16 @@ def load_model(
     `device` defaults to the GPU if there is one. A loaded model stays where it is unless `device` is given.
     Raises ValueError in one sentence if there is no such model.
     """
-    place = _device(device)
+    place = usable_device(device)
     if isinstance(source, PreTrainedModel):
         return source.to(place) if device else source
-    _refuse_missing(source)
+    refuse_missing(source)
+    wanted, kind = _dtype(dtype), _kind(source)
     try:
-        model = _kind(source).from_pretrained(source, dtype=_dtype(dtype), **kwargs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ValueError(f"cannot load the model {str(source)!r}: {first_sentence(error)}") from error
+        model, about = kind.from_pretrained(source, dtype=wanted, output_loading_info=True, **kwargs)
+    except Exception as error:  # what lies there was written by others, and damage shows as any error
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
+    refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)
 
@@ -327,31 +337,15 @@ def load_scorer(
 
 
 def _kind(source: str | Path) -> Any:
-    """transformers' class for what lies there."""
-    config = AutoConfig.from_pretrained(source)
+    """transformers' class for what lies there. Raises ValueError in one sentence if it cannot write text."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:  # of any kind, depending on what stands in the file
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
+    refuse_other_kinds(source, config)
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
-
-
-def _device(device: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one. Raises ValueError if it is not there."""
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device!r} cannot be used: {first_sentence(error)}") from error
-    return place
-
-
-def _refuse_missing(source: str | Path) -> None:
-    """A path that looks like one and is not there is no hub name with odd characters."""
-    path = Path(source)
-    if isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")):
-        if not path.is_dir():
-            raise ValueError(f"cannot load the model {str(source)!r}: there is no such folder.")
-        if not (path / "config.json").is_file():
-            raise ValueError(f"cannot load the model {str(source)!r}: the folder has no config.json.")
 
 
 def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -361,17 +355,29 @@ def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerB
         raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {first_sentence(error)}") from error
+    except Exception as error:  # of any kind, depending on what stands in the files
+        reason = tokenizer_fault(name, error)
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
+
+
+def find_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies with a model; None if there is none. Raises ValueError for a damaged one."""
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    try:
+        return load_tokenizer(source)
+    except ValueError as error:
+        if name and has_tokenizer(name):
+            raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error
+        return None
 
 
 def vocabulary(source: str | Path) -> int:
     """The size of a model's logits by its configuration, without loading it. ValueError if there is none."""
     try:
         return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        reason = first_sentence(error)
-        raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}") from error
+    except Exception as error:  # of any kind, depending on what stands in the file
+        reason = model_fault(source, error)
+        raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

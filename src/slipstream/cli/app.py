@@ -6,15 +6,17 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable
-from importlib import metadata
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from slipstream.version import __version__
+
 BROKEN_PIPE, WRONG, INTERRUPTED = 1, 2, 130
-"""Exit codes: nobody reads our output any more; something given is wrong; Ctrl-C."""
+"""Exit codes: our output cannot be written any more, or nobody reads it; something given is wrong; Ctrl-C."""
 
 
 class Commands(TyperGroup):
@@ -23,20 +25,69 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command and exit."""
         quiet()
+        if fault := open_streams():
+            sys.exit(fault)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-        try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-            code = BROKEN_PIPE
-        except typer.TyperException as error:
-            code = say(error.format_message().replace("Value error, ", ""))
-        except (ValueError, OSError, FloatingPointError) as error:
-            code = say(str(error))
+        with redirect_stdout(_Output(sys.stdout)):
+            try:
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+                sys.stdout.flush()
+            except (BrokenPipeError, LostOutput) as error:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+                code = BROKEN_PIPE
+                if isinstance(error, LostOutput):
+                    say(str(error))
+            except typer.TyperException as error:
+                code = say(error.format_message().replace("Value error, ", ""))
+            except (ValueError, OSError, FloatingPointError) as error:
+                code = say(str(error))
         sys.exit(code)
+
+
+class LostOutput(Exception):
+    """Standard output cannot be written."""
+
+
+class _Output:
+    """Standard output that says so if it cannot be written, for files that cannot raise the same errors."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _saying_so():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _saying_so():
+            self._stream.flush()
+
+
+@contextmanager
+def _saying_so() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise LostOutput(f"cannot write to standard output: {error.strerror}.") from error
+
+
+def open_streams() -> int:
+    """Replace streams that were closed before we began, where that does no harm -> an exit code if it does, or 0."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:
+        say("standard output is closed: send it to a file, or to /dev/null.")
+        return BROKEN_PIPE
+    return 0
 
 
 ALIASES = {"model": "target", "draft-model": "draft", "num-speculative-tokens": "gamma", "max-tokens": "max-new-tokens"}
@@ -51,7 +102,6 @@ def _normalize(name: str) -> str:
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": _normalize, "help_option_names": ["-h", "--help"]},
 )
@@ -64,7 +114,7 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"slipstream {metadata.version('slipstream')}")
+        print(f"slipstream {__version__}")
         raise typer.Exit()
 
 
@@ -85,7 +135,8 @@ def root(context: typer.Context, version: Version = False) -> None:
 
 def say(text: str) -> int:
     """One line on stderr -> the exit code of an error."""
-    print("slipstream:", " ".join(text.split()), file=sys.stderr)
+    with suppress(OSError):  # nobody can be told that there is nobody to tell
+        print("slipstream:", " ".join(text.split()), file=sys.stderr, flush=True)
     return WRONG
 
 

@@ -31,7 +31,7 @@ from slipstream.cli.options import (
     Tree,
     TypicalP,
     Verify,
-    parse_tree,
+    shaped,
 )
 from slipstream.explain import busy, console, steps
 from slipstream.jsontext import json_text
@@ -96,9 +96,9 @@ def check(
     given = sound(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
-        names = ("gamma", "verify", "dtype", "device", "batch_size", "compile", "task")
+        names = ("verify", "dtype", "device", "batch_size", "compile", "task")
         how = {name: context.params[name] for name in names}
-        engine = load(target, draft, tree=parse_tree(tree), progress=say, **how)
+        engine = load(target, draft, progress=say, **shaped(context), **how)
     tell(engine.notes)
     try:
         with steps(console(stderr=True)) as on_step:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from slipstream.cli.app import app
 from slipstream.cli.options import Json, Target
@@ -24,8 +25,16 @@ Sources = Annotated[
 Field = Annotated[str | None, typer.Option("--field", metavar="NAME", help="Of JSON lines: where the document is.")]
 Name = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Whose responses.")]
 
-group = typer.Typer(help="Drafts from documents and past responses.", no_args_is_help=True)
+group = typer.Typer(no_args_is_help=True)
 app.add_typer(group, name="datastore")
+
+
+@group.callback()
+def root() -> None:
+    """Drafts from documents and past responses.
+
+    Example: slipstream datastore build store src/ answers.jsonl
+    """
 
 
 @group.command()
@@ -92,7 +101,7 @@ def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any)
         ids = as_ids(document)
         total += len(ids)
         if status and not number % 64:
-            status.update(f"reading: {number} documents, {total} tokens ({where})")
+            status.update(escape(f"reading: {number} documents, {total} tokens ({where})"))
         yield ids
 
 

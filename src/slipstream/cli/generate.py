@@ -44,7 +44,7 @@ from slipstream.cli.options import (
     Tree,
     TypicalP,
     Verify,
-    parse_tree,
+    shaped,
 )
 from slipstream.explain import Explanation, breakdown, busy, console, progress
 from slipstream.jsontext import json_text
@@ -152,8 +152,8 @@ class Work:
 def _how(context: typer.Context) -> dict[str, Any]:
     """How to load; a plan stands in for a gamma and a rule that were not given."""
     params = context.params
-    names = ("gamma", "verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")
-    how = {"tree": parse_tree(params["tree"]), **{name: params[name] for name in names}}
+    names = ("verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")
+    how = {**shaped(context), **{name: params[name] for name in names}}
     if not params["plan"]:
         return how
     plan, temperature = Plan.read(params["plan"]), params["temperature"]

@@ -15,7 +15,7 @@ from slipstream.cli.options import Device, Dtype, ReportJson
 from slipstream.explain import busy, console
 from slipstream.jsontext import json_text
 
-heads = typer.Typer()
+heads = typer.Typer(no_args_is_help=True)
 app.add_typer(heads, name="heads")
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]

@@ -15,7 +15,7 @@ from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.explain import console
 from slipstream.jsontext import json_text
 
-ngram = typer.Typer(help="N-gram models: drafts by table lookup, built from your own text.", no_args_is_help=True)
+ngram = typer.Typer(no_args_is_help=True)
 app.add_typer(ngram, name="ngram")
 
 Texts = Annotated[
@@ -36,6 +36,14 @@ Vocab = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]
 BATCH = 1 << 20
 """Bytes of text that are tokenized together."""
+
+
+@ngram.callback()
+def root() -> None:
+    """N-gram models: drafts by table lookup, built from your own text.
+
+    Example: slipstream ngram build src docs --out mine.ngram
+    """
 
 
 @ngram.command()

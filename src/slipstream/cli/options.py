@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
 
 def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
-    """An option in a panel of the help."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+    """An option in a panel of the help, whose text is shown as it is: [plot] is no style."""
+    return typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)
 
 
 def _option(panel: str, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
@@ -106,3 +108,28 @@ def parse_tree(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--tree {text!r} is not a list of candidates per level, such as 3,2,1.") from None
+
+
+def shaped(context: typer.Context) -> dict[str, Any]:
+    """What `load` gets as tree and gamma: with a tree, the gamma that nobody gave is none."""
+    tree, gamma = parse_tree(context.params["tree"]), context.params["gamma"]
+    if tree and "gamma" not in given(context):
+        gamma = None
+    return {"tree": tree, "gamma": gamma}
+
+
+def given(context: typer.Context) -> dict[str, str]:
+    """The parameters that the user gave, by name, as they are written: {"top_k": "--top-k", "prompts": "PROMPT"}."""
+    found = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name and source and source.name not in {"DEFAULT", "DEFAULT_MAP"}:
+            is_option = parameter.param_type_name == "option"
+            found[parameter.name] = parameter.opts[0] if is_option else str(parameter.metavar or parameter.name)
+    return found
+
+
+def refuse_others(context: typer.Context, allowed: Collection[str], mode: str) -> None:
+    """Raises ValueError if the user gave anything that a mode of the command, named in a sentence, does not use."""
+    if others := [written for name, written in given(context).items() if name not in allowed]:
+        raise ValueError(f"{mode}, so {', '.join(others)} cannot be used with it: leave that out.")

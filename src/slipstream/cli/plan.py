@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.app import INTERRUPTED, app, flag, say
 from slipstream.cli.options import (
     MODELS,
     OUTPUT,
@@ -30,6 +31,10 @@ from slipstream.cli.options import (
     TopP,
     Verify,
     option,
+    refuse_others,
+)
+from slipstream.cli.options import (
+    given as written,
 )
 from slipstream.explain import busy, console, steps
 from slipstream.jsontext import json_text
@@ -44,6 +49,8 @@ if TYPE_CHECKING:
     from slipstream.records import Drafter
 
 FIGURES = "Without models"
+ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve"}
+"""Any of these asks for a plan without models."""
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
 QUICK_PROMPTS, PROMPTS = 8, 32
 
@@ -112,11 +119,16 @@ def plan(
 
     Example: slipstream plan --alpha 0.8 --cost 0.05
     """
-    if alpha is not None or cost is not None:
+    if not ONLY_FIGURES.isdisjoint(written(context)):
+        refuse_others(context, ONLY_FIGURES | {"gamma", "as_json"}, "a plan from figures alone measures no models")
         return _from_figures((alpha, cost, operations_cost), gamma or [], curve, as_json)
-    if given:
+    if as_json and export:
+        raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
+    if given is not None:
+        refuse_others(context, {"given", "export", "as_json"}, "--plan shows what was measured before")
         return _show_plan(Plan.read(given), export or [], as_json)
     settings = _settings(context.params)
+    _check_outputs(context.params)
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
     with busy(console(stderr=True), "loading"):
         how = {name: context.params[name] for name in ("verify", "dtype", "device", "compile", "task")}
@@ -130,6 +142,23 @@ def plan(
     if report.interrupted:
         say("interrupted: the choice was not run to the end.")
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_outputs(params: dict[str, Any]) -> None:
+    """Raises ValueError, before anything is measured, for what could not be written afterwards."""
+    from slipstream.plan.exports import check_export
+
+    for engine in params["export"] or ():
+        check_export(engine, params["target"])
+    if params["plot"]:
+        from slipstream.plan.plot import check_plot
+
+        check_plot(params["plot"])
+    for name in ("save", "plot"):
+        file = params[name] and Path(params[name])
+        if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+            fault = "that is a folder" if file.is_dir() else "there is no such folder"
+            raise ValueError(f"{flag(name)}: cannot write {file}: {fault}.")
 
 
 def _settings(params: dict[str, Any]) -> Any:
@@ -151,6 +180,8 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
     if not prompts and not file:
         from slipstream.bench import PROMPTS as OWN
 
+        if chat:
+            raise ValueError("--chat wraps prompts, and there are none: give a PROMPT or --prompts FILE.")
         return list(OWN)
     items = sound(gather(prompts, file, chat))
     count = min(most, len(items))

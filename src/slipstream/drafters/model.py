@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice, pairwise
+from numbers import Integral
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -150,6 +152,38 @@ class ModelDrafter:
         self._follower.rollback(round)
 
 
+MOST_NODES, MOST_LEVELS = 1024, 64
+"""The largest tree: every node is a token of one pass of the target, and verifying goes from level to level."""
+
+
+def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...]:
+    """Candidates per level, checked: as integers, within what can be verified and within the draft's vocabulary.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        raise ValueError(f"a tree of shape {shape!r} is not possible: give candidates per level, such as (3, 2, 1).")
+    levels = tuple(shape)
+    whole = all(isinstance(width, Integral) and not isinstance(width, bool) for width in levels)
+    if not levels or not whole or min(levels) < 1:
+        raise ValueError(f"a tree of shape {levels} is not possible: give 1 or more candidates per level.")
+    widths = list(islice(accumulate(levels, mul), MOST_LEVELS))
+    if len(levels) > MOST_LEVELS or sum(widths) > MOST_NODES:
+        raise ValueError(
+            f"a tree of shape {_short(levels)} is too large: all levels together may hold {MOST_NODES} candidates, "
+            f"in at most {MOST_LEVELS} levels."
+        )
+    if vocab is not None and max(levels) > vocab:
+        raise ValueError(
+            f"a tree of shape {levels} is not possible: the draft has {vocab} tokens, fewer than candidates."
+        )
+    return tuple(map(int, levels))
+
+
+def _short(levels: tuple[int, ...]) -> str:
+    return str(levels) if len(levels) < 9 else f"({', '.join(map(str, levels[:8]))}, ...)"
+
+
 class TreeDrafter:
     """Drafts a small tree: `shape[d]` candidates for every node at depth d, level by level.
 
@@ -160,11 +194,9 @@ class TreeDrafter:
     def __init__(
         self, scorer: Scorer, shape: Sequence[int], vocab: int | None = None, replacement: bool = False
     ) -> None:
-        if not shape or min(shape) < 1:
-            raise ValueError(f"a tree of shape {tuple(shape)} is not possible: give 1 or more candidates per level.")
         self.scorer, self.replacement = scorer, replacement
-        self.shape = tuple(shape)
         self.vocab = vocab or scorer.vocab
+        self.shape = tree_shape(shape, min(self.vocab, scorer.vocab))
         self._follower = Follower(scorer)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:

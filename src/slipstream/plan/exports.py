@@ -22,13 +22,18 @@ THEIRS = ("model", LOOKUP)
 
 def export(plan: Plan, engine: str) -> str:
     """The plan for one of `ENGINES`, as text. Raises ValueError for another one, or for a draft they do not have."""
-    if engine not in ENGINES:
-        raise ValueError(f"--export {engine} is not known: use {', '.join(ENGINES)}.")
-    if plan.target is None:
-        raise ValueError("the embedded pair lives in this package: plan for models of your own to export them.")
+    check_export(engine, plan.target)
     if plan.draft is not None and _part(plan.draft).kind not in THEIRS:
         raise ValueError(f"a draft like {plan.draft} is ours alone: {engine} drafts with models and by prompt lookup.")
     return ENGINES[engine](plan)
+
+
+def check_export(engine: str, target: str | None) -> None:
+    """Raises ValueError if no plan for this target can be written for that engine."""
+    if engine not in ENGINES:
+        raise ValueError(f"--export {engine} is not known: use {', '.join(ENGINES)}.")
+    if target is None:
+        raise ValueError("the embedded pair lives in this package: plan for models of your own to export them.")
 
 
 def _gamma(plan: Plan) -> int:

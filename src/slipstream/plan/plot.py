@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from slipstream.plan.predict import Outlook
 from slipstream.plan.run import Report
 
 
-def draw(report: Report, file: str) -> None:
-    """Write a PNG, SVG or PDF file. Raises ValueError if matplotlib is missing or does not know the kind of file."""
+def check_plot(file: str) -> None:
+    """Raises ValueError if matplotlib is missing or does not know the kind of file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install slipstream[plot].") from None
+    kinds = Figure().canvas.get_supported_filetypes()
+    if Path(file).suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {file} has no kind of picture at its end: use one of {', '.join(sorted(kinds))}.")
+
+
+def draw(report: Report, file: str) -> None:
+    """Write a PNG, SVG or PDF file, which `check_plot` allows. Raises OSError if it cannot be written."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, curve = figure.subplots(1, 2)
     for rows, found in report.outlooks.items():
@@ -26,10 +36,7 @@ def draw(report: Report, file: str) -> None:
     curve.axhline(1, color="grey", linewidth=0.8)
     curve.set(xlabel="tokens per row in one pass", ylabel="T(n) / T(1)", title="cost of verification")
     speed.legend()
-    try:
-        figure.savefig(file)
-    except ValueError as error:
-        raise ValueError(f"--plot {file}: {str(error).splitlines()[0]}") from error
+    figure.savefig(file)
 
 
 def _lines(speed: Any, curve: Any, outlook: Outlook, label: str) -> None:
