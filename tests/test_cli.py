@@ -7,17 +7,20 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import typer
+from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+import slipstream
 from slipstream.cli import app as cli
 from slipstream.cli import generate as _generate  # noqa: F401  (registers the command)
 from slipstream.cli.app import say
@@ -65,7 +68,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def run(*arguments: str, stdin: str | bytes | None = None, **environment: str) -> Result:
     """`slipstream ARGUMENTS`, with nobody watching."""
-    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
+    clean: dict[str, str | None] = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
     result = CliRunner().invoke(cli.app, list(arguments), input=stdin, env={**clean, **environment})
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -446,12 +449,9 @@ def test_a_bug_of_ours_is_not_hidden(engine: Recorder) -> None:
 # ---- the command itself -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_help_has_an_example(command: list[str]) -> None:
-    for flag in ("--help", "-h"):
-        result = run(*command, flag)
-        assert result.exit_code == 0
-        assert "Example: slipstream " in result.stdout
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_a_short_name(command: str) -> None:
+    assert run(command, "-h").stdout == run(command, "--help").stdout
 
 
 def test_help_groups_the_options() -> None:
@@ -465,9 +465,90 @@ def test_alone_it_shows_its_help() -> None:
     assert result.exit_code == 0 and "Usage: " in result.stdout and "generate" in result.stdout
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "metadata", SimpleNamespace(version=lambda name: f"1.2.3 of {name}"))
-    assert run("--version").stdout == "slipstream 1.2.3 of slipstream\n"
+def test_version_stands_in_one_place() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "slipstream.version.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", slipstream.__version__) and "__version__" in dir(slipstream)
+    assert run("--version").stdout == f"slipstream {slipstream.__version__}\n"
+
+
+def every_command() -> Iterator[tuple[list[str], Any]]:
+    """The words and the command of everything that can be called, groups too."""
+
+    def below(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
+        yield words, command
+        for name, one in getattr(command, "commands", {}).items():
+            yield from below([*words, name], one)
+
+    yield from below([], typer.main.get_command(cli.app))
+
+
+EVERY_COMMAND = list(every_command())
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY_COMMAND, ids=[" ".join(words) for words, _ in EVERY_COMMAND])
+def test_help_has_examples_and_says_all_that_is_written(words: list[str], command: Any) -> None:
+    shown = run(*words, "--help", COLUMNS="1000").stdout
+    assert f"Example: slipstream {' '.join(words)}".rstrip() in shown
+    for parameter in command.params:
+        text = getattr(parameter, "help", None) or ""
+        assert Text.from_markup(text).plain.count("[") == text.replace("\\[", "[").count("["), text
+    if words == ["plan"]:
+        assert "needs slipstream[plot]." in shown
+
+
+def test_shell_completion() -> None:
+    assert "--install-completion" in run("--help").stdout and "--show-completion" in run("--help").stdout
+    script = as_process(["--show-completion", "bash"])
+    assert script.returncode == 0 and "_SLIPSTREAM_COMPLETE=complete_bash" in script.stdout
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ngram ", "COMP_CWORD": "2"}
+    assert as_process([], asked).stdout.split() == ["build", "info"]
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream generate --max", "COMP_CWORD": "2"}
+    assert as_process([], asked).stdout.split() == ["--max-new-tokens"]
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
+    done = as_process(["--install-completion", "bash"], {"HOME": str(tmp_path)})
+    assert done.returncode == 0 and not done.stderr
+    assert "slipstream" in (tmp_path / ".bashrc").read_text()
+
+
+def as_process(arguments: list[str], more: dict[str, str] | None = None, **streams: Any) -> Any:
+    """`python -m slipstream ARGUMENTS` as a process of its own."""
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, **(more or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    command = [sys.executable, "-m", "slipstream", *arguments]
+    return subprocess.run(command, env=environment, text=True, timeout=120, **streams)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--alpha", "0.8", "--cost", "0.1", "--json"]])
+def test_a_full_disk_behind_standard_output(arguments: list[str], buffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = as_process(arguments, {"PYTHONUNBUFFERED": buffered}, stdout=full)
+    assert (done.returncode, done.stderr) == (
+        cli.BROKEN_PIPE,
+        "slipstream: cannot write to standard output: No space left on device.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "sentence"),
+    [
+        (">&-", cli.BROKEN_PIPE, "slipstream: standard output is closed: send it to a file, or to /dev/null.\n"),
+        ("2>&-", 0, ""),
+        ("<&-", 0, ""),
+    ],
+)
+def test_streams_that_were_closed_before(closed: str, code: int, sentence: str) -> None:
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
+    command = ["sh", "-c", f'exec "{sys.executable}" -m slipstream --version {closed}']
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (code, sentence)
+    assert done.stdout == ("" if code else f"slipstream {slipstream.__version__}\n")
 
 
 def test_a_reader_that_goes_away() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -647,6 +648,14 @@ def test_ctrl_c_leaves_no_traceback(
         (["--prompts", "nowhere"], "cannot read nowhere"),
         (["--target", "org/big"], "there is nothing to plan without a draft"),
         (["one prompt"], "a plan needs 2 prompts or more here"),
+        (["--chat"], "--chat wraps prompts, and there are none"),
+        (["--export", "what"], "--export what is not known"),
+        (["--export", "vllm"], "the embedded pair lives in this package"),
+        (["--json", "--target", "a", "--export", "vllm"], "so --export cannot be used with it"),
+        (["--save", "no/where/plan.json"], "cannot write no/where/plan.json: there is no such folder"),
+        (["--save", "."], "cannot write .: that is a folder"),
+        (["--plot", "no/where/plan.png"], "cannot write no/where/plan.png: there is no such folder"),
+        (["--plot", "plan"], "--plot plan has no kind of picture at its end"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -656,6 +665,49 @@ def test_errors_are_one_sentence(
     result = command("plan", *arguments)
     assert result.exit_code == 2, result.output
     assert sentence in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
+
+
+MEASURED: dict[str, list[str]] = {  # what only a measurement uses
+    "PROMPT": ["a prompt"],
+    **{
+        name: [name, "1"]
+        for name in ("--prompts", "--target", "--draft", "--batch", "--verify", "--dtype", "--device", "--task")
+    },
+    **{name: [name, "2"] for name in ("--top-k", "--max-new-tokens", "--sample", "--seed", "--repetitions")},
+    **{name: [name, "0"] for name in ("--temperature", "--top-p")},
+    **{name: [name] for name in ("--chat", "--compile", "--quick")},
+    **{name: [name, "file"] for name in ("--save", "--plot")},
+}
+
+
+@pytest.mark.parametrize("mode", ["figures", "plan"])
+@pytest.mark.parametrize("name", [*MEASURED, "--export", "--gamma", "--curve", "--plan"])
+def test_what_a_mode_does_not_use_is_refused(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PLAN.save("plan.json")
+    others = {"--export": "vllm", "--gamma": "2", "--curve": "1,1", "--plan": "plan.json"}
+    extra = MEASURED.get(name) or [name, others[name]]
+    if name == "--dtype":
+        extra = [name, "float32"]
+    base = ["--alpha", "0.8", "--cost", "0.1"] if mode == "figures" else ["--plan", "plan.json"]
+    result = command("plan", *base, *extra)
+    used = {"figures": {"--gamma", "--curve"}, "plan": {"--export", "--plan"}}[mode]
+    assert result.exit_code == (0 if name in used else 2), result.output
+    if name not in used:
+        reason = "a plan from figures alone" if mode == "figures" or name == "--curve" else "--plan shows what was"
+        assert reason in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
+        assert ("--plan" if mode == "plan" and name == "--curve" else name.removeprefix("PROMPT")) in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_every_option_of_plan_belongs_to_a_mode() -> None:
+    plan = next(each for each in cli.app.registered_commands if each.callback and each.callback.__name__ == "plan")
+    command = typer.main.get_command_from_info(plan, pretty_exceptions_short=True, rich_markup_mode=None)
+    options = {parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"}
+    ours = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan", "--export"}
+    assert options == ours | set(MEASURED) - {"PROMPT"}
 
 
 def test_plot_names_its_extra(
@@ -670,7 +722,7 @@ def test_plot_is_drawn(command: Callable[..., Result], small: list[str], tmp_pat
     pytest.importorskip("matplotlib")
     result = command(*small, "--plot", str(tmp_path / "p.svg"))
     assert result.exit_code == 0 and "<svg" in (tmp_path / "p.svg").read_text()
-    assert "--plot p.what" in command(*small, "--plot", "p.what").stderr
+    assert "--plot p.what has no kind of picture" in command(*small, "--plot", "p.what").stderr
 
 
 def test_figures_need_no_torch() -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from slipstream.engine import Completion, Engine, Interrupted, Piece, load
     from slipstream.hook import custom_generate
 
-__all__ = ["Completion", "Engine", "Interrupted", "Piece", "__version__", "custom_generate", "load"]
+__all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

@@ -119,14 +119,8 @@ def plan(
 
     Example: slipstream plan --alpha 0.8 --cost 0.05
     """
-    if not ONLY_FIGURES.isdisjoint(written(context)):
-        refuse_others(context, ONLY_FIGURES | {"gamma", "as_json"}, "a plan from figures alone measures no models")
-        return _from_figures((alpha, cost, operations_cost), gamma or [], curve, as_json)
-    if as_json and export:
-        raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
-    if given is not None:
-        refuse_others(context, {"given", "export", "as_json"}, "--plan shows what was measured before")
-        return _show_plan(Plan.read(given), export or [], as_json)
+    if _answered_at_once(context):
+        return
     settings = _settings(context.params)
     _check_outputs(context.params)
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
@@ -142,6 +136,23 @@ def plan(
     if report.interrupted:
         say("interrupted: the choice was not run to the end.")
         raise typer.Exit(INTERRUPTED)
+
+
+def _answered_at_once(context: typer.Context) -> bool:
+    """Whether no measurement was asked for: figures alone, or a plan made before. Raises ValueError for a mixture."""
+    params = context.params
+    if not ONLY_FIGURES.isdisjoint(written(context)):
+        refuse_others(context, ONLY_FIGURES | {"gamma", "as_json"}, "a plan from figures alone measures no models")
+        known = tuple(params[name] for name in ("alpha", "cost", "operations_cost"))
+        _from_figures(known, params["gamma"] or [], params["curve"], params["as_json"])
+        return True
+    if params["as_json"] and params["export"]:
+        raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
+    if params["given"] is None:
+        return False
+    refuse_others(context, {"given", "export", "as_json"}, "--plan shows what was measured before")
+    _show_plan(Plan.read(params["given"]), params["export"] or [], params["as_json"])
+    return True
 
 
 def _check_outputs(params: dict[str, Any]) -> None:
