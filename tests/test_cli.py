@@ -551,6 +551,17 @@ def test_streams_that_were_closed_before(closed: str, code: int, sentence: str) 
     assert done.stdout == ("" if code else f"slipstream {slipstream.__version__}\n")
 
 
+def test_our_warnings_are_notes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "c++").write_text("#!/bin/sh\n")
+    (tmp_path / "c++").chmod(0o755)
+    broken = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "file"), "CXX": str(tmp_path / "c++")}
+    done = as_process(["generate", "a", "--max-new-tokens", "1", "--plain"], broken)
+    assert done.returncode == 0
+    if sys.platform.startswith("linux"):
+        assert done.stderr.startswith("slipstream: note: linear layers run slower") and done.stderr.count("\n") == 1
+
+
 def test_a_reader_that_goes_away() -> None:
     """`slipstream --help | true`, as a process: no traceback, not even at exit."""
     read, write = os.pipe()

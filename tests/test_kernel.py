@@ -167,6 +167,46 @@ def test_a_compiler_that_fails_gives_one_warning_with_its_words(
     assert [path.name for path in (tmp_path / "slipstream").iterdir()] == []  # nothing half done stays
 
 
+def test_a_folder_that_cannot_be_written_gives_one_sentence_and_the_portable_path(
+    forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    sentence = r"file/slipstream cannot be written \(Not a directory\); set TORCH_EXTENSIONS_DIR to a folder"
+    with pytest.warns(RuntimeWarning, match=sentence) as caught:
+        assert "Errno" not in str(kernel_missing())
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    model = tiny(FAMILIES["llama"])
+    if can_pack(model):
+        assert BlockedLinear in {type(part) for part in packed(model).modules()}
+
+
+@built
+def test_a_damaged_library_in_the_cache_is_built_again(tmp_path: Path) -> None:
+    """With a compiler that copies what was built before, in processes that have not loaded it."""
+    sound = next(path for path in torch.ops.loaded_libraries if "slipstream" in path)
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && cp "{sound}" "$word"; last=$word; done; :\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {
+        "CXX": str(compiler),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(kernel.__file__).parents[1]),
+    }
+    program = "from slipstream.kernel import kernel_missing; assert kernel_missing() is None"
+    for _ in range(2):
+        command = [sys.executable, "-W", "error", "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (library,) = (tmp_path / "slipstream").iterdir()
+        assert library.read_bytes() == Path(sound).read_bytes()
+        library.write_bytes(b"this is no library")
+
+
 @built
 @pytest.mark.parametrize(
     ("part", "wrong"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from slipstream.drafters.ngram import NgramModel
 from slipstream.drafting import KINDS, Site
+from slipstream.models import EMBEDDED
 from slipstream.offers import Offer, offers, tried
 from test_cli import run
 from toys import dirichlet_table, scorer
@@ -37,3 +39,24 @@ def test_the_command_lists_them(as_json: bool) -> None:
     else:
         assert [line.split()[0] for line in shown.stdout.splitlines()] == ["yes", "yes", "yes", "no"]
         assert "exit after 99 layers is not possible" in shown.stdout
+
+
+def test_nothing_that_works_is_exit_code_1() -> None:
+    shown = run("draft", "list", "exit:99", "ngram:nowhere")
+    assert shown.exit_code == 1 and [line.split()[0] for line in shown.stdout.splitlines()] == ["no", "no"]
+
+
+def test_words_are_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    drafts = ["lookup|embedded", "lookup|embedded||plain", "lookup>embedded", str(EMBEDDED / "draft")]
+    shown = run("draft", "list", *drafts).stdout.splitlines()
+    for line, words in zip(
+        shown, ("the first that can", "the fastest so far", "a chain: each", "a smaller"), strict=True
+    ):
+        assert line.startswith("yes") and words in line
+        assert not re.search("Drafter|Choice|Bandit|Chain", line)
+    tried, others = run("draft", "list").stdout.split("with a name of yours:\n")
+    assert all(line.split()[0] in ("yes", "no") for line in tried.splitlines())
+    assert {line.split()[0] for line in others.splitlines()} == {
+        kind.form for kind in KINDS.values() if ":" in kind.form
+    }

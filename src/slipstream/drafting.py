@@ -330,13 +330,14 @@ STORE: dict[str, Callable[[str], Any]] = {
     "own": switch,
 }
 KINDS: dict[str, Kind] = {
-    "model": Kind(
-        "model:NAME", "a smaller model, by hub name or folder; the word model: may be left out", _model, MODEL
-    ),
+    "model": Kind("model:NAME", "a smaller model, by hub name or folder", _model, MODEL),
     "embedded": Kind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
     "ngram": Kind("ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}),
     "datastore": Kind(
-        "datastore:DIR", "copies from documents and from responses to similar requests", _datastore, STORE
+        "datastore:DIR",
+        "copies from documents and past responses, built by `slipstream datastore build`",
+        _datastore,
+        STORE,
     ),
     "plain": Kind("plain", "no draft: plain decoding, as one of several", lambda site, value: NoDraft()),
     "lookup": Kind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),

@@ -41,14 +41,16 @@ def kernel_missing() -> str | None:
     if compiler is None:
         return f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})"
     try:
-        torch.ops.load_library(_built(compiler))
+        _load(compiler)
         torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
         torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        warnings.warn(f"linear layers run slower than they could, their kernel: {reason}", RuntimeWarning, stacklevel=2)
+        reason = _reason(error)
+        warnings.warn(
+            f"linear layers run slower than they could, their kernel: {reason}.", RuntimeWarning, stacklevel=2
+        )
         return reason
     return None
 
@@ -111,14 +113,32 @@ def _compiler() -> str | None:
     return next((path for name in (os.environ.get("CXX"), *COMPILERS) if name and (path := shutil.which(name))), None)
 
 
+def _reason(error: Exception) -> str:
+    """The first line of an error, without a full stop; of the system's, what it is about."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].removesuffix(".") if lines else type(error).__name__
+
+
+def _load(compiler: str) -> None:
+    """Load the library; one in the cache that is damaged is built again."""
+    library = _built(compiler)
+    try:
+        torch.ops.load_library(library)
+    except OSError:
+        library.unlink()
+        torch.ops.load_library(_built(compiler))
+
+
 def _built(compiler: str) -> Path:
-    """The library, from the cache or built now. Raises RuntimeError with the compiler's words if it cannot be."""
+    """The library, from the cache or built now. Raises RuntimeError with the compiler's words if it cannot be, or if
+    the folder cannot be written."""
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
     library = home / f"kernel-{_fingerprint(compiler)}.so"
     if library.exists():
         return library
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as folder:  # another process may be building the same
+    with _workshop(home) as folder:  # another process may be building the same
         part = Path(folder) / library.name
         torch_home = Path(torch.__file__).parent
         places = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}")
@@ -129,6 +149,17 @@ def _built(compiler: str) -> Path:
             raise RuntimeError(f"{compiler} failed: {' '.join(errors[:1])}")
         part.replace(library)
     return library
+
+
+def _workshop(home: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder for one build, below the one where libraries are kept."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=home)
+    except OSError as error:
+        raise RuntimeError(
+            f"{home} cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can be"
+        ) from error
 
 
 def _fingerprint(compiler: str) -> str:

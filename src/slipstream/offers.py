@@ -6,39 +6,46 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.drafting import KINDS, Site, drafter
-
-NEEDS_TRAINING = "make one first, then name it"
+from slipstream.drafting import KINDS, OneOf, Part, Site, drafter, parse
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One draft: how it is written, whether the target can use it, and what it is, or why not."""
+    """One draft: how it is written, whether the target can use it (None: not tried), and what it is, or why not."""
 
     draft: str
-    usable: bool
+    usable: bool | None
     says: str
 
 
 def offers(site: Site, drafts: Sequence[str] = (), folder: Path = Path()) -> Iterator[Offer]:
-    """The drafts named; without any, all that need nothing, n-gram files of a folder, and the forms of the others."""
+    """The drafts named; without any, what needs nothing, n-gram files of a folder, and how the others are written."""
     for draft in drafts or _around(folder):
         yield tried(draft, site)
     if not drafts:
         for kind in KINDS.values():
             if ":" in kind.form:
-                yield Offer(kind.form, False, f"{kind.about}: {NEEDS_TRAINING}")
+                yield Offer(kind.form, None, kind.about)
 
 
 def tried(draft: str, site: Site) -> Offer:
     """Build a draft for the target and let it go again."""
+    known = len(site.notes)
     try:
-        made = drafter(draft, site)
+        drafter(draft, site)
     except (ValueError, OSError) as error:
         return Offer(draft, False, " ".join(str(error).split()))
-    kind = KINDS.get(draft.partition("?")[0].partition(":")[0])
-    plain = kind is None or any(mark in draft for mark in ">|")
-    return Offer(draft, True, type(made).__name__ if kind is None or plain else kind.about)
+    return Offer(draft, True, "; ".join([_about(draft), *site.notes[known:]]))
+
+
+def _about(draft: str) -> str:
+    """What a draft is, in words."""
+    syntax = parse(draft)
+    if isinstance(syntax, Part):
+        return KINDS[syntax.kind].about
+    if isinstance(syntax, OneOf):
+        return "a choice: the fastest so far" if syntax.measured else "a choice: for each text the first that can"
+    return "a chain: each drafts for the next, the last for the target"
 
 
 def _around(folder: Path) -> list[str]:

@@ -6,8 +6,10 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -30,7 +32,7 @@ class Commands(TyperGroup):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-        with redirect_stdout(_Output(sys.stdout)):
+        with redirect_stdout(_Output(sys.stdout)), _plain_warnings():
             try:
                 code = super().main(*args, **{**kwargs, "standalone_mode": False})
                 sys.stdout.flush()
@@ -76,6 +78,22 @@ def _saying_so() -> Iterator[None]:
         raise
     except OSError as error:
         raise LostOutput(f"cannot write to standard output: {error.strerror}.") from error
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Our own warnings are notes in one line; those of others stay as they are."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+            if Path(__file__).parents[1] in Path(filename).parents:
+                say(f"note: {message}")
+            else:
+                usual(message, category, filename, lineno, *rest)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def open_streams() -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,12 @@ from slipstream.cli.app import app
 from slipstream.cli.options import Device, Dtype, Target
 from slipstream.explain import busy, console
 from slipstream.jsontext import json_text
+
+NONE_WORKS = 1
+"""The exit code if no draft can be used."""
+
+if TYPE_CHECKING:
+    from slipstream.offers import Offer
 
 draft = typer.Typer(no_args_is_help=True)
 app.add_typer(draft, name="draft")
@@ -33,7 +40,7 @@ def root() -> None:
 def offered(
     drafts: Drafts = None, target: Target = None, dtype: Dtype = "auto", device: Device = None, as_json: Json = False
 ) -> None:
-    """Try drafts with the target, and say for each what it is or why it cannot be used.
+    """Try drafts with the target, and say for each what it is or why it cannot be used. Exit code 1 if none can be.
 
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
@@ -46,9 +53,18 @@ def offered(
         engine = load(source, dtype=chosen, device=device)
         site = Site(engine.decoder.target, engine.tokenizer, chosen, device)
         found = list(offers(site, drafts or ()))
-    if as_json:
-        print(json_text([asdict(offer) for offer in found], ensure_ascii=False))
-        return
+    print(json_text([asdict(offer) for offer in found], ensure_ascii=False) if as_json else _lines(found))
+    if not any(offer.usable for offer in found):
+        raise typer.Exit(NONE_WORKS)
+
+
+def _lines(found: Sequence[Offer]) -> str:
+    """What was tried, then what needs something of the user's own."""
     width = max(len(offer.draft) for offer in found)
-    for offer in found:
-        print(f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}")
+    tried = [
+        f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}"
+        for offer in found
+        if offer.usable is not None
+    ]
+    others = [f"     {offer.draft:{width}}  {offer.says}" for offer in found if offer.usable is None]
+    return "\n".join([*tried, *(["with a name of yours:"] if others else []), *others])
