@@ -267,6 +267,13 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["generate", "--prompts", "missing.txt"], "cannot read missing.txt: No such file or directory."),
         (["generate", "x", "--target", "no/such-model"], "cannot load the model 'no/such-model'"),
         (["generate", "x", "--target", "."], "cannot load the model '.'"),
+        (["generate", "x", "--tree", "1000,1000,1000"], "a tree of shape (1000, 1000, 1000) is too large"),
+        (["generate", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
+        (["check", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
+        (["check", "--samples", "999999999999"], "samples=999999999999 cannot be checked: use 1000000 or fewer"),
+        (["generate", "x", "--device", "meta"], "device='meta' cannot be used"),
+        (["datastore", "build", "", "x"], "the datastore has no name"),
+        (["datastore", "info", ""], "the datastore has no name"),
     ],
 )
 def test_errors(arguments: list[str], sentence: str) -> None:
@@ -438,6 +445,13 @@ def test_damaged_weights_are_one_sentence(engine: Recorder) -> None:
     engine.error = FloatingPointError("big gives non-finite logits\nfor position 3.")
     result = run("generate", "x")
     assert (result.exit_code, result.stderr) == (2, "slipstream: big gives non-finite logits for position 3.\n")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: DefaultCPUAllocator: can't allocate memory: y")])
+def test_too_little_memory_is_one_sentence(engine: Recorder, error: Exception) -> None:
+    engine.error = error
+    result = run("generate", "x")
+    assert result.exit_code == 2 and complaints(result)[-1].startswith("slipstream: there is not enough memory: take")
 
 
 def test_a_bug_of_ours_is_not_hidden(engine: Recorder) -> None:

@@ -68,7 +68,7 @@ def test_chains_bind_tighter_than_choices(text: str, syntax: Any) -> None:
         ("|embedded", "has no name"),
         ("embedded>lookup", "'lookup' cannot be drafted for: only a model"),
         ("lookup?gamma=0>embedded", "gamma=0 is not possible within a chain"),
-        ("lookup?gamma=few>embedded", "gamma='few' is no int"),
+        ("lookup?gamma=few>embedded", "gamma='few' is not possible: write a whole number"),
         ("lookup?gamma=3", "'lookup' has no option 'gamma'"),
     ],
 )
@@ -87,7 +87,7 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("lookup?", "option without a value"),
         ("lookup?factor", "option without a value"),
         ("lookup?size=3", "'lookup' has no option 'size': it knows prompt_lookup_num_tokens"),
-        ("lookup?factor=much", "factor='much' is no float"),
+        ("lookup?factor=much", "factor='much' is not possible: write a number"),
         ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
         ("ngram:nowhere.ngram?online=maybe", "online='maybe'"),
         ("./nowhere", "no such folder"),

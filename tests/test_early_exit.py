@@ -280,7 +280,7 @@ def test_layers_are_written_and_read(text: str, layers: tuple[int, ...]) -> None
     assert spell(layers) == text
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "1-2-3", "-1", "1,,2", "2.5"])
+@pytest.mark.parametrize("text", ["", "a", "1-", "1-2-3", "-1", "1,,2", "2.5", "3-1", "0-999999999999"])
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_layers(text)

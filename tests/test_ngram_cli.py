@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import slipstream
@@ -56,6 +57,13 @@ def test_an_interrupted_build_leaves_nothing(corpus: Path, tmp_path: Path, monke
     assert [file.name for file in tmp_path.iterdir()] == ["corpus"]
 
 
+def test_token_ids_alone_are_enough(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [1, 2, 4]]))
+    out = tmp_path / "ids.ngram"
+    ended = run("ngram", "build", str(tmp_path / "ids.npy"), "--out", str(out))
+    assert ended.exit_code == 0 and "built from 6 tokens of 2 documents (0.0 MB)" in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -63,6 +71,9 @@ def test_an_interrupted_build_leaves_nothing(corpus: Path, tmp_path: Path, monke
         (["{corpus}/d.bin", "--out", "x"], "is not UTF-8"),
         (["{corpus}/a.py", "--out", "nowhere/x"], "there is no folder for nowhere/x"),
         (["{corpus}/a.py", "--out", "x", "--tokenizer", "./nowhere"], "cannot load the tokenizer"),
+        (["{corpus}/a.py", "--out", "x", "--vocab", "999999999999"], "it must be between 1 and 16777216"),
+        (["{corpus}/a.py", "--out", "x", "--tokenizer", ""], "the name of its model is empty"),
+        (["", "--out", "x"], "a source has no name"),
         (["{corpus}/bad.jsonl", "--out", "x"], ":2: the line must be a JSON object"),
     ],
 )

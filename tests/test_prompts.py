@@ -131,6 +131,12 @@ def test_nothing_to_read(arguments: list[str], file: str | None, error: str) -> 
     assert str(caught.value) == error
 
 
+def test_a_binary_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"one\n\xff\0two\n" * 100)
+    with pytest.raises(ValueError, match=r"model\.bin is no text: it holds bytes that are 0"):
+        gather([], str(tmp_path / "model.bin"), False)
+
+
 def test_an_empty_file_holds_no_prompt(tmp_path: Path) -> None:
     file = write(tmp_path, b"\n \n")
     with pytest.raises(ValueError, match="holds no prompt"):

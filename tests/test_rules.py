@@ -256,6 +256,12 @@ def test_lossless_rules_have_no_price() -> None:
     assert rules.lenient(1).lossless and not rules.lenient(0.9).lossless
 
 
+def test_a_leniency_that_is_no_number_is_told_what_to_write() -> None:
+    for name in ("lenient:x", "lenient:"):
+        with pytest.raises(ValueError, match=f"^verify='{name}' is not known: use .* lenient:L with L between 0 and 1"):
+            rules.rule(name)
+
+
 @pytest.mark.parametrize("name", ["lenient:0", "lenient:2", "lenient:x", "tokens", ""])
 def test_an_unknown_rule_is_one_sentence(name: str) -> None:
     with pytest.raises(ValueError, match="verify="):

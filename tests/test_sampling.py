@@ -285,8 +285,9 @@ def test_settings_that_forbid_every_token_are_an_error_and_no_token_beyond_the_v
 
 
 WRONG: list[tuple[dict[str, float], str]] = [
-    ({"temperature": -0.1}, "temperature=-0.1 is not possible: it must be 0 (greedy) or more."),
-    ({"temperature": math.nan}, "temperature=nan is not possible: it must be 0 (greedy) or more."),
+    ({"temperature": -0.1}, "temperature=-0.1 is not possible: it must be 0 (greedy), or 1e-20 and more."),
+    ({"temperature": math.nan}, "temperature=nan is not possible: it must be 0 (greedy), or 1e-20 and more."),
+    ({"temperature": 1e-300}, "temperature=1e-300 is not possible: it must be 0 (greedy), or 1e-20 and more."),
     ({"top_k": -1}, "top_k=-1 is not possible: it must be 0 (off) or more."),
     ({"top_p": 0.0}, "top_p=0.0 is not possible: it must be above 0 and at most 1 (off)."),
     ({"top_p": 1.5}, "top_p=1.5 is not possible: it must be above 0 and at most 1 (off)."),

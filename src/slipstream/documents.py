@@ -28,6 +28,8 @@ def read(sources: Sequence[str], field: str | None = None) -> Iterator[tuple[str
     Raises ValueError in one sentence for what is named and cannot be read.
     """
     for source in sources:
+        if not source:
+            raise ValueError("a source has no name: give a file or a folder.")
         path = Path(source)
         if source.startswith(DATASET):
             yield from _dataset(source.removeprefix(DATASET), field)

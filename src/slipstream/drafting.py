@@ -193,7 +193,8 @@ def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"draft option {name}={text!r} is no {kind.__name__}.") from None
+        wanted = {int: "a whole number", float: "a number", switch: "true or false"}.get(kind, kind.__name__)
+        raise ValueError(f"draft option {name}={text!r} is not possible: write {wanted}.") from None
 
 
 # ---- the kinds --------------------------------------------------------------------------------------------------

@@ -90,7 +90,9 @@ def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) ->
 
 def tokenizer_fault(source: str | Path, error: Exception) -> str:
     """Why transformers could not load a tokenizer, without a full stop."""
-    return damaged_record(source, TOKENIZER_RECORDS) or _sentence(error)
+    if Path(source).is_dir() and not has_tokenizer(source):
+        return "the folder has none"
+    return damaged_record(source, ("config.json", *TOKENIZER_RECORDS)) or _sentence(error)
 
 
 def has_tokenizer(source: str | Path) -> bool:

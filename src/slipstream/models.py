@@ -351,6 +351,8 @@ def _kind(source: str | Path) -> Any:
 def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises ValueError in one sentence if there is none."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    if not name and isinstance(source, str):
+        raise ValueError("cannot load a tokenizer: the name of its model is empty.")
     if not name:
         raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
     try:

@@ -81,6 +81,8 @@ def _from_file(name: str, chat: bool) -> list[Item]:
         raise ValueError(f"cannot read {name}: {error.strerror or error}.") from error
     if data.startswith(b"\x1f\x8b"):
         data, name = _unzip(data, name), name.removesuffix(".gz")
+    if b"\0" in data:
+        raise ValueError(f"{name} is no text: it holds bytes that are 0.")
     lines = [line.removesuffix(b"\r") for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     read = _from_json if name.endswith((".jsonl", ".json")) or any(map(_is_record, lines)) else _utf8
     where = "stdin" if name == "-" else name

@@ -54,8 +54,16 @@ def rule(name: str) -> Rule:
     if name in plain:
         return plain[name]
     try:
-        if kind == "lenient":
+        if kind == "lenient" and _is_number(value):
             return lenient(float(value))
     except ValueError as error:
         raise ValueError(f"verify={name!r}: {error}") from error
     raise ValueError(f"verify={name!r} is not known: use {', '.join(plain)} or lenient:L with L between 0 and 1.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

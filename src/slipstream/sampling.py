@@ -49,6 +49,9 @@ class AppearancePenalty(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+LEAST = 1e-20  # temperature; logits over a smaller one are infinite
+
+
 @dataclass(frozen=True, eq=False)
 class Sampling:
     """The settings of sampling, under the names of transformers and vLLM. The default is greedy decoding.
@@ -76,7 +79,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         ranges = {
-            "temperature": ("0 (greedy) or more", self.temperature >= 0),
+            "temperature": ("0 (greedy), or 1e-20 and more", self.temperature == 0 or self.temperature >= LEAST),
             "top_k": ("0 (off) or more", self.top_k >= 0),
             "top_p": ("above 0 and at most 1 (off)", 0 < self.top_p <= 1),
             "min_p": ("between 0 (off) and 1", 0 <= self.min_p <= 1),

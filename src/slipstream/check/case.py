@@ -18,6 +18,10 @@ BATCH = 32
 """Short texts that run together, unless the engine runs more."""
 
 
+MOST_SAMPLES = 1_000_000
+"""All of them are held in memory."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a check may be asked besides the settings of `Sampling`.
@@ -41,6 +45,8 @@ class Settings:
             given = getattr(self, name)
             if given is not None and given < allowed:
                 raise ValueError(f"{name}={given} cannot be checked: use {allowed} or more.")
+        if self.samples > MOST_SAMPLES:
+            raise ValueError(f"samples={self.samples} cannot be checked: use {MOST_SAMPLES} or fewer.")
 
 
 @dataclass(frozen=True)

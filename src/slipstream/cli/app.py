@@ -45,7 +45,19 @@ class Commands(TyperGroup):
                 code = say(error.format_message().replace("Value error, ", ""))
             except (ValueError, OSError, FloatingPointError) as error:
                 code = say(str(error))
+            except (MemoryError, RuntimeError) as error:
+                if not _is_memory(error):
+                    raise
+                code = say(
+                    "there is not enough memory for this: take smaller numbers, fewer prompts, or smaller models."
+                )
         sys.exit(code)
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether memory was too little, on the processor or on an accelerator; torch raises errors of its own."""
+    torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return torchs or isinstance(error, MemoryError)
 
 
 class LostOutput(Exception):

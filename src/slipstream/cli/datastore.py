@@ -50,9 +50,11 @@ def build(folder: Folder, sources: Sources, target: Target = None, field: Field 
     from slipstream.drafters.datastore import CORPUS, fingerprint
     from slipstream.models import EMBEDDED, load_tokenizer
 
+    if not folder:
+        raise ValueError("the datastore has no name: give a folder.")
     screen = console(stderr=True)
     with busy(screen, "reading") as status:
-        tokenizer = load_tokenizer(target or EMBEDDED / "target")
+        tokenizer = load_tokenizer(EMBEDDED / "target" if target is None else target)
         vocab = max(tokenizer.get_vocab().values()) + 1
 
         def on_progress(depth: int, left: int) -> None:
@@ -111,6 +113,8 @@ def _show(folder: str, as_json: bool) -> None:
     from slipstream.drafters.datastore import CORPUS, MEMORY
     from slipstream.drafters.memory import read_totals
 
+    if not folder:
+        raise ValueError("the datastore has no name: give a folder.")
     paths = {name: Path(folder) / name for name in (CORPUS, MEMORY)}
     if not any(path.exists() for path in paths.values()):
         raise ValueError(f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`.")

@@ -29,7 +29,7 @@ Length = Annotated[int, typer.Option(metavar="N", min=3, help="Tokens of a windo
 Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate.")]
 Blind = Annotated[bool, typer.Option("--blind", help="Heads that do not see the pending token, as in Stern et al.")]
 Bfloat16 = Annotated[bool, typer.Option("--bfloat16", help="Multiply in bfloat16: faster where the processor can.")]
-Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same heads.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Same seed, same heads.")]
 
 
 @heads.callback()
@@ -71,7 +71,7 @@ def train(
     lesson = Lesson(count, inner, not blind, steps, rows, length, rate, seed, bfloat16)
     texts = read_texts(text)
     with busy(console(stderr=True), "loading"):
-        source = target or EMBEDDED / "target"
+        source = EMBEDDED / "target" if target is None else target
         model = load_model(source, dtype, device)
         name = target or "the embedded target"
         lesson.check_target(model, name)

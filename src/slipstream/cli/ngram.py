@@ -57,10 +57,11 @@ def build(
     from slipstream.drafters.ngram import NgramModel
     from slipstream.models import EMBEDDED, load_tokenizer, vocabulary
 
-    start, target = perf_counter(), tokenizer or EMBEDDED / "target"
+    start, target = perf_counter(), EMBEDDED / "target" if tokenizer is None else tokenizer
     if not Path(out).expanduser().absolute().parent.is_dir():
         raise ValueError(f"there is no folder for {out}: make it first.")
-    words, size, counted = load_tokenizer(target), vocab or vocabulary(target), Counter[str]()
+    words, size = load_tokenizer(target), vocab or vocabulary(target)
+    counted = Counter[str](documents=0, bytes=0)
     try:
         with _bar() as bar:
             ids = list(_tokens(text, words, counted, bar))

@@ -161,13 +161,13 @@ def _check_outputs(params: dict[str, Any]) -> None:
 
     for engine in params["export"] or ():
         check_export(engine, params["target"])
-    if params["plot"]:
+    if params["plot"] is not None:
         from slipstream.plan.plot import check_plot
 
         check_plot(params["plot"])
     for name in ("save", "plot"):
-        file = params[name] and Path(params[name])
-        if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+        file = None if params[name] is None else Path(params[name])
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             fault = "that is a folder" if file.is_dir() else "there is no such folder"
             raise ValueError(f"{flag(name)}: cannot write {file}: {fault}.")
 
@@ -266,7 +266,7 @@ def _from_figures(given: Sequence[float | None], gammas: Sequence[int], curve: s
     if alpha is None or cost is None:
         raise ValueError("--alpha and --cost go together: give both, or neither to measure them.")
     try:
-        points = [float(part) for part in curve.split(",")] if curve else []
+        points = [float(part) for part in curve.split(",")] if curve is not None else []
     except ValueError:
         raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
     found = promise(alpha, cost, operations, gammas, points)

@@ -96,13 +96,19 @@ def spell(layers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + ("," if len(kept) == 1 else "")
 
 
+MOST_LAYERS = 100_000  # a number beyond it is a slip, and would be counted to
+
+
 def read_layers(text: str) -> int | tuple[int, ...]:
     """The inverse of `spell`. Raises ValueError for anything else."""
     try:
         if text.isdecimal():
             return int(text)
         ends = [part.split("-") for part in text.removesuffix(",").split(",")]
-        return tuple(layer for first, *last in ends for layer in range(int(first), int(*last or [first]) + 1))
+        runs = [range(int(first), int(*last or [first]) + 1) for first, *last in ends]
+        if max(run.stop for run in runs) > MOST_LAYERS or not all(runs):
+            raise ValueError(text)
+        return tuple(layer for run in runs for layer in run)
     except (ValueError, TypeError):
         raise ValueError(f"layers {text!r} cannot be read: write 4 for the first four, or 0-2,5,9-11.") from None
 

@@ -23,6 +23,7 @@ from slipstream.records import Context, Draft, Round, Texts
 from slipstream.tensorfiles import Kind, load_tensors, save_tensors
 
 ORDERS = range(1, 6)
+MOST_TOKENS = 1 << 24  # in a vocabulary: more than any has, and few enough for tables with an entry for each
 KIND = Kind("n-gram model", "slipstream.ngram", "1", "build it again")
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of 1, 2, 3 or more where counts of counts give none: too little text (KenLM's values)."""
@@ -104,8 +105,8 @@ class NgramModel:
         """
         if order not in ORDERS:
             raise ValueError(f"order={order} is not possible: it must be between {ORDERS[0]} and {ORDERS[-1]}.")
-        if vocab < 1:
-            raise ValueError(f"vocab={vocab} is not possible: it must be 1 or more.")
+        if not 1 <= vocab <= MOST_TOKENS:
+            raise ValueError(f"vocab={vocab} is not possible: it must be between 1 and {MOST_TOKENS}.")
         levels = _count(*_stream(sequences, vocab), order, vocab)
         return _smooth(levels, vocab, on_progress or (lambda n, ngrams: None))
 
