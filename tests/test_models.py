@@ -320,6 +320,12 @@ def test_adapters_files_and_no_name_are_no_models(tmp_path: Path) -> None:
             load_model(source)
 
 
+@pytest.mark.parametrize("source", [5, [], b"name", torch.nn.Linear(2, 2)])
+def test_other_things_are_no_models(source: Any) -> None:
+    with pytest.raises(ValueError, match=f"not of type {type(source).__name__}"):
+        load_model(source)
+
+
 def test_devices_on_which_nothing_is_computed_are_refused() -> None:
     model = tiny(FAMILIES["llama"])
     for device, fault in (("meta", "shapes without numbers"), ("tpu", "write cpu"), ("vulkan", "built without it")):

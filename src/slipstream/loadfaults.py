@@ -31,6 +31,11 @@ SHAPES = "its weights have other shapes than its config.json says: the files do 
 
 def refuse_missing(source: str | Path) -> None:
     """Raises ValueError for what looks like a path and holds no model: it is no hub name with odd characters."""
+    if not isinstance(source, str | Path):
+        kind = type(source).__name__
+        raise ValueError(
+            f"a model is a hub name, a folder, or one that transformers has loaded, and not of type {kind}."
+        )
     path = Path(source)
     if isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")):
         if fault := _missing(path):
@@ -152,7 +157,7 @@ def usable_device(name: str | None) -> torch.device:
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(chosen)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={name!r} cannot be used: write cpu, cuda, cuda:1 or mps.") from error
     if place.type == "meta":
         raise ValueError("device='meta' cannot be used: it holds shapes without numbers, so nothing is computed.")

@@ -48,9 +48,7 @@ class Commands(TyperGroup):
             except (MemoryError, RuntimeError) as error:
                 if not _is_memory(error):
                     raise
-                code = say(
-                    "there is not enough memory for this: take smaller numbers, fewer prompts, or smaller models."
-                )
+                code = say("there is not enough memory: take smaller numbers, fewer prompts, or smaller models.")
         sys.exit(code)
 
 
