@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 from transformers.utils import cached_file
 
@@ -36,12 +36,12 @@ def refuse_missing(source: str | Path) -> None:
         raise ValueError(
             f"a model is a hub name, a folder, or one that transformers has loaded, and not of type {kind}."
         )
+    if not str(source).strip():
+        raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
     path = Path(source)
-    if isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")):
+    if isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir():
         if fault := _missing(path):
             raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
-    elif not str(source).strip():
-        raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
 
 
 def _missing(path: Path) -> str | None:
@@ -56,13 +56,16 @@ def _missing(path: Path) -> str | None:
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:
     """Raises ValueError for a model that does not write text, before transformers lists all that do."""
-    known = (
-        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    known = any(
+        type(config) in kinds
+        for kinds in (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        )
     )
     masked = [name for name in getattr(config, "architectures", None) or () if name.endswith("ForMaskedLM")]
-    if masked or (config.model_type not in known and not getattr(config, "auto_map", None)):
+    if masked or (not known and not getattr(config, "auto_map", None)):
         what = masked[0] if masked else config.model_type
         raise ValueError(
             f"cannot load the model {str(source)!r}: it is of the kind {what}, which does not continue texts; take a "
