@@ -18,6 +18,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
+    Cache,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -32,10 +33,12 @@ from transformers import (
     T5ForConditionalGeneration,
     TextIteratorStreamer,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from slipstream.controllers import Fixed
-from slipstream.hook import Speculation, _Batch, custom_generate
+from slipstream.generate_batch import Batch, Prompt
+from slipstream.hook import Speculation, custom_generate
 from slipstream.records import Row, Texts
 from slipstream.rules import BLOCK, COUPLED
 from toys import FAMILIES, HF_VOCAB, tiny
@@ -326,7 +329,7 @@ def test_models_on_other_devices_see_the_same_laws() -> None:
     settings = deepcopy(pair()[0].generation_config)
     settings.update(do_sample=True, repetition_penalty=1.4, top_k=9, temperature=0.7)
     chain = chain(settings, 5, BATCH, logits_processor=LogitsProcessorList([RowBias(4)]))
-    batch = _Batch(BATCH, [2, 1, 0, 4], chain, [], config)
+    batch = Batch(BATCH, Prompt.of(BATCH, [2, 1, 0, 4]), chain, [], config)
     logits, texts = torch.randn(1, 3, HF_VOCAB), Texts.chain(torch.tensor([[8, 9]]), 3)
     for near, away in zip(batch.requests(0, False), batch.requests(0, True), strict=True):
         laws = [each.sampler.law(logits, [Row(each, 0, list(each.prompt))], texts, "") for each in (near, away)]
@@ -424,7 +427,7 @@ def test_scores_of_rows_that_have_ended() -> None:
 def test_record_without_scores() -> None:
     ours = pair()[0].generate(**padded(), **SETTINGS, return_dict_in_generate=True, custom_generate=hook())
     assert ours.sequences.shape == (4, 21)
-    assert ours.scores is None and ours.logits is None and ours.past_key_values is None
+    assert ours.scores is None and ours.logits is None
 
 
 # ---- sampling ---------------------------------------------------------------------------------------------------
@@ -565,9 +568,18 @@ def test_one_call_at_a_time() -> None:
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
-def filled_cache() -> DynamicCache:
-    """A cache with four tokens."""
-    return pair()[0](torch.tensor([[7, 8, 9, 10]]), use_cache=True).past_key_values
+def filled_cache(tokens: int = 4, rows: int = 1) -> DynamicCache:
+    """A cache with the first tokens of the prompt."""
+    return pair()[0](BATCH[2:3, :tokens].repeat(rows, 1), use_cache=True).past_key_values
+
+
+def own_cache() -> Cache:
+    """A cache whose layers do more than keep keys and values."""
+
+    class Own(DynamicLayer):
+        pass
+
+    return Cache(layers=[Own(), Own()])
 
 
 REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
@@ -575,13 +587,18 @@ REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "contrastive": ("ask for contrastive_search", lambda: {"penalty_alpha": 0.6, "top_k": 4}),
     "prompt lookup": ("ask for assisted_generation", lambda: {"prompt_lookup_num_tokens": 3}),
     "assistant": ("leave out assistant_model", lambda: {"assistant_model": pair()[1]}),
-    "cache": ("past_key_values cannot", lambda: {"past_key_values": filled_cache()}),
-    "empty cache": ("past_key_values cannot", lambda: {"past_key_values": DynamicCache()}),
-    "static cache": ("cache_implementation='static'", lambda: {"cache_implementation": "static"}),
+    "whole prompt in cache": ("holds 5 tokens, but the prompt has 5", lambda: {"past_key_values": filled_cache(5)}),
+    "cache of other rows": ("holds 2 rows, but there are 1", lambda: {"past_key_values": filled_cache(3, 2)}),
+    "own cache": ("past_key_values of Own cannot", lambda: {"past_key_values": own_cache()}),
+    "cache that is not used": ("use_cache=False", lambda: {"past_key_values": filled_cache(), "use_cache": False}),
+    "offloaded cache": ("cache_implementation='offloaded'", lambda: {"cache_implementation": "offloaded"}),
     "gpus": ("synced_gpus=True", lambda: {"synced_gpus": True}),
     "attentions": ("output_attentions cannot", lambda: {"output_attentions": True, "return_dict_in_generate": True}),
     "hidden": ("output_hidden_states cannot", lambda: {"output_hidden_states": True, "return_dict_in_generate": True}),
-    "embeddings": ("inputs_embeds cannot", lambda: {"inputs_embeds": torch.zeros(1, 5, 32)}),
+    "a mask too wide": (
+        "5 columns for a prompt of 4 tokens and 0 in",
+        lambda: {"input_ids": BATCH[2:3, :4], "inputs": None, "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
+    ),
     "positions": ("position_ids must count", lambda: {"position_ids": torch.tensor([[0, 1, 2, 3, 9]])}),
     "holes": ("pad on the left", lambda: {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]]), "pad_token_id": 0}),
     "nothing": ("prompt 0 is empty", lambda: {"attention_mask": torch.tensor([[0, 0, 0, 0, 0]]), "pad_token_id": 0}),
@@ -597,15 +614,9 @@ REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 def test_refusals(name: str) -> None:
     message, arguments = REFUSED[name]
     with pytest.raises(ValueError, match=message) as refusal:
-        pair()[0].generate(BATCH[2:3], **{**SETTINGS, **arguments()}, custom_generate=hook())
-    assert refusal.traceback[-1].path.name in {"hook.py", "decoding.py"}  # ours, not generate's
+        pair()[0].generate(**{"inputs": BATCH[2:3], **SETTINGS, **arguments()}, custom_generate=hook())
+    assert refusal.traceback[-1].path.parent.name == "slipstream"  # ours, not generate's
     assert str(refusal.value).count(". ") == 0  # one sentence
-
-
-def test_a_filled_cache_is_refused_without_generate_around() -> None:
-    arguments = (LogitsProcessorList(), StoppingCriteriaList(), pair()[0].generation_config)
-    with pytest.raises(ValueError, match="past_key_values cannot"):
-        hook()(pair()[0], BATCH[2:3], *arguments, past_key_values=filled_cache())
 
 
 def test_token_types_are_refused() -> None:

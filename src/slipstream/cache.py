@@ -7,7 +7,7 @@ and the next tokens overwrite them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -59,6 +59,18 @@ class RowCache:
                 values[i, :, :used] = values[row, :, :used]
                 self._dirty[i] = max(self._dirty[i], used)
         self.lengths = [self.lengths[row] for row in kept]
+
+    @torch.inference_mode()
+    def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
+        """Make a row one of `length` tokens: of the last ones, layers have keys and values (heads, count, head_dim)."""
+        self._resize(slots=length + 1)
+        for layer, states in layers.items():
+            if layer not in self._layers:
+                keys, values = (self._allocate(each[None]) for each in states)
+                self._layers[layer], self._in_use = (keys, values), (0, [])
+            for store, new in zip(self._layers[layer], states, strict=True):
+                store[row, :, length - new.shape[1] : length] = new
+        self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget what comes after `lengths[r]` tokens."""

@@ -7,7 +7,7 @@ refused at construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -150,6 +150,11 @@ class CausalScorer:
         self._rows.free(rows)
         if self._sources and rows:
             self._sources.free(rows)
+
+    def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
+        """Take over a text of `length` tokens: layers have keys and values (heads, count, head_dim) of its end, of as
+        many tokens as they ever look back at."""
+        self._rows.fill(row, layers, length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of each row."""
