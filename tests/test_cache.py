@@ -154,6 +154,27 @@ def test_late_rows_are_filled_without_touching_the_others() -> None:
     assert_seen(seen, [[1, 2, 3, 4, 5, 20], [6, 7, 21], [11, 22], [13, 14, 23]])
 
 
+def test_a_row_can_begin_with_what_another_cache_holds() -> None:
+    """In a cache with rows already and in a fresh one; and it grows for a long text, of which it gets the end."""
+    for used in (True, False):
+        cache, long = RowCache(), list(range(300))
+        cache.add(2)
+        if used:
+            run_pass(cache, [[1, 2], [3, 4]])
+            cache.rollback([0, 0])
+        for row, text in enumerate(([5, 6, 7], long)):
+            layers = {
+                layer: (stored([text[-200:]], layer, KEY_DIM, 1)[0], stored([text[-200:]], layer, VALUE_DIM, -1)[0])
+                for layer in range(LAYERS)
+            }
+            cache.fill(row, layers, len(text))
+        assert cache.lengths == [3, 300]
+        seen = run_pass(cache, [[8], [9]])
+        assert_seen([(keys[:1], values[:1]) for keys, values in seen], [[5, 6, 7, 8]])
+        for layer, (keys, _) in enumerate(seen):
+            assert torch.equal(keys[1:, :, 100:301], stored([[*long[100:], 9]], layer, KEY_DIM, 1))
+
+
 def test_no_pass_looks_at_every_slot_there_is() -> None:
     """At 128, 256, ... tokens all slots would be in use, and a graph made for a part of them would be made anew."""
     rows = RowCache()

@@ -161,6 +161,6 @@ class Continued:
 
 def nearest_tokens(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
     """The tokens (rows, width) whose embeddings are nearest to embeddings (rows, width, size): what a draft reads."""
-    table = model.get_input_embeddings().weight
+    table = model.get_input_embeddings().weight[: model.config.get_text_config().vocab_size]
     rows = [(each.to(table) @ table.T - table.square().sum(1) / 2).argmax(1) for each in embeddings]
     return torch.stack(rows).to(embeddings.device)

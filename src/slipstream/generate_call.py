@@ -120,6 +120,8 @@ class Opening:
             width = mask.shape[1]
         elif held and embeddings is None:  # a mask of ones, which generate has dropped
             width = max(width, getattr(config, "_mask_length", width))
+        if config.token_healing:
+            inputs = {**inputs, "position_ids": _after_healing(model, inputs, width)}
         pads = _padding(len(ids), width, mask, inputs.get("position_ids"))
         users = held or getattr(cache, "_is_user_defined", False) or "past_key_values" in (call.get("kwargs") or {})
         if cache is not None and users:
@@ -155,6 +157,22 @@ def _prompts(
         f"attention_mask has {width} columns for a prompt of {(ids if embeddings is None else embeddings).shape[1]} "
         f"tokens and {held} in past_key_values: give it one for each of them, without padding between the two."
     )
+
+
+def _after_healing(model: PreTrainedModel, inputs: dict[str, Any], width: int) -> Tensor | None:
+    """Positions for a prompt of `width` tokens: `generate` keeps those of the prompt before token healing.
+
+    They are too high where healing has made the prompt shorter, which changes nothing for rotary positions.
+    """
+    positions = inputs.get("position_ids")
+    if positions is None or positions.shape[-1] == width:
+        return positions
+    if getattr(model.config.get_text_config(), "rope_parameters", None) is None:
+        raise ValueError(
+            f"token_healing cannot be honoured here: it made {width} tokens of {positions.shape[-1]}, and generate "
+            "keeps the old positions, so heal before: input_ids = model.heal_tokens(input_ids, tokenizer)."
+        )
+    return None
 
 
 def _padding(rows: int, width: int, mask: Tensor | None, positions: Tensor | None) -> list[int]:

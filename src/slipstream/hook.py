@@ -60,8 +60,9 @@ def custom_generate(
     which may be rejected) nor mix rows: they see one row at a time, repeated to the size of the batch.
 
     `past_key_values` (a DynamicCache or StaticCache) may hold the beginning of the prompts, and holds their
-    continuations afterwards, for the next turn of a chat. `inputs_embeds` are read by the model; the draft reads the
-    tokens nearest to them.
+    continuations afterwards, for the next turn of a chat. Pass whole prompts with them, as chats do: of tokens that
+    are only in the cache the draft knows nothing, and its guesses are worse. `inputs_embeds` are read by the model;
+    the draft reads the tokens nearest to them.
 
     Keep the callable to keep the draft and both caches; it serves one call at a time. `.stats` pools the last one.
     It can be copied and pickled: its settings and a draft given as a model go along, the caches do not.
