@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -115,6 +116,11 @@ def test_stop_strings_with_their_tokenizer(eos: int | None) -> None:
         assert torch.equal(theirs, ours)
         widths.add(ours.shape[1] - batch["input_ids"].shape[1])
     assert len(widths) > 4 and min(widths) < 6  # most ended early
+
+
+def test_signatures_can_be_asked_for_at_any_time() -> None:
+    assert "tokenizer" in inspect.signature(hook()).parameters
+    assert list(inspect.signature(Speculation).parameters) == ["draft", "controller", "rule", "seed"]
 
 
 def test_stop_strings_need_their_tokenizer() -> None:

@@ -92,7 +92,9 @@ def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any])
     """Raises ValueError for what the model would be fed, and for processors, that we cannot honour."""
     given = {name for name, value in model_kwargs.items() if value is not None and value is not False}
     if alien := sorted(given - HARMLESS):
-        raise ValueError(f"{', '.join(alien)} cannot be honoured: custom_generate feeds token ids and nothing else.")
+        raise ValueError(
+            f"{', '.join(alien)} cannot be honoured: custom_generate feeds tokens or embeddings alone, so leave it out."
+        )
     for processor in processors:
         if any(part in kind.__name__ for part in STATEFUL for kind in type(processor).__mro__):
             raise ValueError(f"{type(processor).__name__} cannot be honoured: it keeps a state, and drafts may fall.")
