@@ -132,7 +132,7 @@ def test_damaged_weights_are_told_as_ever(untraced: None) -> None:
     scorer.fuse([4])
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = float("nan")
-    with pytest.raises(FloatingPointError, match="non-finite"):
+    with pytest.warns(RuntimeWarning, match="non-finite"):
         drafts(scorer, [Sampling()], ONE)
 
 

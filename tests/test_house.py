@@ -38,6 +38,7 @@ LEVELS: dict[str, float] = {
     "planfile": 0.1,
     "tensorfiles": 0.1,
     "documents": 0,
+    "branches": 0.2,
     "laws": 0.2,
     "sources": 0.2,
     "records": 0.5,

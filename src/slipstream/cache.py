@@ -55,9 +55,11 @@ class RowCache:
         for keys, values in self._layers.values():
             for i in range(start, len(kept)):  # ascending, so nothing is overwritten before it has moved
                 row, used = kept[i], self.lengths[kept[i]]
-                keys[i, :, :used] = keys[row, :, :used]
-                values[i, :, :used] = values[row, :, :used]
-                self._dirty[i] = max(self._dirty[i], used)
+                for store in (keys, values):
+                    store[i, :, :used] = store[row, :, :used]
+                    store[i, :, used : self._dirty[i]] = 0  # a damaged text may have left NaN, see `add`
+        for i in range(start, len(kept)):
+            self._dirty[i] = self.lengths[kept[i]]
         self.lengths = [self.lengths[row] for row in kept]
 
     @torch.inference_mode()
@@ -77,6 +79,14 @@ class RowCache:
         assert len(lengths) == len(self.lengths), "one length per row"
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
         self.lengths = list(lengths)
+
+    @torch.inference_mode()
+    def scrub(self) -> None:
+        """Zero the leftovers behind the lengths."""
+        for row, length in enumerate(self.lengths):
+            for store in chain.from_iterable(self._layers.values()):
+                store[row, :, length : self._dirty[row]] = 0
+            self._dirty[row] = length
 
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

@@ -8,7 +8,7 @@ is pending.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from time import perf_counter
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.controllers import Fixed
+from slipstream.laws import Faults
 from slipstream.records import (
     Context,
     Controller,
@@ -59,6 +60,7 @@ class Decoder:
     batch_size: int = 8
     seam: Seam = draw
     frame: Frame | None = None  # around the sources of an encoder-decoder
+    inside: bool = False  # a draft: its texts are not to end where no law can be made, any will do
 
 
 def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
@@ -96,14 +98,14 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) 
     counts = [1 + length for length in draft.lengths]
     logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
     watch.lap("target")
-    p = context.target_law(logits, draft, target.name)
+    p, faults = context.target_law(logits, draft, target.name)
     verdict = decoder.verifier(p, draft, context.draw)
     following = _next(context, verdict)
     watch.lap("accept")
     if verdict.path is not None:
         target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
-    tokens, accepted = _commit(running, draft, verdict, following)
-    target.rollback([len(row.tokens) - 1 for row in running])
+    tokens, accepted = _commit(running, draft, verdict, following, {} if decoder.inside else faults)
+    _roll_back(target, running, faults)
     round = Round(context.rows, draft, verdict, tokens, accepted, tuple(gammas), watch.laps)
     decoder.drafter.observe(round)
     _count(round)
@@ -113,7 +115,7 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) 
 
 
 def generate(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
-    """Decode all requests to their end -> their rows, in order."""
+    """Decode all requests to their end -> their rows, in order; those that failed have an `error`."""
     rows = {row.index: row for round in rounds(decoder, requests) for row in round.rows}
     return [rows[index] for index in range(len(requests))]
 
@@ -121,6 +123,15 @@ def generate(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
 def plain(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
     """Ordinary decoding with the same target, counted by the same code."""
     return generate(replace(decoder, drafter=NoDraft(), controller=Fixed(0)), requests)
+
+
+def sound(rows: Iterable[Row]) -> list[Row]:
+    """The same rows. Raises FloatingPointError for the first that failed."""
+    rows = list(rows)
+    for row in rows:
+        if row.error:
+            raise FloatingPointError(row.error)
+    return rows
 
 
 class Stopwatch:
@@ -176,25 +187,35 @@ def _room(target: Scorer, row: Row, gamma: int) -> int:
 
 
 def _next(context: Context, verdict: Verdict) -> Tensor:
-    """Draw the token after the accepted ones (rows,). Raises FloatingPointError where none is possible."""
-    if verdict.law.probs is not None and bool((hopeless := verdict.law.probs.sum((1, 2)).isnan()).any()):
-        row = context.rows[int(hopeless.nonzero()[0])]
-        raise FloatingPointError(
-            f"no token is possible for text {row.index} after {len(row.tokens)} tokens: the sampling settings or a "
-            "processor forbid every token of the vocabulary."
-        )
+    """Draw the token after the accepted ones (rows,)."""
     return context.draw(verdict.law, "next", verdict.accepted.tolist())[:, 0]
 
 
 def _commit(
-    running: Sequence[Row], draft: Draft, verdict: Verdict, following: Tensor
+    running: Sequence[Row], draft: Draft, verdict: Verdict, following: Tensor, faults: Faults
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Append what stands to every row, cut where plain decoding would have ended -> emitted tokens, accepted."""
     drafted = draft.tokens if verdict.path is None else draft.fed.gather(1, verdict.path)
     counts, last = verdict.accepted.tolist(), following.tolist()
     stands = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
+    if faults:
+        _cut(running, stands, verdict, faults)
     emitted = [_emit(row, new) for row, new in zip(running, stands, strict=True)]
     return tuple(emitted), tuple(min(count, len(new)) for count, new in zip(counts, emitted, strict=True))
+
+
+def _cut(running: Sequence[Row], stands: Sequence[list[int]], verdict: Verdict, faults: Faults) -> None:
+    """Drop the tokens for which there was no law, and say so in the row: plain decoding would have come as far.
+
+    Up to there the arbitrary law has no influence: the rules are exact for whatever law stands behind a prefix.
+    """
+    paths = [range(len(new)) for new in stands] if verdict.path is None else verdict.path.tolist()
+    for place, (row, new, path) in enumerate(zip(running, stands, paths, strict=True)):
+        positions = [0, *(node + 1 for node in path)][: len(new)]
+        end = next((i for i, position in enumerate(positions) if (place, position) in faults), None)
+        if end is not None:
+            row.error = faults[place, positions[end]]
+            del new[end:]
 
 
 def _emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -203,7 +224,9 @@ def _emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
         row.tokens.append(new)
         row.finish_reason = _finish(row, new)
         if row.finish_reason:
+            row.error = None  # it ends before
             return tuple(tokens[:count])
+    row.finish_reason = "error" if row.error else None
     return tuple(tokens)
 
 
@@ -214,6 +237,13 @@ def _finish(row: Row, new: int) -> str | None:
     if request.stop and (reason := request.stop(row.tokens)):
         return reason
     return "length" if row.room <= 0 else None
+
+
+def _roll_back(target: Scorer, running: Sequence[Row], faults: Faults) -> None:
+    """Forget what does not stand."""
+    target.rollback([len(row.tokens) - 1 for row in running])
+    if faults:
+        target.scrub()
 
 
 def _dismiss(decoder: Decoder, running: list[Row]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, generate, plain
+from slipstream.decoding import Decoder, generate, plain, sound
 from slipstream.drafters.early_exit import ExitDrafter, find_layers, part_of, spell
 from slipstream.models import CausalScorer
 from slipstream.records import Request
@@ -148,7 +148,7 @@ def thinned(target: CausalScorer, texts: Sequence[tuple[int, Sequence[int]]], wa
 
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
     """What the target writes: the length of each prompt, and the whole text."""
-    return [(len(row.request.prompt), row.tokens) for row in plain(decoder, requests)]
+    return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
 
 
 def _count(target: CausalScorer) -> int:
@@ -170,10 +170,10 @@ def _agreement(part: CausalScorer, texts: Sequence[tuple[int, Tensor]], wanted: 
 def _pooled(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
     """One run -> its statistics, all rows added up. Raises ValueError if there was nothing to measure."""
     if layers is None:
-        rows = plain(decoder, requests)
+        rows = sound(plain(decoder, requests))
     else:
         assert isinstance(decoder.target, CausalScorer)
-        rows = generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests)
+        rows = sound(generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests))
     stats = reduce(add, [row.stats for row in rows], Stats())
     if not stats.tokens_per_second:
         raise ValueError("there is nothing to measure on: give at least one prompt that can be continued.")

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.controllers import controller
-from slipstream.decoding import Decoder, check_requests, rounds
+from slipstream.decoding import Decoder, check_requests, rounds, sound
 from slipstream.drafters.model import ModelDrafter
 from slipstream.generate_batch import Batch
 from slipstream.generate_cache import Continued, ReadPrompt
@@ -149,7 +149,7 @@ class Speculation:
         rows = _run(_after(read, decoder, requests), requests, streamer)
         if not batch.pads_ended:
             _level(decoder, read, rows)
-        if any(map(_full, rows)):
+        if any(row.context_full for row in rows):
             warnings.warn(f"the text ends at the {target.context} tokens that {target.name} holds.", stacklevel=2)
         self.stats = sum((row.stats for row in rows), Stats())
         sequences = batch.sequences(rows)
@@ -184,7 +184,7 @@ def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) ->
                 streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
-    return [rows[index] for index in range(len(requests))]
+    return sound(rows[index] for index in range(len(requests)))
 
 
 def _after(
@@ -201,16 +201,12 @@ def _after(
 def _level(decoder: Decoder, read: ReadPrompt | None, rows: Sequence[Row]) -> None:
     """Let the shorter rows run on: without an EOS token, `generate` ends all rows together."""
     longest = max(len(row.output) for row in rows)
-    missing = [(row, longest - len(row.output)) for row in rows if not _full(row) and len(row.output) < longest]
+    missing = [(row, longest - len(row.output)) for row in rows if not row.context_full and len(row.output) < longest]
     if not missing:
         return
     more_of = [replace(row.request, prompt=tuple(row.tokens), max_new_tokens=n, stop=None) for row, n in missing]
     decoder = _after(read, decoder, [row.request for row, _ in missing], [row.index for row, _ in missing])
     for (row, _), more in zip(missing, _run(decoder, more_of), strict=True):
-        row.finish_reason = "length" if _full(more) else row.finish_reason
+        row.finish_reason = "length" if more.context_full else row.finish_reason
         row.tokens += more.output
         row.stats += more.stats
-
-
-def _full(row: Row) -> bool:  # the target's context, before the limit
-    return row.finish_reason == "length" and row.room > 0

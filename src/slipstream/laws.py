@@ -96,6 +96,18 @@ class Law:
         return Law(*(_cat([getattr(law, name) for law in laws], dim) for name in ("probs", "tokens", "scores")))
 
 
+Faults = dict[tuple[int, int], str]
+"""Where no law can be made: (place of the row, position) -> why, in a sentence."""
+
+
+class RowFailure(FloatingPointError):
+    """Tells that some rows have no law at some positions. `law` is everybody's, with an arbitrary one there."""
+
+    def __init__(self, faults: Faults, law: Law) -> None:
+        super().__init__(next(iter(faults.values())))
+        self.faults, self.law = faults, law
+
+
 def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     given = [part for part in parts if part is not None]
     return torch.cat(given, dim) if len(given) == len(parts) else None

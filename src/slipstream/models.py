@@ -160,6 +160,10 @@ class CausalScorer:
         """Forget everything after `lengths[r]` tokens of each row."""
         self._rows.rollback(lengths)
 
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache."""
+        self._rows.scrub()
+
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted tokens of a tree together."""
         self._rows.keep(starts, paths)

@@ -42,6 +42,9 @@ class TableScorer:
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
         self._texts = [text[:length] for text, length in zip(self._texts, lengths, strict=True)]
 
+    def scrub(self) -> None:
+        """Texts leave nothing behind."""
+
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens (rows, n) -> log probabilities (rows, n, vocab)."""
         logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)

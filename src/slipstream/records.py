@@ -7,53 +7,20 @@ that run together), `positions` (consecutive tokens of a row) and `vocab`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.laws import Law
+from slipstream.branches import ABSENT as ABSENT
+from slipstream.branches import Tree as Tree
+from slipstream.branches import ancestors as ancestors
+from slipstream.laws import Faults, Law, RowFailure
 from slipstream.sources import Source, SourceForm
 from slipstream.stats import Stats
-
-ABSENT = -1
-"""Stands in a tree for a candidate that a row does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """Where the new tokens of one forward pass stand, if they are no chain: the same for every row.
-
-    The newest `len(depths)` tokens of a row are tree tokens, of which the last `len(seen)` are new. Tree token k has
-    the position base + depths[k], base being the length before the tree; new token i sees the text before the tree
-    and the tree tokens with seen[i, k]: its ancestors and itself.
-    """
-
-    depths: Tensor
-    seen: Tensor
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def of(parents: tuple[int, ...], new: int) -> Tree:
-        """`parents[k]` is the tree token k hangs on, -1 for the text itself; the last `new` tokens are fed."""
-        lines = ancestors(parents)
-        seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-        for node, line in enumerate(lines):
-            seen[node, list(line)] = True
-        return Tree(torch.tensor([len(line) - 1 for line in lines]), seen[len(parents) - new :])
-
-
-@lru_cache(maxsize=256)
-def ancestors(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The path from the root to each node, itself included. Parents come before their children."""
-    lines: list[tuple[int, ...]] = []
-    for node, parent in enumerate(parents):
-        assert parent < node, "parents come before their children"
-        lines.append((*(lines[parent] if parent >= 0 else ()), node))
-    return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +154,10 @@ class Sampler(Protocol):
     def greedy(self) -> bool: ...
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
-        """The law of logits (rows, positions, vocab). `model` names whose logits they are, in errors."""
+        """The law of logits (rows, positions, vocab). `model` names whose logits they are, in errors.
+
+        Raises RowFailure where there is none.
+        """
         ...
 
 
@@ -218,6 +188,7 @@ class Row:
     tokens: list[int]
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
+    error: str | None = None  # why no token is possible any more, where `finish_reason` is "error"
 
     @property
     def output(self) -> list[int]:
@@ -229,6 +200,11 @@ class Row:
         """How many tokens may still be emitted."""
         return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
 
+    @property
+    def context_full(self) -> bool:
+        """Whether the row has ended before its limit, because the target can hold no longer text."""
+        return self.finish_reason == "length" and self.room > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -238,24 +214,36 @@ class Context:
     seam: Seam
 
     def law(self, logits: Tensor, texts: Texts, model: str) -> Law:
-        """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler."""
+        """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
+
+        For drafts, which any law leaves exact: where there is none, some law stands in its place.
+        """
+        law, faults = self.law_and_faults(logits, texts, model)
+        if faults and not bool(logits.amax(-1).isfinite().all()):
+            warnings.warn(f"{model} gives non-finite logits, so that hardly any draft stands.", RuntimeWarning, 2)
+        return law
+
+    def law_and_faults(self, logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
+        """The same law, and where none can be made: (place of the row, position) -> why, in a sentence."""
         groups: dict[int, list[int]] = {}
         for place, row in enumerate(self.rows):
             groups.setdefault(id(row.request.sampler), []).append(place)
         if len(groups) == 1:
-            return self.rows[0].request.sampler.law(logits, self.rows, texts, model)
-        laws = []
+            return _attempt(self.rows, logits, texts, model)
+        laws, faults = list[Law](), dict[tuple[int, int], str]()
         for places in groups.values():
             rows = [self.rows[place] for place in places]
-            laws.append(rows[0].request.sampler.law(logits[places], rows, texts.select(places), model))
+            law, found = _attempt(rows, logits[places], texts.select(places), model)
+            laws.append(law)
+            faults |= {(places[r], position): why for (r, position), why in found.items()}
         order = torch.tensor([place for places in groups.values() for place in places]).argsort()
-        return Law.join(laws, 0).select(order.to(logits.device))
+        return Law.join(laws, 0).select(order.to(logits.device)), faults
 
-    def target_law(self, logits: Tensor, draft: Draft, model: str) -> Law:
-        """p at the pending token and after every drafted one."""
-        if draft.parents is None:
-            return self.law(logits, Texts.chain(draft.tokens, logits.shape[1]), model)
-        return self.law(logits, Texts(draft.fed, [(), *ancestors(draft.parents)]), model)
+    def target_law(self, logits: Tensor, draft: Draft, model: str) -> tuple[Law, Faults]:
+        """p at the pending token and after every drafted one, and where there is none."""
+        paths = None if draft.parents is None else [(), *ancestors(draft.parents)]
+        texts = Texts.chain(draft.tokens, logits.shape[1]) if paths is None else Texts(draft.fed, paths)
+        return self.law_and_faults(logits, texts, model)
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
         """Token ids (rows, positions), drawn from a law by `key`."""
@@ -271,14 +259,21 @@ class Context:
         return Key(seeds, names, origins, places, purpose)
 
 
+def _attempt(rows: Sequence[Row], logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
+    try:
+        return rows[0].request.sampler.law(logits, rows, texts, model), {}
+    except RowFailure as failure:
+        return failure.law, failure.faults
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """One draft and its verification: the record that streams, statistics, benchmarks and controllers read.
 
-    `tokens[r]` were emitted for `rows[r]` after all cuts; `accepted[r]` of them came from the draft, and one more,
-    unless a cut came before it, from the target. `gammas` are what the controller asked for; the room that is left and
-    the drafter may have made `draft.lengths` of it. `seconds` has the phases `draft`, `target`, `accept` (laws,
-    verification and draws) and `rest`.
+    `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from the
+    draft, and one more, unless a cut came before it, from the target. `gammas` are what the controller asked for;
+    the room that is left and the drafter may have made `draft.lengths` of it. `seconds` has the phases `draft`,
+    `target`, `accept` (laws, verification and draws) and `rest`.
     """
 
     rows: tuple[Row, ...]
@@ -351,6 +346,10 @@ class Scorer(Protocol):
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of each row."""
+        ...
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache: NaN passes any mask, since 0 * NaN is NaN."""
         ...
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

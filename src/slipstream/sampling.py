@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from slipstream.laws import wide
+from slipstream.laws import RowFailure, wide
 from slipstream.records import Key, Law, Row, Texts
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -148,15 +148,24 @@ class Sampling:
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
         """The law really sampled from, in float32 or wider, of logits (rows, positions, vocab).
 
-        Raises FloatingPointError if the logits hold NaN or infinity, naming model, text and position.
+        Raises RowFailure, a FloatingPointError, where there is none: the logits hold NaN or infinity, a processor
+        raises or returns NaN or another shape, or no token is left. It names model or processor, text and position.
         """
         scores = wide(logits)
-        best = scores.max(-1)
-        _check_finite(best.values, rows, texts, model)
-        if any(self.chain(len(row.request.prompt), scores.device) for row in rows):
-            scores = self._process(scores, rows, texts)
-            best = scores.max(-1) if self.greedy else best
-        return Law(tokens=best.indices, scores=scores) if self.greedy else Law(probs=scores.softmax(-1))
+        try:
+            processed = self._process(scores, rows, texts)
+        except Exception:  # a user's processor may raise anything
+            return self._law_by_position(scores, rows, texts, model)
+        law, certain = self._law(processed)
+        return law if certain else self._law_by_position(scores, rows, texts, model)
+
+    def _law(self, scores: Tensor) -> tuple[Law, bool]:
+        """What becomes of processed scores (rows, positions, vocab), and whether it is certain to be a law."""
+        if self.greedy:
+            best = scores.max(-1)  # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
+            return Law(tokens=best.indices, scores=scores), math.isfinite(best.values.sum().item())
+        probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token tells
+        return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
 
     def _process(self, scores: Tensor, rows: Sequence[Row], texts: Texts) -> Tensor:
         chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
@@ -172,24 +181,72 @@ class Sampling:
             )
         return scores
 
+    # ---- where something fails ----
+
+    def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+        """The same law, made one position at a time. Raises RowFailure if one has none."""
+        laws, faults, count = list[Law](), dict[tuple[int, int], str](), scores.shape[1]
+        for r, row in enumerate(rows):
+            parts = [self._law_at(scores[r, j : j + 1], row, texts.of(row, r, j), model) for j in range(count)]
+            laws.append(Law.join([law for law, _ in parts], 1))
+            faults |= {(r, j): fault for j, (_, fault) in enumerate(parts) if fault}
+        law = Law.join(laws, 0)
+        if faults:
+            raise RowFailure(faults, law)
+        return law
+
+    def _law_at(self, logits: Tensor, row: Row, prefix: Tensor, model: str) -> tuple[Law, str | None]:
+        """The law (1, 1) of logits (1, vocab) after a prefix; or an arbitrary one, and why there is none."""
+        where = f"text {row.index} after {len(prefix)} tokens"
+        scores, culprit = logits, ""
+        try:
+            for processor in self.chain(len(row.request.prompt), logits.device):
+                culprit = culprit if scores.isnan().any() else _name(processor)
+                scores = _apply(processor, prefix, scores)
+        except Exception as error:
+            reason = str(error) if isinstance(error, _WrongShape) else f"{type(error).__name__}: {error}"
+            return self._arbitrary(logits), f"the processor {_name(processor)} fails for {where}: {reason}"
+        best, given = float(scores.max()), float(logits.max())
+        if math.isfinite(best) or (self.greedy and best == math.inf and math.isfinite(given)):
+            return self._law(scores[None])[0], None
+        if not math.isfinite(given):
+            return self._arbitrary(logits), (
+                f"{model} gives non-finite logits for position {len(prefix)} of text {row.index}: the weights are "
+                "damaged or overflow in this dtype (try bfloat16 or float32)."
+            )
+        if best == -math.inf:
+            return self._arbitrary(logits), (
+                f"no token is possible for {where}: the sampling settings or a processor forbid every token of the "
+                "vocabulary."
+            )
+        value = "NaN" if math.isnan(best) else "infinity"
+        return self._arbitrary(logits), f"the processor {culprit} fails for {where}: it returns {value}."
+
+    def _arbitrary(self, logits: Tensor) -> Law:
+        return self._law(torch.zeros_like(logits)[None])[0]
+
+
+class _WrongShape(ValueError):
+    """Tells what a processor returned instead of scores."""
+
+
+def _name(processor: Processor) -> str:
+    return getattr(processor, "__name__", None) or type(processor).__name__
+
+
+def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
+    """Scores (1, vocab) after a prefix (length,), processed."""
+    processed = processor(prefix[None], scores.clone())
+    if getattr(processed, "shape", None) != scores.shape:
+        shape = getattr(processed, "shape", None)
+        what = f"no scores but {type(processed).__name__}" if shape is None else f"scores of shape {tuple(shape)}"
+        raise _WrongShape(f"it returns {what}, and not of shape {tuple(scores.shape)}.")
+    return processed
+
 
 def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
     """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
-    return torch.cat([processor(prefix[None], scores[j : j + 1].clone()) for j, prefix in enumerate(prefixes)])
-
-
-def _check_finite(best: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> None:
-    """The maximum is NaN or infinite exactly if the logits hold a NaN, +inf, or nothing but -inf."""
-    if math.isfinite(best.sum().item()):  # then all are; a sum that is not may only be too great
-        return
-    finite = torch.isfinite(best)
-    if bool(finite.all()):
-        return
-    row, position = (int(x) for x in (~finite).nonzero()[0])
-    raise FloatingPointError(
-        f"{model} gives non-finite logits for position {len(rows[row].tokens) + len(texts.paths[position])} of text "
-        f"{rows[row].index}: the weights are damaged or overflow in this dtype (try bfloat16 or float32)."
-    )
+    return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])
 
 
 # ---- randomness -------------------------------------------------------------------------------------------------
@@ -247,7 +304,6 @@ def inverse(probs: Tensor, chances: Tensor) -> Tensor:
     total = cumulative[..., -1:]
     # u * total may round up to total itself, which would fall off the end.
     aim = torch.minimum(chances.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Without any weight (NaN where settings forbid every token) all are passed; `decoding` reports it.
     return (cumulative <= aim).sum(-1).clamp(max=probs.shape[-1] - 1)
 
 

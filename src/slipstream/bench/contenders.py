@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.bench import peers
 from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
 from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, NoDraft, rounds
+from slipstream.decoding import Decoder, NoDraft, rounds, sound
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import Engine
 from slipstream.models import CausalScorer, load_model
@@ -100,7 +100,7 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
         for round in play(replace(decoder, batch_size=task.batch), requests):
             rows |= {row.index: row for row in round.rows}
             count += 1
-        done = [rows[index] for index in range(len(requests))]
+        done = sound(rows[index] for index in range(len(requests)))
         return Output([row.output for row in done], sum((row.stats for row in done), Stats()), count)
 
     return Contender(name, run, gamma)

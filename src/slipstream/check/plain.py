@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.check.report import Difference
 from slipstream.check.watch import Emission, Text, distance, plain_law, replay
-from slipstream.decoding import Decoder, generate
+from slipstream.decoding import Decoder, generate, sound
 from slipstream.laws import Law
 from slipstream.records import Key, Request, Row, Scorer, Seam
 
@@ -164,7 +164,8 @@ class Endings:
 
 def endings(decoder: Decoder, texts: Sequence[Text]) -> Endings:
     """How the texts ended, and how they end if a token from the middle of an accepted draft is made an end token."""
-    again = generate(decoder, requests) if (requests := [ended for text in texts if (ended := _cut(text))]) else []
+    requests = [ended for text in texts if (ended := _cut(text))]
+    again = sound(generate(decoder, requests))
     rows = [*(text.row for text in texts), *again]
     faults = [fault for row in rows for fault in _faults(row, decoder.target)]
     return Endings(tuple(faults), sum(row.finish_reason == "stop" for row in again))

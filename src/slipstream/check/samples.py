@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.check.chi2 import Tally, detectable, tail
 from slipstream.check.watch import distance, replay
-from slipstream.decoding import Decoder, generate
+from slipstream.decoding import Decoder, generate, sound
 from slipstream.laws import Law
 from slipstream.records import Context, Request, Row
 from slipstream.sampling import draw
@@ -90,7 +90,7 @@ def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: 
     for start in range(0, len(requests), decoder.batch_size):
         some = requests[start : start + decoder.batch_size]
         before = None if start else _first_draft(decoder, some)
-        outputs = [row.output for row in generate(decoder, some)]
+        outputs = [row.output for row in sound(generate(decoder, some))]
         samples.learned |= not start and _moved(before, _first_draft(decoder, some))
         _count(samples, decoder, some, outputs)
         samples.texts += len(some)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.check.enumeration import WIDE, Pair, normed
-from slipstream.decoding import Decoder, rounds
-from slipstream.laws import Law
+from slipstream.decoding import Decoder, rounds, sound
+from slipstream.laws import Law, RowFailure
 from slipstream.records import ABSENT, Context, Draft, Key, Request, Round, Row, Scorer, Texts, Verdict, ancestors
 from slipstream.sampling import draw
 
@@ -110,6 +110,7 @@ def watch(decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Rou
     texts: dict[int, Text] = {}
     sight = Sight()
     for round in rounds(tap.decoder, requests):
+        sound(round.rows)
         sight.tree |= round.draft.parents is not None
         _compare_draws(sight, round, tap)
         for place, row in enumerate(round.rows):
@@ -214,7 +215,10 @@ def _worst(so_far: float, gaps: Tensor) -> float:
 def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:
     """What plain decoding makes of scores (rows, 1, vocab)."""
     nothing = torch.empty(len(rows), 0, dtype=torch.long, device=scores.device)
-    return Context(tuple(rows), draw).law(scores, Texts.chain(nothing, 1), model)
+    law, faults = Context(tuple(rows), draw).law_and_faults(scores, Texts.chain(nothing, 1), model)
+    if faults:
+        raise RowFailure(faults, law)
+    return law
 
 
 def distance(left: Law, right: Law) -> Tensor:

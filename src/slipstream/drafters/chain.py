@@ -96,7 +96,7 @@ class ChainDrafter:
                 return rule.verify(p, draft, draw)
 
             seam = Nested(context.seam, f"inner.{number}", tuple(shadow.origin for shadow in shadows))
-            decoder = Decoder(self._fitted, self.inner, verify, seam=seam)
+            decoder = Decoder(self._fitted, self.inner, verify, seam=seam, inside=True)
             round = play_round(decoder, [shadow.row for shadow in shadows], [min(self.gamma, n - 1) for n in left])
             for r, new in enumerate(round.tokens):
                 made[r].append(seen[0].select(torch.tensor([r], device=seen[0].device)).first(len(new)))

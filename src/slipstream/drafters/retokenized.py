@@ -70,12 +70,11 @@ class Intersection:
         common = self.common.translate(logits)
         hopeless = common.amax((1, 2)) == float("-inf")  # (rows,): the draft wants none of the common tokens
         common = common.masked_fill(hopeless[:, None, None], 0)
-        law = context.law(common, Texts.chain(tokens, 1), self.scorer.name).bare()
-        if law.probs is not None:
-            hopeless |= law.probs.sum((1, 2)).isnan()  # the settings forbid them all
-            law = Law(probs=law.probs.nan_to_num(nan=1.0))  # stands where nobody looks
+        law, faults = context.law_and_faults(common, Texts.chain(tokens, 1), self.scorer.name)
+        for place, _ in faults:  # the settings forbid them all
+            hopeless[place] = True
         ends = zip(left, hopeless.tolist(), strict=True)
-        return law, [min(wanted, tokens.shape[1]) if end else wanted for wanted, end in ends]
+        return law.bare(), [min(wanted, tokens.shape[1]) if end else wanted for wanted, end in ends]
 
 
 class Strings:

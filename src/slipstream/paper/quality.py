@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.bench.machine import environment
-from slipstream.decoding import Decoder, generate
+from slipstream.decoding import Decoder, generate, sound
 from slipstream.paper.subjects import Subject
 from slipstream.paper.trails import BATCH
 
@@ -47,5 +47,5 @@ def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callab
 
 
 def _translate(subject: Subject, decoder: Decoder, temperature: float, most: int) -> list[str]:
-    rows = generate(replace(decoder, batch_size=BATCH), subject.requests(temperature, range(most)))
+    rows = sound(generate(replace(decoder, batch_size=BATCH), subject.requests(temperature, range(most))))
     return [subject.engine.decode([token for token in row.output if token not in subject.engine.eos]) for row in rows]

@@ -14,7 +14,7 @@ from torch import Tensor
 import slipstream.acceptance as acceptance
 from slipstream.bench.machine import environment
 from slipstream.check.watch import plain_law, replay
-from slipstream.decoding import generate
+from slipstream.decoding import generate, sound
 from slipstream.drafters.ngram import NgramModel
 from slipstream.laws import Law, fit
 from slipstream.paper import walks
@@ -97,7 +97,7 @@ def write(
                 return requests, outputs
             some = subject.requests(temperature, places[start : start + BATCH], seed)
             requests += some
-            outputs += [row.output for row in generate(decoder, some)]
+            outputs += [row.output for row in sound(generate(decoder, some))]
             written = sum(map(len, outputs))
             say(f"{subject.name} at temperature {temperature:g}: {min(written, tokens)} of {tokens} tokens")
     return requests, outputs

@@ -14,7 +14,7 @@ from statistics import median
 from time import perf_counter
 
 from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, NoDraft, rounds
+from slipstream.decoding import Decoder, NoDraft, rounds, sound
 from slipstream.plan.predict import Beat, Costs, Tally, between
 from slipstream.records import Controller, Drafter, Request, Round, Row, Scorer
 from slipstream.sampling import Sampling, request_key
@@ -87,7 +87,7 @@ def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round
     seen, last = set[int](), perf_counter()
     for round in rounds(decoder, requests):
         wall = perf_counter() - last
-        new = [row for row in round.rows if row.index not in seen]
+        new = [row for row in sound(round.rows) if row.index not in seen]
         seen |= {row.index for row in new}
         wall -= sum(row.stats.seconds["prefill"] for row in new)
         draft, target = round.seconds["draft"], round.seconds["target"]
