@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,3 +217,86 @@ def test_one_shape_gives_the_same_text_bit_by_bit(temperature: float) -> None:
     assert [done.tokens for done in fast] == [done.tokens for done in slow]
     with pytest.raises(ValueError, match="chains of drafts"):
         slipstream.load(exact_shape=True, tree=(2, 1))
+
+
+# ---- completions as they come -----------------------------------------------------------------------------------
+
+
+def test_completions_are_handed_over_as_they_finish(engine: slipstream.Engine) -> None:
+    came: list[tuple[int, slipstream.Completion]] = []
+    prompts = ["x =", "import", "class A", "def f(x):", [1, 2]]
+    few = slipstream.Engine(replace(engine.decoder, batch_size=2), engine.tokenizer, engine.eos, engine.rule)
+    done = few.generate(prompts, on_completion=lambda *each: came.append(each), stop="\n", max_new_tokens=48)
+    assert sorted(index for index, _ in came) == list(range(5))
+    assert all(done[index] is completion for index, completion in came)
+    lengths = [len(completion.tokens) for completion in done]
+    assert lengths[0] > lengths[1] and came[0][0] == 1  # the shorter of the first two
+
+
+def test_a_prompt_that_finished_is_whole_when_others_are_interrupted(engine: slipstream.Engine) -> None:
+    came: list[int] = []
+
+    def interrupt(index: int, completion: slipstream.Completion) -> None:
+        came.append(index)
+        raise KeyboardInterrupt
+
+    with pytest.raises(slipstream.Interrupted) as stop:
+        engine.generate(PROMPTS, max_new_tokens=24, stop="\n", on_completion=interrupt)
+    reasons = [done.finish_reason for done in stop.value.completions]
+    assert reasons[came[0]] in ("stop", "length") and "interrupted" in reasons
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_skipped_changes_nothing_for_the_others(engine: slipstream.Engine, temperature: float) -> None:
+    """Also among equal prompts, whose draws are told apart by their number."""
+    prompts, came = ["def f", "def f", "x =", "def f"], list[int]()
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 16}
+    want = texts(engine.generate(prompts, **settings))
+    rest = engine.generate(prompts, skip={0, 2}, on_completion=lambda index, _: came.append(index), **settings)
+    assert texts(rest) == [want[1], want[3]] and sorted(came) == [1, 3]
+    assert engine.generate(prompts, skip=range(4), **settings) == []
+
+
+# ---- texts that cannot go on ------------------------------------------------------------------------------------
+
+
+def gives_up(input_ids: Any, scores: Any) -> Any:
+    """A processor that fails for texts that begin with token 1, after 6 tokens."""
+    if input_ids[0, 0] == 1 and input_ids.shape[1] >= 6:
+        raise ValueError("the grammar is stuck")
+    return scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_that_fails_says_so_beside_the_others(engine: slipstream.Engine, temperature: float) -> None:
+    prompts = [[2, 3, 4], [1, 2, 3], [5]]
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 12}
+    want = engine.generate(prompts, **settings)
+    done = engine.generate(prompts, processors=[gives_up], **settings)
+    assert [each.finish_reason for each in done] == ["length", "error", "length"]
+    assert [each.tokens for each in done] == [want[0].tokens, want[1].tokens[:3], want[2].tokens]
+    assert done[1].error == (
+        "the processor gives_up fails for text 1 after 6 tokens: ValueError: the grammar is stuck"
+    ) and done[1].text == engine.decode(want[1].tokens[:3])
+    assert done[0].error is None
+    *pieces, last = engine.stream(prompts[1], processors=[gives_up], **settings)
+    assert [piece.token for piece in pieces] == list(done[1].tokens)
+    assert (last.token, last.source) == (None, "error") and last.completion is not None
+    assert last.completion.error and "".join(piece.text for piece in (*pieces, last)) == done[1].text
+
+
+def test_a_text_that_fills_the_context_says_so() -> None:
+    engine = slipstream.load(tiny(64), tiny(64))
+    context = engine.decoder.target.context
+    assert context is not None
+    full, cut = engine.generate([[1] * (context - 4), [1]], max_new_tokens=8)
+    assert (full.finish_reason, full.context_full, len(full.tokens)) == ("length", True, 4)
+    assert (cut.finish_reason, cut.context_full) == ("length", False)
+    exact = engine.generate([[1] * (context - 4)], max_new_tokens=4)[0]
+    assert (exact.finish_reason, exact.context_full) == ("length", False)
+
+
+def test_stop_texts_need_a_tokenizer() -> None:
+    engine = slipstream.load(tiny(64), tiny(64))
+    with pytest.raises(ValueError, match="there is no tokenizer"):
+        engine.generate([[1]], stop="x", max_new_tokens=2)

@@ -35,6 +35,7 @@ LEVELS: dict[str, float] = {
     "prompts": 0,
     "files": 0,
     "jsontext": 0,
+    "values": 0,
     "planfile": 0.1,
     "tensorfiles": 0.1,
     "documents": 0,
@@ -86,6 +87,7 @@ LEVELS: dict[str, float] = {
     "drafting": 3.5,  # what users write for a draft -> a drafter
     "offers": 3.7,  # which drafts a target can use
     "tasks": 3.9,  # what an encoder-decoder is asked to do
+    "requests": 3.95,  # what users pass to a call
     "engine": 4,
     "check": 5.9,
     "check.watch": 5.1,
@@ -142,7 +144,7 @@ LEVELS: dict[str, float] = {
     "__main__": 8,
 }
 
-PURE = {"theory", "files", "jsontext", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
+PURE = {"theory", "files", "jsontext", "values", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
 ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,

@@ -176,7 +176,7 @@ def test_what_is_for_causal_models_says_so(pair: tuple[str, str], tmp_path: Path
         slipstream.load(pair[0], "exit:1")
     with pytest.raises(ValueError, match="every row needs a source"):
         target.add(1)
-    with pytest.raises(ValueError, match="give token ids as a list or a tuple"):
+    with pytest.raises(ValueError, match="reads text, not audio features"):
         slipstream.load().generate(torch.zeros(2, 3))
 
 

@@ -6,9 +6,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import cast
 
 from slipstream.learned import Acceptance, Costs, Curve, clocked
 from slipstream.records import Controller, Round, Row
+from slipstream.values import is_whole
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     if gamma == "auto":
         most = Adaptive.most if most is None else most
         return Adaptive(most, min(Adaptive.start, most), min(Adaptive.probe, most))
-    if isinstance(gamma, str):
+    if is_whole(gamma):
+        return Fixed(int(cast(int, gamma)))
+    if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):
         raise ValueError(f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
-    return Fixed(gamma) if isinstance(gamma, int) else gamma
+    return gamma
 
 
 NEAR = 0.97  # gammas whose predicted speed is this near to the best may be tried instead, to time them

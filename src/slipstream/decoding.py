@@ -36,6 +36,7 @@ from slipstream.rules import TOKEN
 from slipstream.sampling import draw
 from slipstream.sources import Frame, check_source
 from slipstream.stats import Stats
+from slipstream.values import whole_number
 
 
 class NoDraft:
@@ -62,9 +63,14 @@ class Decoder:
     frame: Frame | None = None  # around the sources of an encoder-decoder
     inside: bool = False  # a draft: its texts are not to end where no law can be made, any will do
 
+    def __post_init__(self) -> None:
+        whole_number("batch_size", self.batch_size, 1)
 
-def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
+
+def rounds(decoder: Decoder, requests: Sequence[Request], numbers: Sequence[int] | None = None) -> Iterator[Round]:
     """Decode the requests, at most `batch_size` at a time, a new one joining as soon as one ends.
+
+    `numbers` are the indices of their rows, where they are not 0, 1, 2 ...
 
     Raises ValueError before any work if a prompt is empty or longer than the target's context, and RuntimeError if
     another call has not ended: its stream has to be drained or closed first.
@@ -72,7 +78,8 @@ def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
     check_requests(decoder.target, requests)
     if decoder.target.lengths:
         raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
-    everyone = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
+    counted = zip(range(len(requests)) if numbers is None else numbers, requests, strict=True)
+    everyone = [Row(request, index, list(request.prompt)) for index, request in counted]
     for _, group in groupby(everyone, key=lambda row: row.request.sampler.greedy):
         waiting, running = deque(group), list[Row]()
         state = decoder.controller.init()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -16,41 +17,47 @@ from slipstream.drafting import Site, drafter, read_tree, source_name
 from slipstream.execution import Mode
 from slipstream.models import EMBEDDED, find_tokenizer, load_scorer
 from slipstream.planfile import Plan
-from slipstream.records import Controller, Request, Round, Shape
+from slipstream.records import Controller, Request, Round, Row, Shape
+from slipstream.requests import Encoder, Options, Prompt, read_options, read_prompt, read_prompts, sampling
 from slipstream.rules import BLOCK, Rule, rule
 from slipstream.sampling import Sampling, request_key
 from slipstream.sources import Frame, framed, numbers
 from slipstream.stats import Stats
 from slipstream.tasks import Task, frame
 from slipstream.text import Transcript
+from slipstream.values import is_whole, whole_number
 
 GAMMA = 5
 """Tokens drafted per round, unless told otherwise."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Tensor
-"""Text, token ids, the messages of a chat, or audio features (bins, frames)."""
-
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished output. `tokens` include the EOS token or the end of a stop string; `text` does not."""
+    """One finished output. `tokens` include the EOS token or the end of a stop string; `text` does not.
+
+    `finish_reason` is "stop", "length", "error" or "interrupted". With "error", `error` says why no more tokens are
+    possible. With "length", `context_full` tells that the target can hold no longer text, before `max_new_tokens`.
+    """
 
     text: str
     tokens: tuple[int, ...]
-    finish_reason: str  # "stop", "length" or "interrupted"
+    finish_reason: str
     stats: Stats
     prompt_tokens: int
+    error: str | None = None
+    context_full: bool = False
 
 
 @dataclass(frozen=True)
 class Piece:
     """One emitted token of a stream: the text it completed, and where it came from.
 
-    `source` is "draft", "correction", "bonus", or "target" for a plain step. The last piece carries `completion`.
+    `source` is "draft", "correction", "bonus", or "target" for a plain step. The last piece carries `completion`. A
+    text that fails ends with a piece whose source is "error" and that has no token.
     """
 
     text: str
-    token: int
+    token: int | None
     source: str
     completion: Completion | None = None
 
@@ -61,20 +68,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, completions: list[Completion]) -> None:
         super().__init__("interrupted")
         self.completions = completions
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a call may ask for besides the fields of `Sampling`."""
-
-    max_new_tokens: int = 128
-    stop: str | Sequence[str] = ()
-    seed: int = 0
-    gamma: int | str | Controller | None = None
-    verify: str | Rule | None = None
-    lossless: bool = False
-    plain: bool = False
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,45 +103,70 @@ class Engine:
         self.rule = rule
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, on_round: Callable[[Round], None] | None = None, **options: Any
+        self,
+        prompts: Prompt | Iterable[Prompt] | Mapping[str, Any],
+        *,
+        on_completion: Callable[[int, Completion], object] | None = None,
+        on_round: Callable[[Round], object] | None = None,
+        skip: Collection[int] = (),
+        **options: Any,
     ) -> list[Completion]:
         """Continue every prompt, several at a time -> completions in the order of the prompts.
 
-        Options are `max_new_tokens` (128), `stop` (strings), `seed` (0), `gamma`, `verify` (a `Rule` or its name),
-        `lossless` (refuse every lossy rule), `plain` (do not speculate), `ignore_eos`, and the settings of
-        `Sampling`: `temperature` (0 = greedy), `top_k`, `top_p`, ...
+        Prompts are texts, token ids, chats, or what a tokenizer returns; see `requests.read_prompts`. Options are
+        `max_new_tokens` (128), `stop` (strings), `seed` (0), `gamma`, `verify` (a `Rule` or its name), `lossless`
+        (refuse every lossy rule), `plain` (do not speculate), `ignore_eos`, and the settings of `Sampling`:
+        `temperature` (0 = greedy), `top_k`, `top_p`, ... None stands for the default.
+
+        `on_completion(index, completion)` is called as soon as a prompt is finished, in whatever order that is. The
+        prompts at the indices `skip` are left out, also in what is returned: the others get the texts that they would
+        have had among all. A text that cannot go on, as where a processor raises, has the reason in its `error`.
 
         Raises ValueError for a prompt that is empty or too long and for impossible settings, TypeError for
         unknown options, and `Interrupted` on Ctrl-C.
 
         >>> engine.generate("def fibonacci(n):", max_new_tokens=32)[0].text  # doctest: +SKIP
         """
-        job = self._prepare(self._many(prompts), **options)
-        finished = {}
+        job = self._prepare(read_prompts(prompts), options)
+        asked = [index for index in range(len(job.requests)) if index not in skip]
+        rows, done = dict[int, Row](), dict[int, Completion]()
         try:
-            for round in rounds(job.decoder, job.requests):
-                finished.update({row.index: row for row in round.rows})
-                if on_round:
-                    on_round(round)
+            with closing(cast(Any, rounds(job.decoder, [job.requests[index] for index in asked], asked))) as stream:
+                for round in stream:
+                    rows |= {row.index: row for row in round.rows}
+                    if on_round:
+                        on_round(round)
+                    for row in round.rows:
+                        if row.finish_reason:
+                            done[row.index] = self._complete(job, row.index, row)
+                            if on_completion:
+                                on_completion(row.index, done[row.index])
         except KeyboardInterrupt:
-            done = [self._complete(job, i, finished.get(i)) for i in range(len(job.requests))]
-            raise Interrupted(done) from None
-        return [self._complete(job, i, finished[i]) for i in range(len(job.requests))]
+            raise Interrupted([done.get(i) or self._complete(job, i, rows.get(i)) for i in asked]) from None
+        return [done[index] for index in asked]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options as for `generate`."""
-        job = self._prepare([prompt], **options)
+        prompts = read_prompts(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use generate for several.")
+        return self._stream(self._prepare(prompts, options))
+
+    def _stream(self, job: Job) -> Iterator[Piece]:
         transcript = Transcript(self.decode, job.transcripts[0].stops)
         for round in rounds(job.decoder, job.requests):
             row, tokens = round.rows[0], round.tokens[0]
             for i, token in enumerate(tokens):
-                last = bool(row.finish_reason) and i + 1 == len(tokens)
+                last = bool(row.finish_reason) and i + 1 == len(tokens) and not row.error
                 if token not in job.requests[0].eos:
                     transcript.push(token)
                 if last:
                     transcript.finish()
                 completion = self._complete(job, 0, row) if last else None
                 yield Piece(transcript.take(final=last), token, round.source(0, i), completion)
+            if row.error:
+                transcript.finish()
+                yield Piece(transcript.take(final=True), None, "error", self._complete(job, 0, row))
 
     def warm_up(self) -> None:
         """Decode a few tokens of one text, with and without the draft, so that the graphs for it are made."""
@@ -158,12 +176,12 @@ class Engine:
             source = None if form is None else form.example()
             deque(rounds(decoder, [Request((0, 0), Sampling(), 2 + most, source=source)]), maxlen=0)
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt | Mapping[str, Any]) -> tuple[int, ...]:
         """The prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError if it cannot be one:
         empty, too long, or no tokenizer."""
-        if isinstance(prompt, Tensor):
+        ids = self._encoder(read_prompt(prompt))
+        if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
-        ids = tuple(self._encode(prompt))
         begin, source = framed(self.frame, ids)
         check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source)])
         return ids
@@ -179,18 +197,23 @@ class Engine:
             return ""
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _prepare(self, prompts: Sequence[Prompt], **options: Any) -> Job:
-        names = {field.name for field in fields(Options)}
-        known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
-        if unknown := sorted(options.keys() - set(known)):
-            raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
-        asked = Options(**{name: value for name, value in options.items() if name in names})
+    @property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.decoder.target.name, self.tokenizer, self.frame)
+
+    def _prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> Job:
+        asked, settings = read_options(options)
+        encoder, stops = self._encoder, asked.stops
+        if stops:
+            encoder.needed()  # to write the text in which they stand
         eos = frozenset() if asked.ignore_eos else self.eos
-        sampler = self._sampling(eos, {name: value for name, value in options.items() if name not in names})
-        stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop)
+        sampler = sampling(settings, eos, encoder, self.decoder.target.vocab)
+        if sampler.min_new_tokens > asked.max_new_tokens:
+            least, most = sampler.min_new_tokens, asked.max_new_tokens
+            raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
         requests, transcripts, copies = [], [], dict[tuple[int, ...], int]()
         for prompt in prompts:
-            given = prompt if isinstance(prompt, Tensor) else tuple(self._encode(prompt))
+            given = encoder(prompt)
             (ids, source), name = framed(self.frame, given), numbers(given)
             copies[name] = copies.get(name, -1) + 1
             transcripts.append(Transcript(self.decode, stops))
@@ -208,7 +231,7 @@ class Engine:
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
     def _decoder(self, asked: Options) -> Decoder:
-        chosen = rule(asked.verify) if isinstance(asked.verify, str) else asked.verify or self.rule
+        chosen = self.rule if asked.verify is None else rule(asked.verify)
         if asked.lossless and not chosen.lossless:
             raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
         decoder = replace(self.decoder, verifier=chosen.verify, seam=chosen.seam)
@@ -216,46 +239,7 @@ class Engine:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
 
-    def _sampling(self, eos: frozenset[int], settings: dict[str, Any]) -> Sampling:
-        if words := settings.get("bad_words"):
-            spelled = [form for word in words for form in self._spellings(word)]
-            settings = {**settings, "bad_words": spelled}
-        if self.frame and self.frame.bans:
-            settings = {**settings, "processors": (*self.frame.bans, *settings.get("processors", ()))}
-        return Sampling(eos=eos, **settings)
-
-    def _spellings(self, word: str | Sequence[int]) -> list[list[int]]:
-        """A banned word at the beginning of a line and after a space."""
-        if not isinstance(word, str):
-            return [list(word)]
-        return [self._tokenizer().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
-
-    def _many(self, prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-        if isinstance(prompts, Tensor):
-            return list(prompts) if prompts.dim() == 3 else [prompts]
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
-            return [prompts]
-        return prompts
-
-    def _encode(self, prompt: Any) -> Sequence[int]:
-        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
-            return [int(token) for token in prompt]
-        tokenizer = self._tokenizer()
-        if isinstance(prompt, str):
-            return tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"]
-        if not tokenizer.chat_template:
-            raise ValueError(f"{self.decoder.target.name} has no chat template; pass the prompt as text.")
-        try:
-            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # templates are programs of the model's maker and raise what they like
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-    def _tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise ValueError("there is no tokenizer; pass tokenizer=... to load(), or prompts as token ids.")
-        return self.tokenizer
-
-    def _complete(self, job: Job, index: int, row: Any) -> Completion:
+    def _complete(self, job: Job, index: int, row: Row | None) -> Completion:
         request, transcript = job.requests[index], job.transcripts[index]
         tokens = tuple(row.output) if row else ()
         if not request.stop:  # with stop strings the transcript was written while decoding
@@ -265,7 +249,9 @@ class Engine:
             text = transcript.text
         stats = row.stats if row else Stats()
         length = len(request.prompt if request.source is None else request.source)
-        return Completion(text, tokens, (row and row.finish_reason) or "interrupted", stats, length)
+        if row is None or row.finish_reason is None:
+            return Completion(text, tokens, "interrupted", stats, length)
+        return Completion(text, tokens, row.finish_reason, stats, length, row.error, row.context_full)
 
 
 def _stop(transcript: Transcript) -> Callable[[list[int]], str | None]:
@@ -322,11 +308,10 @@ def load(
         draft = "embedded"
     shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
-    if exact_shape and (tree or compile):
-        other = "a tree" if tree else "compile=True"
-        raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
+    _check_exact(exact_shape, tree, compile)
     steering = _controller(tree, gamma, made)
-    chosen = rule(verify) if isinstance(verify, str) else verify or BLOCK
+    chosen = BLOCK if verify is None else rule(verify)
+    whole_number("batch_size", batch_size, 1)
     mode = Mode(compile, False if exact_shape else None, progress=progress)
     scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
     tokenizer = tokenizer or find_tokenizer(target)
@@ -343,6 +328,12 @@ def load(
     if compile:
         engine.warm_up()
     return engine
+
+
+def _check_exact(exact_shape: bool, tree: Sequence[int] | None, compile: bool) -> None:
+    if exact_shape and (tree or compile):
+        other = "a tree" if tree else "compile=True"
+        raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
 
 
 def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:

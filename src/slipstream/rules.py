@@ -47,8 +47,13 @@ def lenient(leniency: float) -> Rule:
     return Rule(f"lenient:{leniency:g}", acceptance.lenient(leniency), lossless=leniency == 1)
 
 
-def rule(name: str) -> Rule:
-    """ "token", "block", "match", "coupled" or "lenient:0.5" -> the rule. Raises ValueError for anything else."""
+def rule(name: str | Rule) -> Rule:
+    """ "token", "block", "match", "coupled" or "lenient:0.5" -> the rule; a rule as it is. Raises ValueError for
+    anything else."""
+    if isinstance(name, Rule):
+        return name
+    if not isinstance(name, str):
+        raise ValueError(f"verify={name!r} is not possible: give the name of a rule, or a Rule.")
     plain = {known.name: known for known in (TOKEN, BLOCK, MATCH, COUPLED)}
     kind, _, value = name.partition(":")
     if name in plain:

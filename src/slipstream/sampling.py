@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from transformers.generation import logits_process as hf
 
 from slipstream.laws import RowFailure, wide
 from slipstream.records import Key, Law, Row, Texts
+from slipstream.values import is_finite, is_real, is_whole
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
@@ -51,6 +53,19 @@ class AppearancePenalty(LogitsProcessor):
 
 LEAST = 1e-20  # temperature; logits over a smaller one are infinite
 
+RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+    "temperature": (float, "0 (greedy), or 1e-20 and more", lambda x: x == 0 or x >= LEAST),
+    "top_k": (int, "0 (off) or more", lambda x: x >= 0),
+    "top_p": (float, "above 0 and at most 1 (off)", lambda x: 0 < x <= 1),
+    "min_p": (float, "between 0 (off) and 1", lambda x: 0 <= x <= 1),
+    "typical_p": (float, "above 0 and at most 1 (off)", lambda x: 0 < x <= 1),
+    "repetition_penalty": (float, "above 0 (1 is off)", lambda x: x > 0),
+    "presence_penalty": (float, "a number (0 is off)", lambda x: True),
+    "frequency_penalty": (float, "a number (0 is off)", lambda x: True),
+    "min_new_tokens": (int, "0 or more", lambda x: x >= 0),
+}
+"""setting -> its kind of number, and what is allowed, in words and as a check."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
@@ -59,7 +74,8 @@ class Sampling:
     `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
     `typical_p` 1 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos` is needed by
     `min_new_tokens` alone. `processors` are the user's own, e.g. a `LogitsProcessorList`: each is called with
-    `(input_ids (1, length), scores (1, vocab))` for one row and position at a time.
+    `(input_ids (1, length), scores (1, vocab))` for one row and position at a time. Raises ValueError in one sentence
+    for what cannot be.
     """
 
     temperature: float = 0.0
@@ -78,20 +94,18 @@ class Sampling:
     _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        ranges = {
-            "temperature": ("0 (greedy), or 1e-20 and more", self.temperature == 0 or self.temperature >= LEAST),
-            "top_k": ("0 (off) or more", self.top_k >= 0),
-            "top_p": ("above 0 and at most 1 (off)", 0 < self.top_p <= 1),
-            "min_p": ("between 0 (off) and 1", 0 <= self.min_p <= 1),
-            "typical_p": ("above 0 and at most 1 (off)", 0 < self.typical_p <= 1),
-            "repetition_penalty": ("above 0 (1 is off)", self.repetition_penalty > 0),
-            "presence_penalty": ("a number (0 is off)", True),
-            "frequency_penalty": ("a number (0 is off)", True),
-            "min_new_tokens": ("0 or more", self.min_new_tokens >= 0),
-        }
-        for name, (allowed, valid) in ranges.items():
-            if not (valid and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be {allowed}.")
+        for name, (kind, allowed, fits) in RANGES.items():
+            value = getattr(self, name)
+            whole = "" if kind is float or is_whole(value) else "a whole number, "
+            if whole or not (is_finite(value) and fits(value)):
+                raise ValueError(f"{name}={value!r} is not possible: it must be {whole}{allowed}.")
+        _check_bias(self.logit_bias)
+        for word in self.bad_words:
+            if isinstance(word, str) or not word or not all(is_whole(token) and token >= 0 for token in word):
+                raise ValueError(f"bad_words holds {word!r}, but a word is a list of one or more token ids.")
+        for processor in self.processors:
+            if not callable(processor):
+                raise ValueError(f"processors holds {processor!r}, but a processor is called as (input_ids, scores).")
 
     @property
     def greedy(self) -> bool:
@@ -118,7 +132,9 @@ class Sampling:
     def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:
         chain: list[Processor] = []
         if self.logit_bias:
-            chain.append(hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in self.logit_bias.items()]))
+            chain.append(
+                hf.SequenceBiasLogitsProcessor([[[int(token)], float(bias)] for token, bias in self.logit_bias.items()])
+            )
         if self.repetition_penalty != 1:
             chain.append(hf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         if self.presence_penalty or self.frequency_penalty:
@@ -224,6 +240,19 @@ class Sampling:
 
     def _arbitrary(self, logits: Tensor) -> Law:
         return self._law(torch.zeros_like(logits)[None])[0]
+
+
+def _check_bias(biases: Any) -> None:
+    """Raises ValueError for what is no mapping of token ids to numbers; -inf forbids a token, as in transformers."""
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers.")
+    for token, bias in biases.items():
+        if not is_whole(token) or token < 0:
+            raise ValueError(f"logit_bias has the key {token!r}, but a token id is a whole number, 0 or more.")
+        if not is_real(bias) or not bias < math.inf:
+            raise ValueError(
+                f"logit_bias={{{token}: {bias!r}}} is not possible: a bias is a finite number, or -inf to forbid it."
+            )
 
 
 class _WrongShape(ValueError):

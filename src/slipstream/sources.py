@@ -66,7 +66,7 @@ def framed(frame: Frame | None, given: Source) -> tuple[tuple[int, ...], Source 
     if frame is not None:
         return frame.begin, given
     if isinstance(given, Tensor):
-        raise ValueError("a causal model reads text: give token ids as a list or a tuple, not as a tensor.")
+        raise ValueError("a causal model reads text, not audio features: give a text or token ids.")
     return given, None
 
 

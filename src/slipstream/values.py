@@ -1,0 +1,37 @@
+"""Numbers that users give: whole ones and real ones, or one sentence about what is allowed."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a number that a float can hold, infinities and NaN included; True and False are none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold, and neither infinite nor NaN."""
+    return is_real(value) and math.isfinite(value)
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """The value as an int. Raises ValueError if it is no whole number, or below `least`."""
+    if not is_whole(value):
+        raise ValueError(f"{name}={value!r} is not possible: it must be a whole number, at least {least}.")
+    if value < least:
+        raise ValueError(f"{name}={value} is not possible: it must be at least {least}.")
+    return int(value)
