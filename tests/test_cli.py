@@ -91,6 +91,11 @@ def completions(pair: tuple[str, str], *prompts: Any, **options: Any) -> list[Co
     return load(*pair).generate(prompts, **{"max_new_tokens": 12, **options})
 
 
+def by_index(result: Result) -> list[dict[str, Any]]:
+    """The JSON lines, which come as prompts finish, in the order of the prompts."""
+    return sorted(map(json.loads, result.stdout.splitlines()), key=lambda line: line["index"])
+
+
 def complaints(result: Result) -> list[str]:
     """The lines on stderr, without the loading bars of transformers, which other tests may have switched on."""
     lines = re.split(r"[\r\n]+", result.stderr)
@@ -122,7 +127,7 @@ def test_stream_prints_the_same(generate: Callable[..., Result], prompts: list[s
 
 def test_json_lines(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
     result = generate("a", "日本", "--json", "--temperature", "0.9", "--seed", "3")
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    lines = by_index(result)
     expected = completions(pair, "a", "日本", temperature=0.9, seed=3)
     assert [line["index"] for line in lines] == [0, 1]
     for line, completion in zip(lines, expected, strict=True):
@@ -203,7 +208,7 @@ def test_bad_prompts_do_not_take_the_others_with_them(
     file.write_text("\n".join(lines))
     result = generate("--prompts", str(file), "--json")
     assert result.exit_code == 2
-    found = [json.loads(line) for line in result.stdout.splitlines()]
+    found = by_index(result)
     one, two = completions(pair, "a", "b")
     assert [found[0]["text"], found[4]["text"]] == [one.text, two.text]
     errors = [line["error"] for line in found[1:4]]
@@ -325,11 +330,17 @@ class Recorder:
     def decode(self, tokens: Sequence[int]) -> str:
         return "?"
 
-    def generate(self, prompts: Any, on_round: Any, **options: Any) -> list[Completion]:
+    def generate(
+        self, prompts: Any, skip: Any = (), on_round: Any = None, on_completion: Any = None, **options: Any
+    ) -> list[Completion]:
         self.asked = options
         if self.error:
             raise self.error
-        return [completion("ok") for _ in prompts]
+        done = {place: completion("ok") for place in range(len(prompts)) if place not in skip}
+        for place in reversed(done):
+            if on_completion:
+                on_completion(place, done[place])
+        return [*done.values()]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
         self.asked = options

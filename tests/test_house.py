@@ -37,6 +37,7 @@ LEVELS: dict[str, float] = {
     "jsontext": 0,
     "values": 0,
     "planfile": 0.1,
+    "answers": 0.1,
     "tensorfiles": 0.1,
     "documents": 0,
     "branches": 0.2,
@@ -144,7 +145,16 @@ LEVELS: dict[str, float] = {
     "__main__": 8,
 }
 
-PURE = {"theory", "files", "jsontext", "values", "planfile", "plan.figures", "plan.predict"}  # rooms without any third party
+PURE = {
+    "theory",
+    "files",
+    "jsontext",
+    "values",
+    "answers",
+    "planfile",
+    "plan.figures",
+    "plan.predict",
+}  # rooms without any third party
 ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,

@@ -323,7 +323,11 @@ def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Call
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
     ended, total = 0, count * max_new_tokens
     with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+        *(*columns, TimeElapsedColumn()),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
     ) as bar:
         task = bar.add_task(f"0 of {count} prompts", total=total)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -137,7 +138,14 @@ app = typer.Typer(
 
 def main() -> None:
     """The `slipstream` command."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
     app(prog_name="slipstream")
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    """SIGTERM, as batch systems and containers send it, ends a command as cleanly as Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def _show_version(wanted: bool) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from slipstream.answers import Answers, digest, open_answers, same_file
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.options import (
     BatchSize,
@@ -21,18 +25,21 @@ from slipstream.cli.options import (
     ExactShape,
     Explain,
     File,
+    Force,
     FrequencyPenalty,
     Gamma,
     Json,
     Lossless,
     MaxNewTokens,
     MinP,
+    Out,
     Plain,
     PlanFile,
     PresencePenalty,
     Profile,
     Prompts,
     RepetitionPenalty,
+    Resume,
     Seed,
     Stop,
     Stream,
@@ -54,7 +61,6 @@ from slipstream.stats import Stats
 
 if TYPE_CHECKING:
     from slipstream.engine import Completion, Engine
-    from slipstream.records import Round
 
 
 @app.command()
@@ -92,14 +98,21 @@ def generate(
     explain: Explain = False,
     profile: Profile = False,
     as_json: Json = False,
+    out: Out = None,
+    resume: Resume = False,
+    force: Force = False,
 ) -> None:
     """Continue prompts; with an encoder-decoder, translate or summarize them.
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
 
+    --json and --out write each answer as it finishes, in that order; "index" names its prompt, from 0 on. An
+    interrupted run (Ctrl-C, SIGTERM) marks what is unfinished; --out FILE --resume makes that, and failed ones, again.
+
     Example: slipstream generate "def fibonacci(n):" --max-new-tokens 64 --temperature 0.8 --stream
     """
-    _one_at_most({"--stream": stream, "--explain": explain, "--json": as_json})
+    _one_at_most({"--stream": stream, "--explain": explain, "--json": as_json, "--out": out is not None})
+    _check_out(out, file, resume, force)
     items, stops, engine = gather(prompts or [], file, chat), [_unescape(text) for text in stop or ()], None
     with busy(console(stderr=True), "loading"):
         options = {**_sampling(context.params), **_limits(context.params), "stop": stops}
@@ -109,44 +122,72 @@ def generate(
             engine = load(target, draft, progress=say, **_how(context))
             items = [_encoded(engine, item) for item in items]
     tell(engine.notes if engine else ())
-    for item in items:
+    raise typer.Exit(_answer(Work(engine, items, options, profile), context.params))
+
+
+def _answer(work: Work, params: dict[str, Any]) -> int:
+    """Show or write what becomes of the prompts -> the exit code."""
+    for item in work.items:
         if item.error:
             say(f"{item.where}: {item.error}")
-    show = _show_stream if stream else _show_rounds if explain else _show_json if as_json else _show_text
-    code = show(Work(engine, items, options, profile))
-    raise typer.Exit(code or (WRONG if any(item.error for item in items) else 0))
+    if params["out"] is not None:
+        answers = open_answers(params["out"], _digests(params, work), params["resume"], params["force"])
+        with closing(answers.stream):
+            code = _show_json(work, answers)
+    else:
+        shows = {"stream": _show_stream, "explain": _show_rounds, "as_json": _show_json}
+        code = next((show for name, show in shows.items() if params[name]), _show_text)(work)
+    return code or (WRONG if work.failed or any(item.error for item in work.items) else 0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """What `generate` has to do. The engine is None if no prompt can be used."""
+    """What `generate` has to do. The engine is None if no prompt can be used; `failed`: a text could not go on."""
 
     engine: Any
     items: list[Item]
     options: dict[str, Any]
     profile: bool = False
+    failed: bool = False
 
     @property
     def good(self) -> list[Item]:
         """The prompts that can be used."""
         return [item for item in self.items if not item.error]
 
-    def run(self, on_round: Callable[[Round], None]) -> tuple[list[Completion], int]:
-        """Generate all at once -> completions of the good prompts, and INTERRUPTED or 0."""
+    def run(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
+        """Generate all good prompts at once but those of the places `skip` -> completions, and INTERRUPTED or 0."""
         from slipstream.engine import Interrupted
 
-        if not self.good:
-            return [], 0
         prompts = [item.prompt for item in self.good]
+        if len(prompts) == len(skip):
+            return [], 0
         try:
-            return self.engine.generate(prompts, on_round=on_round, **self.options), 0
+            return self.engine.generate(prompts, skip=skip, **listeners, **self.options), 0
         except Interrupted as stop:
             return stop.completions, INTERRUPTED
 
-    def run_watched(self) -> tuple[list[Completion], int]:
+    def run_watched(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
         """The same under a progress bar."""
-        with progress(console(stderr=True), len(self.good), self.options["max_new_tokens"]) as on_round:
-            return self.run(on_round)
+        count, most = len(self.good) - len(skip), self.options["max_new_tokens"]
+        with progress(console(stderr=True), count, most) as on_round:
+            return self.run(skip, on_round=on_round, **listeners)
+
+    def close(self, completions: Sequence[Completion], skip: Collection[int] = ()) -> None:
+        """Say beside the output what a reader of it has to know: failures, full contexts, and times if asked for."""
+        asked = [item for place, item in enumerate(self.good) if place not in skip]
+        full = []
+        for item, completion in zip(asked, completions, strict=False):
+            if completion.error:
+                self.failed = True
+                say(f"{item.where}: {completion.error}")
+            full += [item.where] if completion.context_full else []
+        if full:
+            names, target = ", ".join([*full[:3], *["..."][: len(full) - 3]]), self.engine.decoder.target
+            count = f"{len(full)} answers" if len(full) > 1 else "the answer"
+            say(f"note: {count} ({names}) ended early, at the {target.context} tokens that {target.name} holds.")
+        if self.profile:
+            console(stderr=True).print(breakdown(sum((completion.stats for completion in completions), Stats())))
 
 
 def _how(context: typer.Context) -> dict[str, Any]:
@@ -178,15 +219,32 @@ def _encoded(engine: Engine, item: Item) -> Item:
 
 
 def _show_text(work: Work) -> int:
-    """Prompts and their completions."""
-    completions, code = work.run_watched()
-    for item, completion in zip(work.good, completions, strict=True):
+    """Prompts and their completions, each as soon as it and all before it are finished."""
+    waiting: dict[int, Completion] = {}
+    shown = 0
+
+    def show(place: int, completion: Completion) -> None:
+        nonlocal shown
+        waiting[place] = completion
+        while shown in waiting:
+            _print(work, shown, waiting[shown])
+            shown += 1
+
+    # On a terminal the answers would run into a bar, and one answer has nothing to wait for.
+    watched = len(work.good) == 1 or not sys.stdout.isatty()
+    listeners: dict[str, Any] = {"on_completion": show} if len(work.good) > 1 else {}
+    completions, code = (work.run_watched if watched else work.run)(**listeners)
+    for place, completion in enumerate(completions[shown:], shown):
         if completion.tokens or not code:
-            _begin(work, item)
-            print(completion.text)
+            _print(work, place, completion)
     _summarize(completions)
-    _show_times(work, completions)
+    work.close(completions)
     return code
+
+
+def _print(work: Work, place: int, completion: Completion) -> None:
+    _begin(work, work.good[place])
+    print(completion.text, flush=True)
 
 
 def _show_stream(work: Work) -> int:
@@ -203,7 +261,7 @@ def _show_stream(work: Work) -> int:
         print()
         completions.append(piece.completion)
     _summarize(completions)
-    _show_times(work, completions)
+    work.close(completions)
     return 0
 
 
@@ -212,26 +270,63 @@ def _show_rounds(work: Work) -> int:
     if not work.good:
         return 0
     explanation = Explanation(work.engine.decode, console(), [item.where for item in work.good])
-    completions, code = work.run(explanation)
+    completions, code = work.run(on_round=explanation)
     explanation.finish()
-    _show_times(work, completions)
+    work.close(completions)
     return code
 
 
-def _show_json(work: Work) -> int:
-    """An object per prompt, in order."""
-    completions, code = work.run_watched()
-    done = iter(completions)
+def _show_json(work: Work, answers: Answers | None = None) -> int:
+    """An object per prompt, on standard output or in a file, as they finish; unfinished ones when interrupted."""
+    out = Answers(sys.stdout) if answers is None else answers
     for index, item in enumerate(work.items):
-        rest = {"error": f"{item.where}: {item.error}"} if item.error else _as_dict(next(done))
-        print(json_text({"index": index, **rest}, ensure_ascii=False))
-    _show_times(work, completions)
+        if item.error:
+            out.write(index, {"error": f"{item.where}: {item.error}"})
+    places = [index for index, item in enumerate(work.items) if not item.error]
+    skip = {place for place, index in enumerate(places) if index in out.finished}
+
+    def show(place: int, completion: Completion) -> None:
+        out.write(places[place], _as_dict(completion))
+
+    watched = answers is not None or not sys.stdout.isatty()  # on a terminal the lines would run into a bar
+    completions, code = (work.run_watched if watched else work.run)(skip, on_completion=show)
+    left = [place for place in range(len(places)) if place not in skip]
+    for place, completion in zip(left, completions, strict=True) if completions else ():
+        if places[place] not in out.written:
+            show(place, completion)
+    work.close(completions, skip)
     return code
 
 
 def _as_dict(completion: Completion) -> dict[str, Any]:
-    names = ("text", "tokens", "finish_reason", "prompt_tokens")
-    return {**{name: getattr(completion, name) for name in names}, "stats": completion.stats.as_dict()}
+    names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
+    error = {"error": completion.error} if completion.error else {}
+    return {**error, **{name: getattr(completion, name) for name in names}, "stats": completion.stats.as_dict()}
+
+
+def _check_out(out: str | None, file: str | None, resume: bool, force: bool) -> None:
+    """Raises ValueError for options of a file of answers that do not go together, before anything is loaded."""
+    if out is None and (resume or force):
+        raise ValueError(f"{'--resume' if resume else '--force'} is about the file of --out: name it.")
+    if resume and force:
+        raise ValueError("--resume and --force exclude each other: go on with the file, or replace it.")
+    if out is not None and file is not None and same_file(out, file):
+        raise ValueError(f"--out {out} is the file of the prompts: name another.")
+    if out is not None and os.path.isfile(out) and not (resume or force):
+        raise ValueError(f"{out} exists: --resume goes on with it, --force replaces it.")
+
+
+# What decides the law of the answers; a draft, the batch or the device do not.
+LAW = (
+    *("target", "task", "chat", "dtype", "verify", "plan", "max_new_tokens", "seed", "stop", "temperature", "top_k"),
+    *("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+def _digests(params: dict[str, Any], work: Work) -> list[dict[str, str]]:
+    """Of every prompt: what the settings and the prompt are known by."""
+    settings = digest({name: params[name] for name in LAW})
+    return [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
 
 
 def _begin(work: Work, item: Item) -> None:
@@ -240,12 +335,6 @@ def _begin(work: Work, item: Item) -> None:
         gap = "" if item is work.good[0] else "\n"
         print(f"{gap}==> {item.where} <==")
     print(item.shown, end="\n" if work.engine.frame else "", flush=True)  # what answers a source does not continue it
-
-
-def _show_times(work: Work, completions: Sequence[Completion]) -> None:
-    """Where the time went, for one who asked; beside the output, not in it."""
-    if work.profile:
-        console(stderr=True).print(breakdown(sum((completion.stats for completion in completions), Stats())))
 
 
 def _summarize(completions: Sequence[Completion]) -> None:

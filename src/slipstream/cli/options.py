@@ -79,7 +79,7 @@ TypicalP = Annotated[float, _option(SAMPLING, "X", "Locally typical sampling; 1 
 RepetitionPenalty = Annotated[float, _option(SAMPLING, "X", "On tokens of prompt and output; 1 is off.")]
 PresencePenalty = Annotated[float, _option(SAMPLING, "X", "Once on tokens of the output; 0 is off.")]
 FrequencyPenalty = Annotated[float, _option(SAMPLING, "X", "On each appearance in the output; 0 is off.")]
-Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, whatever runs beside it.")]
+Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, whatever runs beside it.", min=0)]
 Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this text (\n, \t work). Repeatable.")]
 
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
@@ -95,7 +95,13 @@ Task = Annotated[
 Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
 Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]
-Json = Annotated[bool, _option(OUTPUT, None, "One JSON object per prompt and line, nothing else.", "--json")]
+Json = Annotated[bool, _option(OUTPUT, None, "A JSON line per prompt, as each finishes; index names it.", "--json")]
+
+Out = Annotated[
+    str | None, _option(OUTPUT, "FILE", "Write the JSON lines to FILE, each as it finishes, instead of printing.")
+]
+Resume = Annotated[bool, _option(OUTPUT, None, "Go on with the --out FILE of an earlier run.", "--resume")]
+Force = Annotated[bool, _option(OUTPUT, None, "Replace the --out FILE if there is one.", "--force")]
 
 ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
 
