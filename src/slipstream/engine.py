@@ -25,7 +25,7 @@ from slipstream.sources import Frame, framed, numbers
 from slipstream.stats import Stats
 from slipstream.tasks import Task, frame
 from slipstream.text import Transcript
-from slipstream.values import is_whole, whole_number
+from slipstream.values import whole_number
 
 GAMMA = 5
 """Tokens drafted per round, unless told otherwise."""

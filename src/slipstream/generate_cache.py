@@ -145,6 +145,10 @@ class Continued:
         """Forget everything after `lengths[r]` tokens of each text."""
         self.scorer.rollback([length + before for length, before in zip(lengths, self._before, strict=True)])
 
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache."""
+        self.scorer.scrub()
+
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted tokens of a tree together."""
         self.scorer.keep([start + before for start, before in zip(starts, self._before, strict=True)], paths)

@@ -39,9 +39,9 @@ def refuse_missing(source: str | Path) -> None:
     if not str(source).strip():
         raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
     path = Path(source)
-    if isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir():
-        if fault := _missing(path):
-            raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
+    named = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir()
+    if named and (fault := _missing(path)):
+        raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
 
 
 def _missing(path: Path) -> str | None:

@@ -54,7 +54,6 @@ from slipstream.cli.options import (
     shaped,
 )
 from slipstream.explain import Explanation, breakdown, busy, console, progress
-from slipstream.jsontext import json_text
 from slipstream.planfile import Plan
 from slipstream.prompts import Item, gather
 from slipstream.stats import Stats
