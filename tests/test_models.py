@@ -5,6 +5,7 @@ those of a fresh forward of each text alone, without cache. Tiny random models, 
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +312,17 @@ def test_what_does_not_continue_texts_is_one_sentence(kind: str, tmp_path: Path)
     with pytest.raises(ValueError, match=r"of the kind .*, which does not continue texts; take a causal") as error:
         load_model(tmp_path)
     assert len(str(error.value)) < 300 and error.value.__cause__ is None  # a cause would list hundreds of classes
+
+
+def test_what_may_not_be_read_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken(tmp_path, "model.safetensors", b"")
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and Path(path).suffix != ".safetensors")
+    with pytest.raises(ValueError, match=r"its model\.safetensors may not be read: change its permissions"):
+        load_model(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="the folder may not be read: change its permissions"):
+        load_model(tmp_path)
 
 
 def test_adapters_files_and_no_name_are_no_models(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ UNDERSTOOD: list[tuple[Any, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "want"), UNDERSTOOD, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("given", "want"), UNDERSTOOD, ids=lambda value: repr(value).split(" at 0x")[0][:40])
 def test_prompts_that_are_understood(given: Any, want: list[Any]) -> None:
     assert read_prompts(given) == want
 
@@ -105,7 +105,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda value: repr(value).split(" at 0x")[0][:40])
 def test_prompts_that_are_refused(given: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says) as refusal:
         read_prompts(given)

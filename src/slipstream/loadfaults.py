@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ def refuse_missing(source: str | Path) -> None:
     if not str(source).strip():
         raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
     path = Path(source)
-    named = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir()
-    if named and (fault := _missing(path)):
+    local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir()
+    if local and (fault := _missing(path)):
         raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
 
 
 def _missing(path: Path) -> str | None:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        return "the folder may not be read: change its permissions"
     if not path.is_dir():
         return "that is a file: name the folder that it lies in" if path.is_file() else "there is no such folder"
     if (path / "config.json").is_file():
@@ -75,8 +78,8 @@ def refuse_other_kinds(source: str | Path, config: Any) -> None:
 
 def model_fault(source: str | Path, error: Exception) -> str:
     """Why transformers could not load a model, without a full stop."""
-    if damaged := damaged_record(source, MODEL_RECORDS):
-        return damaged
+    if fault := _forbidden(source) or damaged_record(source, MODEL_RECORDS):
+        return fault
     if isinstance(error, SafetensorError):
         return f"its weights are damaged ({first_sentence(error)}): copy or download them again"
     if "ignore_mismatched_sizes" in str(error):
@@ -100,7 +103,7 @@ def tokenizer_fault(source: str | Path, error: Exception) -> str:
     """Why transformers could not load a tokenizer, without a full stop."""
     if Path(source).is_dir() and not has_tokenizer(source):
         return "the folder has none"
-    return damaged_record(source, ("config.json", *TOKENIZER_RECORDS)) or _sentence(error)
+    return _forbidden(source) or damaged_record(source, ("config.json", *TOKENIZER_RECORDS)) or _sentence(error)
 
 
 def has_tokenizer(source: str | Path) -> bool:
@@ -115,6 +118,13 @@ def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
         if path and (fault := _no_object(path)):
             return f"its {name} is damaged ({fault}): copy or download it again"
     return None
+
+
+def _forbidden(source: str | Path) -> str | None:
+    """A file of a folder that may not be read; others say that it is missing, or damaged."""
+    files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
+    found = next((file.name for file in files if not os.access(file, os.R_OK)), None)
+    return found and f"its {found} may not be read: change its permissions"
 
 
 def _no_object(path: Path) -> str | None:
