@@ -133,11 +133,11 @@ def plain(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
 
 
 def sound(rows: Iterable[Row]) -> list[Row]:
-    """The same rows. Raises FloatingPointError for the first that failed."""
+    """The same rows. For the first that failed, raises what a processor raised, or else FloatingPointError."""
     rows = list(rows)
     for row in rows:
         if row.error:
-            raise FloatingPointError(row.error)
+            raise row.error.cause or FloatingPointError(row.error)
     return rows
 
 

@@ -251,7 +251,9 @@ class Engine:
         length = len(request.prompt if request.source is None else request.source)
         if row is None or row.finish_reason is None:
             return Completion(text, tokens, "interrupted", stats, length)
-        return Completion(text, tokens, row.finish_reason, stats, length, row.error, row.context_full)
+        return Completion(
+            text, tokens, row.finish_reason, stats, length, row.error and str(row.error), row.context_full
+        )
 
 
 def _stop(transcript: Transcript) -> Callable[[list[int]], str | None]:

@@ -96,8 +96,21 @@ class Law:
         return Law(*(_cat([getattr(law, name) for law in laws], dim) for name in ("probs", "tokens", "scores")))
 
 
-Faults = dict[tuple[int, int], str]
-"""Where no law can be made: (place of the row, position) -> why, in a sentence."""
+class Fault(str):
+    """Why no law can be made, in a sentence; `cause` is what a processor raised, if that is why."""
+
+    cause: Exception | None = None
+
+    @staticmethod
+    def of(sentence: str, cause: Exception) -> Fault:
+        """A fault with a cause."""
+        fault = Fault(sentence)
+        fault.cause = cause
+        return fault
+
+
+Faults = dict[tuple[int, int], Fault]
+"""Where no law can be made: (place of the row, position) -> why."""
 
 
 class RowFailure(FloatingPointError):

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.branches import ABSENT as ABSENT
 from slipstream.branches import Tree as Tree
 from slipstream.branches import ancestors as ancestors
-from slipstream.laws import Faults, Law, RowFailure
+from slipstream.laws import Fault, Faults, Law, RowFailure
 from slipstream.sources import Source, SourceForm
 from slipstream.stats import Stats
 
@@ -188,7 +188,7 @@ class Row:
     tokens: list[int]
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
-    error: str | None = None  # why no token is possible any more, where `finish_reason` is "error"
+    error: Fault | None = None  # why no token is possible any more, where `finish_reason` is "error"
 
     @property
     def output(self) -> list[int]:
@@ -230,7 +230,7 @@ class Context:
             groups.setdefault(id(row.request.sampler), []).append(place)
         if len(groups) == 1:
             return _attempt(self.rows, logits, texts, model)
-        laws, faults = list[Law](), dict[tuple[int, int], str]()
+        laws, faults = list[Law](), dict[tuple[int, int], Fault]()
         for places in groups.values():
             rows = [self.rows[place] for place in places]
             law, found = _attempt(rows, logits[places], texts.select(places), model)

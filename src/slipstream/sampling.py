@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from slipstream.laws import RowFailure, wide
+from slipstream.laws import Fault, RowFailure, wide
 from slipstream.records import Key, Law, Row, Texts
 from slipstream.values import is_finite, is_real, is_whole
 
@@ -201,7 +201,7 @@ class Sampling:
 
     def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
         """The same law, made one position at a time. Raises RowFailure if one has none."""
-        laws, faults, count = list[Law](), dict[tuple[int, int], str](), scores.shape[1]
+        laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
         for r, row in enumerate(rows):
             parts = [self._law_at(scores[r, j : j + 1], row, texts.of(row, r, j), model) for j in range(count)]
             laws.append(Law.join([law for law, _ in parts], 1))
@@ -211,7 +211,7 @@ class Sampling:
             raise RowFailure(faults, law)
         return law
 
-    def _law_at(self, logits: Tensor, row: Row, prefix: Tensor, model: str) -> tuple[Law, str | None]:
+    def _law_at(self, logits: Tensor, row: Row, prefix: Tensor, model: str) -> tuple[Law, Fault | None]:
         """The law (1, 1) of logits (1, vocab) after a prefix; or an arbitrary one, and why there is none."""
         where = f"text {row.index} after {len(prefix)} tokens"
         scores, culprit = logits, ""
@@ -220,23 +220,25 @@ class Sampling:
                 culprit = culprit if scores.isnan().any() else _name(processor)
                 scores = _apply(processor, prefix, scores)
         except Exception as error:
-            reason = str(error) if isinstance(error, _WrongShape) else f"{type(error).__name__}: {error}"
-            return self._arbitrary(logits), f"the processor {_name(processor)} fails for {where}: {reason}"
+            failed = f"the processor {_name(processor)} fails for {where}:"
+            if isinstance(error, _WrongShape):
+                return self._arbitrary(logits), Fault(f"{failed} {error}")
+            return self._arbitrary(logits), Fault.of(f"{failed} {type(error).__name__}: {error}", error)
         best, given = float(scores.max()), float(logits.max())
         if math.isfinite(best) or (self.greedy and best == math.inf and math.isfinite(given)):
             return self._law(scores[None])[0], None
         if not math.isfinite(given):
-            return self._arbitrary(logits), (
+            return self._arbitrary(logits), Fault(
                 f"{model} gives non-finite logits for position {len(prefix)} of text {row.index}: the weights are "
                 "damaged or overflow in this dtype (try bfloat16 or float32)."
             )
         if best == -math.inf:
-            return self._arbitrary(logits), (
+            return self._arbitrary(logits), Fault(
                 f"no token is possible for {where}: the sampling settings or a processor forbid every token of the "
                 "vocabulary."
             )
         value = "NaN" if math.isnan(best) else "infinity"
-        return self._arbitrary(logits), f"the processor {culprit} fails for {where}: it returns {value}."
+        return self._arbitrary(logits), Fault(f"the processor {culprit} fails for {where}: it returns {value}.")
 
     def _arbitrary(self, logits: Tensor) -> Law:
         return self._law(torch.zeros_like(logits)[None])[0]
