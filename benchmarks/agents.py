@@ -22,17 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, generate
-from slipstream.drafters.corpus import Corpus
-from slipstream.drafters.datastore import Datastore, Settings
-from slipstream.drafters.embedding import InputEmbeddings
-from slipstream.drafters.memory import Memory
-from slipstream.models import EMBEDDED, load_model, load_tokenizer
-from slipstream.processes import TableScorer
-from slipstream.records import Request, Tree
-from slipstream.sampling import Sampling
-from slipstream.stats import Stats
+from slipstream.core.draft import Tree
+from slipstream.core.request import Request
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.datastore.corpus import Corpus
+from slipstream.drafters.datastore.drafter import Datastore, Settings
+from slipstream.drafters.datastore.embedding import InputEmbeddings
+from slipstream.drafters.datastore.memory import Memory
+from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
+from slipstream.models.tables import TableScorer
 
 Turn = tuple[list[int], list[int]]  # prompt, response
 SOURCES = ("own", "corpus", "memory", "corpus+memory", "own+corpus", "own+memory", "own+corpus+memory")

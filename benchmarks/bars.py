@@ -25,12 +25,11 @@ import torch
 
 import slipstream
 from slipstream.bench import PLAIN, PROMPTS, Settings, Side, line_up, measure
-from slipstream.bench.contenders import scorers
-from slipstream.bench.machine import environment
-from slipstream.engine import Engine
-from slipstream.packing import PackedLinear
-from slipstream.prompts import gather
-from slipstream.records import Scorer
+from slipstream.core.protocols import Scorer
+from slipstream.engine.engine import Engine
+from slipstream.kernels.packing import PackedLinear
+from slipstream.measure.environment import environment, scorers
+from slipstream.text.prompts import gather
 
 PARTS = ("steps", "race", "batch")
 BATCH_GAMMAS = (1, 2, 3, 5)  # a batch fills the processor with fewer drafted tokens: each size has the best one for it

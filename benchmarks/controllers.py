@@ -21,13 +21,18 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.controllers import Adaptive, Fixed
-from slipstream.decoding import Decoder, rounds
-from slipstream.engine import Engine
-from slipstream.laws import Law
-from slipstream.prompts import gather
-from slipstream.records import Controller, Draft, Request, Round, Row, Texts, Verdict
-from slipstream.sampling import Sampling
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.law import Law
+from slipstream.core.protocols import Controller
+from slipstream.core.request import Request, Row, Texts
+from slipstream.core.round import Round
+from slipstream.decoding.adaptive import Adaptive
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.engine.engine import Engine
+from slipstream.text.prompts import gather
 
 NOTHING = Verdict(torch.zeros(1), Law(tokens=torch.zeros(1, 1).long()), torch.zeros(1, 1))
 

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 import slipstream
-from slipstream.documents import read
-from slipstream.drafters.corpus import Corpus
-from slipstream.drafters.datastore import Datastore, Settings
-from slipstream.prompts import gather
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
+from slipstream.drafters.datastore.corpus import Corpus
+from slipstream.drafters.datastore.drafter import Datastore, Settings
+from slipstream.text.documents import read
+from slipstream.text.prompts import gather
 
 VOCAB, DOCUMENT = 32_000, 1_000
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import slipstream
-from slipstream.engine import Engine
-from slipstream.prompts import gather
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
+from slipstream.engine.engine import Engine
+from slipstream.text.prompts import gather
 
 COLUMNS = ("alpha", "mean_acceptance_length", "ms_per_drafted_token", "tokens_per_second", "against_plain")
 

@@ -9,8 +9,8 @@ import argparse
 from time import perf_counter
 
 import slipstream
-from slipstream.engine import Engine
-from slipstream.prompts import gather
+from slipstream.engine.engine import Engine
+from slipstream.text.prompts import gather
 
 
 def main() -> None:

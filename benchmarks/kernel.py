@@ -13,8 +13,8 @@ from time import perf_counter
 import torch
 from torch.nn import functional
 
-from slipstream.kernel import into_panels, kernel_missing, panel_attention, panel_bytes, panel_linear
-from slipstream.packing import Stretch
+from slipstream.kernels.cpu import into_panels, kernel_missing, panel_attention, panel_bytes, panel_linear
+from slipstream.kernels.packing import Stretch
 
 TARGET = [(768, 768), (384, 768), (384, 768), (768, 768), (2304, 768), (2304, 768), (768, 2304)] * 12 + [(32000, 768)]
 DRAFT = [(256, 288), (128, 288), (128, 288), (288, 256), (896, 288), (896, 288), (288, 896)] * 6 + [(32000, 288)]

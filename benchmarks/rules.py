@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Sequence
 
 import slipstream
-from slipstream.engine import Engine
-from slipstream.prompts import gather
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
+from slipstream.engine.engine import Engine
+from slipstream.text.prompts import gather
 
 RULES = ("token", "block", "match", "coupled")
 

@@ -19,15 +19,17 @@ from operator import add
 from statistics import median
 from typing import Any
 
-from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, NoDraft, generate
-from slipstream.drafting import Site, drafter
-from slipstream.engine import load
-from slipstream.models import EMBEDDED
-from slipstream.prompts import gather
-from slipstream.records import Request
-from slipstream.sampling import Sampling, request_key
-from slipstream.stats import Stats
+from slipstream.core.draws import request_key
+from slipstream.core.request import Request
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.generate import generate
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.specification import Site, drafter
+from slipstream.engine.load import load
+from slipstream.models.loading import EMBEDDED
+from slipstream.text.prompts import gather
 
 PLAIN = "plain"
 

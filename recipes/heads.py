@@ -18,9 +18,9 @@ import torch
 from pair import corpus
 
 from slipstream.drafters.heads import FILE, KIND
-from slipstream.models import EMBEDDED, load_model, load_tokenizer
-from slipstream.teach import Lesson, Teacher
-from slipstream.tensorfiles import load_tensors
+from slipstream.files import load_tensors
+from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
+from slipstream.training.heads import Lesson, Teacher
 
 
 def main() -> int:

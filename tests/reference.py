@@ -7,9 +7,9 @@ import itertools
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.execution import Execution
-from slipstream.models import CausalScorer
-from slipstream.sources import Source
+from slipstream.core.source import Source
+from slipstream.execution.passes import Execution
+from slipstream.models.causal import CausalScorer
 from toys import HF_VOCAB, WINDOW
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # in standard deviations of the logits

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.models import EMBEDDED, load_model, load_tokenizer
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
+from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
 
 PROMPTS = [
     "def mean(values):\n",

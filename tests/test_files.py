@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream import files, tensorfiles
-from slipstream.drafters.corpus import Corpus
+from slipstream import files
+from slipstream import files as tensorfiles
+from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.heads import FILE, ParallelHeads, Sizes
-from slipstream.drafters.ngram import NgramModel
-from slipstream.files import whole
-from slipstream.planfile import Plan
-from slipstream.tensorfiles import Kind, load_tensors, save_tensors
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.engine.plan_file import Plan
+from slipstream.files import Kind, load_tensors, save_tensors, whole
 
 KIND = Kind("toy", "slipstream.toy", "1", "make it again")
 TENSORS = {"a": torch.arange(6).to(torch.uint16), "b": torch.tensor([[0.5]], dtype=torch.bfloat16)}

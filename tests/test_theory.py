@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream import theory
+from slipstream.measure import statistics
 
 F = Fraction
 Exact = Sequence[Fraction]
@@ -165,7 +166,7 @@ def test_eq_1_is_only_a_model() -> None:
     """Half of all rounds keep everything, half nothing: 3 tokens per round, where Equation 1 says 1.94 or 3.36."""
     assert theory.expected_tokens([0.5] * 4) == 3
     assert theory.tokens_per_round(0.5, 4) == 1.9375
-    tested = theory.alpha_from_rounds([4, 0] * 50, [4] * 100).value
+    tested = statistics.alpha_from_rounds([4, 0] * 50, [4] * 100).value
     assert tested == 0.8
     assert theory.tokens_per_round(tested, 4) == pytest.approx(3.3616)
 
@@ -511,7 +512,7 @@ def split(played: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
 @example([(0, 1)] + [(5, 6)] * 100)
 def test_maximum_likelihood(played: list[tuple[int, int]]) -> None:
     """The estimate is the maximum, its error the curvature there, its ends where log likelihood is z^2/2 lower."""
-    estimate = theory.alpha_from_rounds(*split(played))
+    estimate = statistics.alpha_from_rounds(*split(played))
     assert estimate.low <= estimate.value <= estimate.high
     if estimate.value in (0, 1):
         end = estimate.high if estimate.value == 0 else estimate.low  # the likelihood at the maximum is 1
@@ -531,7 +532,7 @@ def test_maximum_likelihood(played: list[tuple[int, int]]) -> None:
 def test_wilson(figures: tuple[int, int]) -> None:
     """The ends are the alphas whose own standard error puts the figure z away."""
     accepted, tested = figures
-    estimate = theory.alpha_from_counts(accepted, tested)
+    estimate = statistics.alpha_from_counts(accepted, tested)
     assert estimate.value == accepted / tested
     assert estimate.error == pytest.approx(math.sqrt(estimate.value * (1 - estimate.value) / tested))
     assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1 and estimate.low < estimate.high
@@ -540,24 +541,24 @@ def test_wilson(figures: tuple[int, int]) -> None:
 
 
 def test_levels() -> None:
-    narrow, wide = theory.alpha_from_counts(70, 100, 0.5), theory.alpha_from_counts(70, 100, 0.99)
+    narrow, wide = statistics.alpha_from_counts(70, 100, 0.5), statistics.alpha_from_counts(70, 100, 0.99)
     assert wide.low < narrow.low < 0.7 < narrow.high < wide.high
     assert (narrow.level, wide.level) == (0.5, 0.99)
-    assert theory.alpha_from_counts(0, 10).high == pytest.approx(Z2 / (10 + Z2))
+    assert statistics.alpha_from_counts(0, 10).high == pytest.approx(Z2 / (10 + Z2))
 
 
 def test_betas_say_more_than_counts() -> None:
     """A beta carries more than its coin: the interval shrinks with the betas' spread."""
     betas = [0.6, 0.7, 0.8, 0.7] * 25
-    estimate, coins = theory.alpha_from_betas(betas), theory.alpha_from_counts(70, 100)
+    estimate, coins = statistics.alpha_from_betas(betas), statistics.alpha_from_counts(70, 100)
     assert estimate.value == pytest.approx(0.7)
     assert estimate.error == pytest.approx(math.sqrt(0.005 / 99), rel=1e-9)
     assert estimate.high - estimate.low == pytest.approx(2 * math.sqrt(Z2) * estimate.error, rel=0.01)
     assert coins.high - coins.low > 5 * (estimate.high - estimate.low)
-    flips = theory.alpha_from_betas([1.0] * 70 + [0.0] * 30)  # greedy: beta is 0 or 1
+    flips = statistics.alpha_from_betas([1.0] * 70 + [0.0] * 30)  # greedy: beta is 0 or 1
     assert (flips.low, flips.high) == pytest.approx((coins.low, coins.high), abs=1e-3)
     assert (
-        theory.alpha_from_betas([1.0] * 9).low == theory.alpha_from_counts(9, 9).low < 0.75
+        statistics.alpha_from_betas([1.0] * 9).low == statistics.alpha_from_counts(9, 9).low < 0.75
     )  # 9 of 9 is not certainty
 
 
@@ -574,7 +575,7 @@ def test_the_bias_of_rounds_is_downward(gammas: tuple[int, ...], biased: bool, a
     for kept in product(*(range(gamma + 1) for gamma in gammas)):
         chance = math.prod(capped(alpha, gamma)[n] for n, gamma in zip(kept, gammas, strict=True))
         size = sum(min(n + 1, gamma) for n, gamma in zip(kept, gammas, strict=True))
-        figure = theory.alpha_from_rounds(kept, gammas).value
+        figure = statistics.alpha_from_rounds(kept, gammas).value
         value, tested, both = value + chance * figure, tested + chance * size, both + chance * figure * size
     assert both == pytest.approx(alpha * tested)  # Wald: the numerator is right in the mean
     assert value == pytest.approx(alpha - (both - value * tested) / tested)
@@ -586,7 +587,7 @@ def test_the_bias_is_of_order_one_over_rounds() -> None:
     alpha, rounds = 0.6, 200
     chance, value = (1 - alpha) ** rounds, 0.0
     for accepted in range(1500):
-        value += chance * theory.alpha_from_counts(accepted, accepted + rounds).value
+        value += chance * statistics.alpha_from_counts(accepted, accepted + rounds).value
         chance *= alpha * (accepted + rounds) / (accepted + 1)
     assert rounds * (value - alpha) == pytest.approx(-alpha * (1 - alpha), rel=0.02)
 
@@ -595,8 +596,8 @@ def test_rounds_that_eos_cuts() -> None:
     """alpha = 1/2, gamma = 3, an accepted token is EOS with chance 1/2: all 64 equally likely rounds."""
     refused, cut, full = [0] * 32 + [1] * 8 + [2] * 2, [1] * 16 + [2] * 4 + [3], [3]
     kept = refused + cut + full
-    assert theory.alpha_from_rounds(kept, [3] * 42 + cut + [3]).value == 0.5
-    assert theory.alpha_from_rounds(kept, [3] * 64).value == 42 / 104  # the control: a cut is no refusal
+    assert statistics.alpha_from_rounds(kept, [3] * 42 + cut + [3]).value == 0.5
+    assert statistics.alpha_from_rounds(kept, [3] * 64).value == 42 / 104  # the control: a cut is no refusal
 
 
 def play(rng: random.Random, alpha: float, gamma: int) -> int:
@@ -604,7 +605,7 @@ def play(rng: random.Random, alpha: float, gamma: int) -> int:
     return next((n for n in range(gamma) if rng.random() >= alpha), gamma)
 
 
-def covered(make: Callable[[random.Random], theory.Estimate], truth: float, trials: int) -> float:
+def covered(make: Callable[[random.Random], statistics.Estimate], truth: float, trials: int) -> float:
     """How often an interval holds the truth."""
     hits = (make(random.Random(seed)) for seed in range(trials))
     return sum(estimate.low <= truth <= estimate.high for estimate in hits) / trials
@@ -620,26 +621,26 @@ def simulated(rng: random.Random) -> tuple[list[int], list[int]]:
     return [play(rng, 0.7, gamma) for gamma in gammas], gammas
 
 
-def from_counts(rng: random.Random) -> theory.Estimate:
+def from_counts(rng: random.Random) -> statistics.Estimate:
     accepted, gammas = simulated(rng)
-    return theory.alpha_from_counts(sum(accepted), sum(map(min, (n + 1 for n in accepted), gammas)))
+    return statistics.alpha_from_counts(sum(accepted), sum(map(min, (n + 1 for n in accepted), gammas)))
 
 
-def from_drafted(rng: random.Random) -> theory.Estimate:
+def from_drafted(rng: random.Random) -> statistics.Estimate:
     accepted, gammas = simulated(rng)
-    return theory.alpha_from_counts(sum(accepted), sum(gammas))
+    return statistics.alpha_from_counts(sum(accepted), sum(gammas))
 
 
-def from_betas(rng: random.Random) -> theory.Estimate:
-    return theory.alpha_from_betas([rng.betavariate(1.4, 0.6) for _ in range(80)])
+def from_betas(rng: random.Random) -> statistics.Estimate:
+    return statistics.alpha_from_betas([rng.betavariate(1.4, 0.6) for _ in range(80)])
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda rng: theory.alpha_from_rounds(*simulated(rng)), from_counts, from_betas],
+    [lambda rng: statistics.alpha_from_rounds(*simulated(rng)), from_counts, from_betas],
     ids=["rounds", "counts", "betas"],
 )
-def test_intervals_cover(make: Callable[[random.Random], theory.Estimate]) -> None:
+def test_intervals_cover(make: Callable[[random.Random], statistics.Estimate]) -> None:
     assert FAIR[0] <= covered(make, 0.7, 400) <= FAIR[1]
 
 
@@ -647,7 +648,7 @@ def test_accepted_over_drafted_is_not_alpha() -> None:
     """The control: tokens after a refusal count as failures, and no interval finds alpha any more."""
     assert covered(from_drafted, 0.7, 100) < 0.2
     accepted, gammas = simulated(random.Random(1))
-    assert sum(accepted) / sum(gammas) < theory.alpha_from_rounds(accepted, gammas).low
+    assert sum(accepted) / sum(gammas) < statistics.alpha_from_rounds(accepted, gammas).low
 
 
 def requests(rng: random.Random) -> list[tuple[float, float]]:
@@ -667,30 +668,30 @@ def test_dependent_rounds_need_the_bootstrap() -> None:
     """
     accepted = sum(theory.tokens_per_round(alpha, 4) - 1 for alpha in (0.3, 0.9))
     truth = accepted / sum(theory.tokens_per_round(alpha, 3) for alpha in (0.3, 0.9))
-    assert 0.865 <= covered(lambda rng: theory.bootstrap_ratio(requests(rng), replicates=200), truth, 200) <= 0.99
+    assert 0.865 <= covered(lambda rng: statistics.bootstrap_ratio(requests(rng), replicates=200), truth, 200) <= 0.99
 
-    def naive(rng: random.Random) -> theory.Estimate:
+    def naive(rng: random.Random) -> statistics.Estimate:
         pooled = requests(rng)
-        return theory.alpha_from_counts(int(sum(a for a, _ in pooled)), int(sum(t for _, t in pooled)))
+        return statistics.alpha_from_counts(int(sum(a for a, _ in pooled)), int(sum(t for _, t in pooled)))
 
     assert covered(naive, truth, 200) < 0.8
 
 
 def test_bootstrap() -> None:
     units = requests(random.Random(7))
-    estimate = theory.bootstrap_ratio(units)
+    estimate = statistics.bootstrap_ratio(units)
     ratio, size = sum(a for a, _ in units) / sum(t for _, t in units), sum(t for _, t in units)
     assert estimate.value == ratio  # pooled, not the mean of ratios
     delta = math.sqrt(sum((a - ratio * t) ** 2 for a, t in units)) / size  # the delta method
     assert estimate.error == pytest.approx(delta, rel=0.15)
     assert estimate.low < ratio < estimate.high
     assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * delta, rel=0.2)
-    assert theory.bootstrap_ratio(units) == estimate != theory.bootstrap_ratio(units, seed=1)
-    mirrored = theory.bootstrap_ratio([(t - a, t) for a, t in units])
+    assert statistics.bootstrap_ratio(units) == estimate != statistics.bootstrap_ratio(units, seed=1)
+    mirrored = statistics.bootstrap_ratio([(t - a, t) for a, t in units])
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((estimate.low, estimate.high))
-    half = theory.bootstrap_ratio(units, level=0.5)
+    half = statistics.bootstrap_ratio(units, level=0.5)
     assert half.high - half.low == pytest.approx(2 * 0.6745 * delta, rel=0.2)
-    assert theory.bootstrap_ratio([(0.25, 0.5)] * 2, replicates=100) == theory.Estimate(0.5, 0, 0.5, 0.5, 0.95)
+    assert statistics.bootstrap_ratio([(0.25, 0.5)] * 2, replicates=100) == statistics.Estimate(0.5, 0, 0.5, 0.5, 0.95)
 
 
 def test_tested_positions_miss_the_easy_ones() -> None:
@@ -705,9 +706,9 @@ def test_tested_positions_miss_the_easy_ones() -> None:
             position = position + 1 if rng.random() < beta else 0
         else:
             position = 0  # the bonus
-    whole = theory.alpha_from_betas(everything)
+    whole = statistics.alpha_from_betas(everything)
     assert whole.value == pytest.approx(0.575, abs=0.02)  # five standard errors of a chain with runs of ten
-    assert theory.alpha_from_betas(tested).value < whole.value - 0.05
+    assert statistics.alpha_from_betas(tested).value < whole.value - 0.05
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -752,22 +753,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.best_gamma_by_position([0.5, 2], 0.1), "chance=2"),
     (lambda: theory.oracle_factor(0.5, -0.1), "c=-0.1"),
     (lambda: theory.oracle_gain(1.5, 0.1), "alpha=1.5"),
-    (lambda: theory.alpha_from_betas([0.5]), "1 betas were given"),
-    (lambda: theory.alpha_from_betas([0.5, 1.5]), "beta=1.5"),
-    (lambda: theory.alpha_from_betas([0.5, 0.6], 1), "level=1 "),
-    (lambda: theory.alpha_from_counts(3, 2), "3 accepted of 2 tested"),
-    (lambda: theory.alpha_from_counts(0, 0), "0 accepted of 0 tested"),
-    (lambda: theory.alpha_from_counts(-1, 2), "-1 accepted"),
-    (lambda: theory.alpha_from_counts(1, 2, 0), "level=0 "),
-    (lambda: theory.alpha_from_rounds([1, 2], [3]), "2 rounds and 1 gammas"),
-    (lambda: theory.alpha_from_rounds([4], [3]), "4 accepted of gamma=3"),
-    (lambda: theory.alpha_from_rounds([0, 0], [0, 0]), "2 rounds without a tested token"),
-    (lambda: theory.bootstrap_ratio([(1, 2)]), "1 units"),
-    (lambda: theory.bootstrap_ratio([(1, 2), (1, 2)], replicates=99), "99 replicates"),
-    (lambda: theory.bootstrap_ratio([(1, 2), (0, 0)]), "positive denominator"),
-    (lambda: theory.bootstrap_ratio([(1, 2), (math.nan, 1)]), "positive denominator"),
-    (lambda: theory.bootstrap_ratio([(1, 2), (1, math.inf)]), "positive denominator"),
-    (lambda: theory.bootstrap_ratio([(1, 2), (1, 2)], level=95), "level=95"),
+    (lambda: statistics.alpha_from_betas([0.5]), "1 betas were given"),
+    (lambda: statistics.alpha_from_betas([0.5, 1.5]), "beta=1.5"),
+    (lambda: statistics.alpha_from_betas([0.5, 0.6], 1), "level=1 "),
+    (lambda: statistics.alpha_from_counts(3, 2), "3 accepted of 2 tested"),
+    (lambda: statistics.alpha_from_counts(0, 0), "0 accepted of 0 tested"),
+    (lambda: statistics.alpha_from_counts(-1, 2), "-1 accepted"),
+    (lambda: statistics.alpha_from_counts(1, 2, 0), "level=0 "),
+    (lambda: statistics.alpha_from_rounds([1, 2], [3]), "2 rounds and 1 gammas"),
+    (lambda: statistics.alpha_from_rounds([4], [3]), "4 accepted of gamma=3"),
+    (lambda: statistics.alpha_from_rounds([0, 0], [0, 0]), "2 rounds without a tested token"),
+    (lambda: statistics.bootstrap_ratio([(1, 2)]), "1 units"),
+    (lambda: statistics.bootstrap_ratio([(1, 2), (1, 2)], replicates=99), "99 replicates"),
+    (lambda: statistics.bootstrap_ratio([(1, 2), (0, 0)]), "positive denominator"),
+    (lambda: statistics.bootstrap_ratio([(1, 2), (math.nan, 1)]), "positive denominator"),
+    (lambda: statistics.bootstrap_ratio([(1, 2), (1, math.inf)]), "positive denominator"),
+    (lambda: statistics.bootstrap_ratio([(1, 2), (1, 2)], level=95), "level=95"),
 ]
 
 

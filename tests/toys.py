@@ -14,11 +14,16 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.decoding import Decoder, generate, rounds
-from slipstream.laws import Law
-from slipstream.processes import Table, TableScorer
-from slipstream.records import Context, Draft, Drafter, Key, Request, Round, Row, Sampler, Seam
-from slipstream.sampling import Sampling, draw
+from slipstream.core.draft import Draft
+from slipstream.core.draws import draw
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
+from slipstream.core.request import Request, Row, Sampler
+from slipstream.core.round import Context, Key, Round, Seam
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.models.tables import Table, TableScorer
 
 # ---- enumeration ------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from slipstream.engine import Completion, Engine, Interrupted, Piece, load
-    from slipstream.hook import custom_generate
+    from slipstream.engine.custom_generate import custom_generate
+    from slipstream.engine.engine import Completion, Engine, Interrupted, Piece
+    from slipstream.engine.load import load
+
 
 __all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "load"]
 
@@ -16,8 +18,8 @@ def __getattr__(name: str) -> Any:
     """Load torch and transformers only when they are needed: `slipstream --help` must not wait for them."""
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    room = "slipstream.hook" if name == "custom_generate" else "slipstream.engine"
-    return getattr(import_module(room), name)
+    room = {"custom_generate": "custom_generate", "load": "load"}.get(name, "engine")
+    return getattr(import_module(f"slipstream.engine.{room}"), name)
 
 
 def __dir__() -> list[str]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slipstream.bench.contenders import Side, line_up, ours, scorers
-from slipstream.bench.machine import environment, without_folder
+from slipstream.bench.contenders import Side, line_up, ours
 from slipstream.bench.race import run_race
 from slipstream.bench.records import (
     COMPILED,
@@ -28,8 +27,10 @@ from slipstream.bench.records import (
     Settings,
     Task,
 )
-from slipstream.decoding import Decoder
-from slipstream.engine import Engine, Prompt
+from slipstream.decoding.decoder import Decoder
+from slipstream.engine.engine import Engine
+from slipstream.engine.requests import Prompt
+from slipstream.measure.environment import environment, scorers, without_folder
 
 __all__ = [
     "COMPILED",

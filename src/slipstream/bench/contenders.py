@@ -8,17 +8,21 @@ from typing import Any
 
 from slipstream.bench import peers
 from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
-from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, NoDraft, rounds, sound
-from slipstream.drafters.model import ModelDrafter
-from slipstream.engine import Engine
-from slipstream.models import CausalScorer, load_model
-from slipstream.packing import PackedLinear
-from slipstream.records import Request, Round, Row, Scorer
-from slipstream.rules import Rule, rule
-from slipstream.sampling import Sampling, request_key
-from slipstream.sources import framed
-from slipstream.stats import Stats
+from slipstream.core.draws import request_key
+from slipstream.core.request import Request, Row
+from slipstream.core.round import Round
+from slipstream.core.source import framed
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.generate import rounds, sound
+from slipstream.decoding.rules import Rule, rule
+from slipstream.decoding.sampling import Sampling
+from slipstream.engine.engine import Engine
+from slipstream.kernels.packing import PackedLinear
+from slipstream.measure.environment import scorers
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading import load_model
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
 """Decodes requests, as `rounds` does."""
@@ -104,11 +108,6 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
         return Output([row.output for row in done], sum((row.stats for row in done), Stats()), count)
 
     return Contender(name, run, gamma)
-
-
-def scorers(decoder: Decoder) -> list[Scorer]:
-    """The target and, if a model drafts, the draft."""
-    return [decoder.target, *([decoder.drafter.scorer] if isinstance(decoder.drafter, ModelDrafter) else [])]
 
 
 def _draft_name(engine: Engine) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, Contender, Output, Task
-from slipstream.models import padded
+from slipstream.core.draft import padded
 
 
 def generate(model: PreTrainedModel, begin: Sequence[int] = ()) -> Contender:

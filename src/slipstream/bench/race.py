@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.bench.records import GENERATE, PLAIN, Contender, Output, Report, Result, Spread, Task
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
 
 Repetition = dict[Contender, Output]
 

@@ -8,14 +8,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slipstream.jsontext import json_text
-from slipstream.rules import rule
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
+from slipstream.decoding.rules import rule
+from slipstream.text.jsontext import json_text
 
 PLAIN, SPECULATIVE = "slipstream plain", "slipstream speculative"
+
+
 GENERATE, ASSISTED = "transformers generate", "transformers assisted"
+
+
 ASSISTED_AUTO, LOOKUP = "transformers auto", "transformers lookup"
+
+
 EAGER, COMPILED = "eager", "compiled"
+
 
 PROMPTS = (
     'def moving_average(values, window):\n    """Return the mean of every run of `window` consecutive values."""\n',

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from slipstream.check import parts
+from slipstream.check import questions as parts
 from slipstream.check.case import BATCH, Case, Listener, Settings
 from slipstream.check.report import Answer, Control, Difference, Part, Report
-from slipstream.controllers import Fixed
-from slipstream.decoding import NoDraft
-from slipstream.engine import Engine, Prompt
-from slipstream.records import Shape
-from slipstream.rules import rule
-from slipstream.sampling import Sampling
+from slipstream.core.protocols import Shape
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import NoDraft
+from slipstream.decoding.rules import rule
+from slipstream.decoding.sampling import Sampling
+from slipstream.engine.engine import Engine
+from slipstream.engine.requests import Prompt
 
 __all__ = ["Answer", "Control", "Difference", "Part", "Report", "Settings", "check"]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.decoding import Decoder
-from slipstream.records import Request, Sampler
-from slipstream.rules import Rule
-from slipstream.sampling import request_key
-from slipstream.sources import framed
+from slipstream.core.draws import request_key
+from slipstream.core.request import Request, Sampler
+from slipstream.core.source import framed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.rules import Rule
 
 Listener = Callable[[str, int, int], None]
 """Told how far a check is: (what it does, done, of how many)."""
+
 
 BATCH = 32
 """Short texts that run together, unless the engine runs more."""

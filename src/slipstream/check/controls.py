@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.laws import Law
-from slipstream.records import Draft, Verdict, Verifier
-from slipstream.rules import TOKEN, Rule
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.law import Law
+from slipstream.core.protocols import Verifier
+from slipstream.decoding.rules import TOKEN, Rule
 
 Draw = Callable[..., Tensor]
 

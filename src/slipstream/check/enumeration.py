@@ -13,14 +13,20 @@ from itertools import count, product
 import torch
 from torch import Tensor
 
-from slipstream.laws import Law
-from slipstream.records import ABSENT, Draft, Verdict, Verifier, ancestors
+from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
+from slipstream.core.law import Law
+from slipstream.core.protocols import Verifier
 
 WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
+
+
 CHOICES = 4
 """Coins have two or three sides; a draw with more outcomes than this is one of a token, too many to enumerate."""
 
+
 Topology = tuple[int, ...]
+
+
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 

@@ -7,16 +7,20 @@ from dataclasses import asdict, dataclass, field
 from textwrap import fill
 from typing import Any
 
-from slipstream.jsontext import json_text
+from slipstream.text.jsontext import json_text
 
 PASS, FAIL, UNSURE = "pass", "fail", "cannot judge"
 
+
 WIDTH = 100
+
+
 HEADLINES = {
     PASS: "the output follows the target's law",
     FAIL: "the output does NOT follow the target's law",
     UNSURE: "no fault was found, but a broken rule would not have been noticed either",
 }
+
 
 ELSE = "longer texts (--max-new-tokens), other prompts or a weaker draft"
 """What helps where nothing, or not every broken rule, was noticed."""

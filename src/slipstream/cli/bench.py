@@ -12,31 +12,49 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
+from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Batches, Compile, Device, Dtype, File, Target, Task, option
-from slipstream.explain import busy, console, steps
-from slipstream.jsontext import json_text
-from slipstream.prompts import gather, sound
+from slipstream.text.jsontext import json_text
+from slipstream.text.prompts import gather, sound
 
 if TYPE_CHECKING:
     from slipstream.bench import Report, Result, Settings, Side
-    from slipstream.engine import Engine
+    from slipstream.engine.engine import Engine
 
 
 Quick = Annotated[bool, option(None, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
+
+
 Repetitions = Annotated[int | None, option(None, "How often everything is measured.", metavar="N", min=1)]
+
+
 Drafts = Annotated[
     list[str] | None, option(MODELS, "As in other commands. Repeatable: each is measured.", "--draft", metavar="MODEL")
 ]
+
+
 Rules = Annotated[list[str] | None, option(MODELS, "Acceptance rule of ours. Repeatable.", "--verify", metavar="RULE")]
+
+
 Gammas = Annotated[
     list[int] | None, option(MODELS, "Tokens drafted per round. Repeatable.", "--gamma", metavar="N", min=1)
 ]
+
+
 Temperatures = Annotated[
     list[float] | None, option(SAMPLING, "0 is greedy. Repeatable.", "--temperature", metavar="X", min=0.0)
 ]
+
+
 NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion.", metavar="N", min=1)]
+
+
 StopAtEos = Annotated[bool, option(SAMPLING, "End at EOS instead of the same length for all.", "--stop-at-eos")]
+
+
 Plot = Annotated[Path | None, option(OUTPUT, "Also draw the speeds, as .png, .svg or .pdf.", "--plot", metavar="FILE")]
+
+
 Json = Annotated[bool, option(OUTPUT, "The whole report as one JSON object, nothing else.", "--json")]
 
 
@@ -93,10 +111,10 @@ def _engines(
     """The engine with the first draft, and those with the other drafts, around the same target; with `sizes` a compiled
     one too, whose draft has a graph for chains of each."""
     from slipstream.bench import Side
-    from slipstream.bench.contenders import scorers
     from slipstream.bench.records import COMPILED
-    from slipstream.engine import embedded, load
-    from slipstream.models import CausalScorer
+    from slipstream.engine.load import embedded, load
+    from slipstream.measure.environment import scorers
+    from slipstream.models.causal import CausalScorer
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
@@ -140,7 +158,11 @@ def _prompts(file: str | None, most: int | None) -> list[Any]:
 
 
 SPEED = ("tokens/s", "min-max", "x plain", "x generate", "same")
+
+
 ROUND = ("alpha", "kept", "per call", "ms per round", "over")
+
+
 LEGEND = (
     "x: speed / that of our plain decoding and of transformers' generate, the median over repetitions; same: prompts "
     "with the same tokens as these two; kept: accepted / drafted tokens; per call: tokens per target call; ms per "

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
+from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import (
     SAMPLING,
     BatchSize,
@@ -33,24 +34,30 @@ from slipstream.cli.options import (
     Verify,
     shaped,
 )
-from slipstream.explain import busy, console, steps
-from slipstream.jsontext import json_text
-from slipstream.prompts import gather, sound
+from slipstream.text.jsontext import json_text
+from slipstream.text.prompts import gather, sound
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
+
 
 Temperature = Annotated[
     float | None, typer.Option(metavar="X", min=0.0, help="Without: greedy, then 1.", rich_help_panel=SAMPLING)
 ]
+
+
 MaxNewTokens = Annotated[
     int,
     typer.Option(
         metavar="N", min=1, help="Tokens of the texts that are followed one by one.", rich_help_panel=SAMPLING
     ),
 ]
+
+
 Samples = Annotated[
     int, typer.Option(metavar="N", min=1, help="Short texts of the statistical test.", rich_help_panel=SAMPLING)
 ]
+
+
 Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", rich_help_panel=SAMPLING)]
 
 
@@ -91,7 +98,7 @@ def check(
     """
     from slipstream.bench import PROMPTS
     from slipstream.check import check as run
-    from slipstream.engine import load
+    from slipstream.engine.load import load
 
     given = sound(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
@@ -116,7 +123,7 @@ def _options(params: dict[str, Any]) -> dict[str, Any]:
     They are tried before anything is loaded. A tree's depth is its gamma, and what auto does is the engine's.
     """
     from slipstream.check import Settings
-    from slipstream.sampling import Sampling
+    from slipstream.decoding.sampling import Sampling
 
     defaults = [{field.name: field.default for field in fields(kind)} for kind in (Settings, Sampling)]
     given = [{name: params[name] for name in kind if params.get(name, kind[name]) != kind[name]} for kind in defaults]

@@ -10,22 +10,32 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli.app import app
+from slipstream.cli.console import busy, console
 from slipstream.cli.options import Json, Target
-from slipstream.documents import read
-from slipstream.explain import busy, console
-from slipstream.jsontext import json_text
+from slipstream.text.documents import read
+from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
-    from slipstream.documents import Document
+    from slipstream.text.documents import Document
+
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder of the datastore.")]
+
+
 Sources = Annotated[
     list[str], typer.Argument(metavar="SOURCE...", help="Text files, .jsonl, .npy (token ids), folders of them.")
 ]
+
+
 Field = Annotated[str | None, typer.Option("--field", metavar="NAME", help="Of JSON lines: where the document is.")]
+
+
 Name = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Whose responses.")]
 
+
 group = typer.Typer(no_args_is_help=True)
+
+
 app.add_typer(group, name="datastore")
 
 
@@ -46,9 +56,9 @@ def build(folder: Folder, sources: Sources, target: Target = None, field: Field 
 
     Example: slipstream datastore build store src/ answers.jsonl --target Qwen/Qwen2.5-7B
     """
-    from slipstream.drafters.corpus import Corpus
-    from slipstream.drafters.datastore import CORPUS, fingerprint
-    from slipstream.models import EMBEDDED, load_tokenizer
+    from slipstream.drafters.datastore.corpus import Corpus
+    from slipstream.drafters.datastore.drafter import CORPUS, fingerprint
+    from slipstream.models.loading import EMBEDDED, load_tokenizer
 
     if not folder:
         raise ValueError("the datastore has no name: give a folder.")
@@ -85,8 +95,8 @@ def forget(folder: Folder, namespace: Name, as_json: Json = False) -> None:
 
     Example: slipstream datastore forget store --namespace alice
     """
-    from slipstream.drafters.datastore import MEMORY
-    from slipstream.drafters.memory import forget as remove
+    from slipstream.drafters.datastore.drafter import MEMORY
+    from slipstream.drafters.datastore.memory import forget as remove
 
     remove(Path(folder) / MEMORY, namespace)
     _show(folder, as_json)
@@ -94,7 +104,7 @@ def forget(folder: Folder, namespace: Name, as_json: Json = False) -> None:
 
 def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any) -> Iterator[Any]:
     """The token ids of documents."""
-    from slipstream.drafters.corpus import as_ids
+    from slipstream.drafters.datastore.corpus import as_ids
 
     total = 0
     for number, (where, document) in enumerate(found, 1):
@@ -109,9 +119,9 @@ def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any)
 
 def _show(folder: str, as_json: bool) -> None:
     """The contents, as a few lines or as one object."""
-    from slipstream.drafters.corpus import Corpus
-    from slipstream.drafters.datastore import CORPUS, MEMORY
-    from slipstream.drafters.memory import read_totals
+    from slipstream.drafters.datastore.corpus import Corpus
+    from slipstream.drafters.datastore.drafter import CORPUS, MEMORY
+    from slipstream.drafters.datastore.memory import read_totals
 
     if not folder:
         raise ValueError("the datastore has no name: give a folder.")

@@ -9,22 +9,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.app import app
+from slipstream.cli.console import busy, console
 from slipstream.cli.options import Device, Dtype, Target
-from slipstream.explain import busy, console
-from slipstream.jsontext import json_text
+from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.drafters.offers import Offer
+
 
 NONE_WORKS = 1
 """The exit code if no draft can be used."""
 
-if TYPE_CHECKING:
-    from slipstream.offers import Offer
 
 draft = typer.Typer(no_args_is_help=True)
+
+
 app.add_typer(draft, name="draft")
+
 
 Drafts = Annotated[
     list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")
 ]
+
+
 Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing else.")]
 
 
@@ -44,9 +51,9 @@ def offered(
 
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
-    from slipstream.drafting import Site
-    from slipstream.engine import embedded, load
-    from slipstream.offers import offers
+    from slipstream.drafters.offers import offers
+    from slipstream.drafters.specification import Site
+    from slipstream.engine.load import embedded, load
 
     with busy(console(stderr=True), "loading"):
         source, chosen = embedded(target, dtype)

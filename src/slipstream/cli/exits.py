@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app
+from slipstream.cli.console import busy, console
 from slipstream.cli.options import BatchSize, Chat, Device, Dtype, File, MaxNewTokens, Prompts, ReportJson, Seed, Target
-from slipstream.explain import busy, console
-from slipstream.jsontext import json_text
-from slipstream.prompts import gather, sound
+from slipstream.text.jsontext import json_text
+from slipstream.text.prompts import gather, sound
 
 if TYPE_CHECKING:
-    from slipstream.exits import Search
+    from slipstream.plan.layers import Search
+
 
 Gamma = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted per round while every choice is tried.")]
+
+
 Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")]
+
+
 First = Annotated[bool, typer.Option("--first", help="Only exits after the first layers, no sets with skipped ones.")]
 
 
@@ -43,11 +48,12 @@ def exits(
     Example: slipstream exits --max-new-tokens 32 --temperature 1
     """
     from slipstream.bench import PROMPTS
-    from slipstream.engine import embedded, load
-    from slipstream.exits import first_layers, search_exit
-    from slipstream.models import CausalScorer
-    from slipstream.records import Request
-    from slipstream.sampling import Sampling, request_key
+    from slipstream.core.draws import request_key
+    from slipstream.core.request import Request
+    from slipstream.decoding.sampling import Sampling
+    from slipstream.engine.load import embedded, load
+    from slipstream.models.causal import CausalScorer
+    from slipstream.plan.layers import first_layers, search_exit
 
     given = sound(gather(prompts or [], file, chat)) if prompts or file else []
     sampler = Sampling(temperature=temperature)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.answers import Answers, digest, open_answers, same_file
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
+from slipstream.cli.console import busy, console, progress
 from slipstream.cli.options import (
     BatchSize,
     Chat,
@@ -53,13 +53,14 @@ from slipstream.cli.options import (
     Verify,
     shaped,
 )
-from slipstream.explain import Explanation, breakdown, busy, console, progress
-from slipstream.planfile import Plan
-from slipstream.prompts import Item, gather
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
+from slipstream.engine.plan_file import Plan
+from slipstream.observers.explain import Explanation, breakdown
+from slipstream.text.answers import Answers, digest, open_answers, same_file
+from slipstream.text.prompts import Item, gather
 
 if TYPE_CHECKING:
-    from slipstream.engine import Completion, Engine
+    from slipstream.engine.engine import Completion, Engine
 
 
 @app.command()
@@ -116,7 +117,7 @@ def generate(
     with busy(console(stderr=True), "loading"):
         options = {**_sampling(context.params), **_limits(context.params), "stop": stops}
         if any(not item.error for item in items):
-            from slipstream.engine import load
+            from slipstream.engine.load import load
 
             engine = load(target, draft, progress=say, **_how(context))
             items = [_encoded(engine, item) for item in items]
@@ -156,7 +157,7 @@ class Work:
 
     def run(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
         """Generate all good prompts at once but those of the places `skip` -> completions, and INTERRUPTED or 0."""
-        from slipstream.engine import Interrupted
+        from slipstream.engine.engine import Interrupted
 
         prompts = [item.prompt for item in self.good]
         if len(prompts) == len(skip):
@@ -354,7 +355,7 @@ def _one_at_most(flags: dict[str, bool]) -> None:
 
 def _sampling(params: dict[str, Any]) -> dict[str, Any]:
     """Those parameters of a command that are settings of `Sampling`, checked before anything is loaded."""
-    from slipstream.sampling import Sampling
+    from slipstream.decoding.sampling import Sampling
 
     off = {field.name: field.default for field in fields(Sampling) if field.name in params}
     settings = {name: params[name] for name in off}

@@ -12,28 +12,43 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.explain import console
-from slipstream.jsontext import json_text
+from slipstream.cli.console import console
+from slipstream.text.jsontext import json_text
 
 ngram = typer.Typer(no_args_is_help=True)
+
+
 app.add_typer(ngram, name="ngram")
+
 
 Texts = Annotated[
     list[str],
     typer.Argument(metavar="TEXT...", help="Files of text or JSON lines, also .gz, folders of them, dataset:NAME."),
 ]
+
+
 Out = Annotated[str, typer.Option(metavar="FILE", help="The model; it appears when it is whole.")]
+
+
 Tokens = Annotated[
     str | None,
     typer.Option(
         "--tokenizer", "--target", metavar="MODEL", help="Whose tokens to count. Without: the embedded target's."
     ),
 ]
+
+
 Order = Annotated[int, typer.Option(metavar="N", min=1, max=5, help="The longest n-gram.")]
+
+
 Vocab = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Size of the target's logits, if it has no config.json.")
 ]
+
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]
+
+
 BATCH = 1 << 20
 """Bytes of text that are tokenized together."""
 
@@ -54,8 +69,8 @@ def build(
 
     Example: slipstream ngram build src docs notes.jsonl.gz --target Qwen/Qwen2.5-7B --order 3 --out mine.ngram
     """
-    from slipstream.drafters.ngram import NgramModel
-    from slipstream.models import EMBEDDED, load_tokenizer, vocabulary
+    from slipstream.drafters.ngram_model import NgramModel
+    from slipstream.models.loading import EMBEDDED, load_tokenizer, vocabulary
 
     start, target = perf_counter(), EMBEDDED / "target" if tokenizer is None else tokenizer
     if not Path(out).expanduser().absolute().parent.is_dir():
@@ -82,7 +97,7 @@ def info(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = F
 
     Example: slipstream ngram info mine.ngram
     """
-    from slipstream.drafters.ngram import NgramModel
+    from slipstream.drafters.ngram_model import NgramModel
 
     _tell(_facts(file, NgramModel.load(file)), as_json)
 
@@ -91,7 +106,7 @@ def _tokens(sources: Sequence[str], tokenizer: Any, counted: Counter[str], bar: 
     """The token ids of every document; several texts at once, which is faster."""
     import numpy as np
 
-    from slipstream.documents import read
+    from slipstream.text.documents import read
 
     def ids(some: list[str]) -> Iterator[Any]:
         encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, flag, say
+from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import (
     MODELS,
     OUTPUT,
@@ -33,50 +34,82 @@ from slipstream.cli.options import (
     option,
     refuse_others,
 )
-from slipstream.cli.options import (
-    given as written,
-)
-from slipstream.explain import busy, console, steps
-from slipstream.jsontext import json_text
-from slipstream.plan.figures import Figures, promise
-from slipstream.planfile import Plan
-from slipstream.prompts import gather, sound
+from slipstream.cli.options import given as written
+from slipstream.engine.plan_file import Plan
+from slipstream.plan.from_figures import Figures, promise
+from slipstream.text.jsontext import json_text
+from slipstream.text.prompts import gather, sound
 
 if TYPE_CHECKING:
-    from slipstream.engine import Engine
+    from slipstream.core.protocols import Drafter
+    from slipstream.engine.engine import Engine
+    from slipstream.plan.planner import Report, Verification
     from slipstream.plan.predict import Outlook
-    from slipstream.plan.run import Report, Verification
-    from slipstream.records import Drafter
+
 
 FIGURES = "Without models"
+
+
 ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve"}
 """Any of these asks for a plan without models."""
+
+
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
+
+
 QUICK_PROMPTS, PROMPTS = 8, 32
 
 
 Drafts = Annotated[
     list[str] | None, option(MODELS, "As for generate. Repeatable: the best is planned.", "--draft", metavar="DRAFT")
 ]
+
+
 Gammas = Annotated[
     list[int] | None, option(MODELS, "Try only these. Repeatable. Without: 1 to 10.", "--gamma", metavar="N", min=1)
 ]
+
+
 NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion; 128.", metavar="N", min=2)]
+
+
 Sample = Annotated[int | None, option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
+
+
 Repetitions = Annotated[int | None, option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
+
+
 Quick = Annotated[bool, option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
+
+
 Alpha = Annotated[float | None, option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
+
+
 Cost = Annotated[float | None, option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
+
+
 Operations = Annotated[
     float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
 ]
+
+
 Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
+
+
 Save = Annotated[str | None, option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
+
+
 Given = Annotated[str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
+
+
 Export = Annotated[
     list[str] | None, option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
 ]
+
+
 Plot = Annotated[str | None, option(OUTPUT, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", metavar="FILE")]
+
+
 Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON object.", "--json")]
 
 
@@ -174,8 +207,8 @@ def _check_outputs(params: dict[str, Any]) -> None:
 
 def _settings(params: dict[str, Any]) -> Any:
     """What to plan for, checked before anything is loaded."""
-    from slipstream.plan.run import Settings
-    from slipstream.sampling import Sampling
+    from slipstream.decoding.sampling import Sampling
+    from slipstream.plan.planner import Settings
 
     sampling = Sampling(**{name: params[name] for name in ("temperature", "top_k", "top_p")})
     chosen: dict[str, Any] = dict(QUICK) if params["quick"] else {}
@@ -203,9 +236,9 @@ def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
     """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
-    from slipstream.drafting import Site, drafter
-    from slipstream.engine import embedded, load
-    from slipstream.execution import Mode
+    from slipstream.drafters.specification import Site, drafter
+    from slipstream.engine.load import embedded, load
+    from slipstream.execution.passes import Mode
 
     if target is not None and not drafts:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
@@ -217,7 +250,7 @@ def _load(
 
 
 def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> Report:
-    from slipstream.plan.run import make
+    from slipstream.plan.planner import make
 
     try:
         with steps(console(stderr=True)) as on_step:

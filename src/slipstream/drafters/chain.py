@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.decoding import Decoder, play_round
-from slipstream.drafters.model import Follower
-from slipstream.laws import Law, fit
-from slipstream.models import padded
-from slipstream.records import Context, Draft, Drafter, Key, Round, Row, Scorer, Seam, Tree, Verdict
-from slipstream.rules import MATCH, TOKEN
-from slipstream.sampling import draw_coupled
+from slipstream.core.draft import Draft, Tree, Verdict, padded
+from slipstream.core.draws import draw_coupled
+from slipstream.core.law import Law, fit
+from slipstream.core.protocols import Drafter, Scorer
+from slipstream.core.request import Row
+from slipstream.core.round import Context, Key, Round, Seam
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.rules import MATCH, TOKEN
+from slipstream.decoding.speculate import play_round
+from slipstream.drafters.following import Follower
 
 ENDLESS = 1 << 62
 """The limit of texts inside a draft: the rounds know how many tokens they want."""

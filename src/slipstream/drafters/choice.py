@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.drafters.model import TreeDrafter
-from slipstream.laws import Law
-from slipstream.learned import believable
-from slipstream.records import Context, Draft, Drafter, Key, Round, Seam
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
+from slipstream.core.round import Context, Key, Round, Seam
+from slipstream.decoding.round_estimates import believable
+from slipstream.drafters.tree import TreeDrafter
 
 
 class Choice:

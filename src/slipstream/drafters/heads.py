@@ -22,13 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.jsontext import json_text
-from slipstream.laws import Law
-from slipstream.models import CausalScorer
-from slipstream.records import Context, Draft, Round, Row, Texts
-from slipstream.tensorfiles import Kind, load_tensors, save_tensors
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.request import Row, Texts
+from slipstream.core.round import Context, Round
+from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.models.causal import CausalScorer
+from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
+
+
 KIND = Kind("parallel heads", "slipstream heads 1", None, "train heads with `slipstream heads train`")
 
 

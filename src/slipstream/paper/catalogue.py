@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.paper import figures, ideal, tables
-from slipstream.paper.draw import draw
 from slipstream.paper.lab import Given, Lab
-from slipstream.paper.page import write_page
-from slipstream.paper.report import Sheet, read_sheets, write_json
-from slipstream.paper.subjects import Loading
+from slipstream.paper.pages.draw import draw
+from slipstream.paper.pages.page import write_page
+from slipstream.paper.pages.sheet import Sheet, read_sheets, write_json
+from slipstream.paper.runs.subjects import Loading
 
 MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "table1": lambda lab: ideal.table1(),
@@ -28,7 +28,11 @@ MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "iid": figures.iid,
     "bleu": tables.bleu,
 }
+
+
 ALL = "all"
+
+
 ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 """Those that need no corpora."""
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from slipstream.paper import walks
 from slipstream.paper.lab import Lab
+from slipstream.paper.pages.sheet import Cell, Column, Curve, Lane, Sheet
 from slipstream.paper.published import FIGURE_1, WRITING
-from slipstream.paper.report import Cell, Column, Curve, Lane, Sheet
+from slipstream.paper.runs import expected_rounds as walks
 from slipstream.paper.tables import TEMPERATURES, about
 from slipstream.theory import best_gamma, oracle_gain, tokens_per_round, walltime_factor
 
 COSTS = (0.02, 0.05, 0.1)
+
+
 GAMMA = 5
+
+
 TABLES = ("unigram", "bigram")
 
 

@@ -9,19 +9,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slipstream.jsontext import json_text
-from slipstream.paper import corpora, families, speeds, trails
-from slipstream.paper.corpora import Pairs
-from slipstream.paper.families import QUICK_RECIPES, RECIPES, Recipe
+from slipstream.paper.pages.sheet import write_json
 from slipstream.paper.published import SUMMARIES, TRANSLATION, WRITING
-from slipstream.paper.quality import bleu
-from slipstream.paper.report import write_json
-from slipstream.paper.speeds import Course
-from slipstream.paper.subjects import DRAFT, Loading, Subject, embedded, family
-from slipstream.paper.traces import story, timeline
+from slipstream.paper.runs import acceptance as trails
+from slipstream.paper.runs import speeds
+from slipstream.paper.runs.bleu import bleu
+from slipstream.paper.runs.speeds import Course
+from slipstream.paper.runs.subjects import DRAFT, Loading, Subject, embedded, family
+from slipstream.paper.runs.timelines import story, timeline
+from slipstream.paper.standins import build as families
+from slipstream.paper.standins import corpora
+from slipstream.paper.standins.build import QUICK_RECIPES, RECIPES, Recipe
+from slipstream.paper.standins.corpora import Pairs
+from slipstream.text.jsontext import json_text
 
 MEASURED = "measured"  # the folder of what tables are made of
+
+
 LENGTHS = {TRANSLATION: 64, SUMMARIES: 96}
+
+
 STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
 
@@ -51,6 +58,8 @@ class Scale:
 
 
 FULL = Scale()
+
+
 QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, 6000, quick=True)
 
 

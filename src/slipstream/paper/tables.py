@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slipstream.paper.lab import Lab
+from slipstream.paper.pages.sheet import Cell, Column, Sheet, ratio
 from slipstream.paper.published import (
     GREEDY_LENIENCE,
     LENIENCES,
@@ -18,15 +19,19 @@ from slipstream.paper.published import (
     WRITING,
     Speed,
 )
-from slipstream.paper.report import Cell, Column, Sheet, ratio
-from slipstream.paper.subjects import DRAFT
+from slipstream.paper.runs.subjects import DRAFT
 from slipstream.theory import best_gamma, walltime_factor
 
 TEMPERATURES = (0, 1)
+
+
 TOLERANCE = 0.15
 """A measured speed further than this from the expected one gets its reason."""
 
+
 Row = tuple[Cell, ...]
+
+
 Found = dict[str, Any]
 """What the lab measured."""
 
@@ -91,6 +96,8 @@ def table4(lab: Lab) -> Sheet:
 
 
 STEPS = ("theorem", "theorem_verify", "all_costs", "real_texts", "raced_texts")
+
+
 PARTS = {
     "+ verify cost": "the cost of scoring gamma + 1 tokens",
     "+ all costs": "other costs of rounds and texts",

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from slipstream.drafting import Part, parse
-from slipstream.jsontext import json_text
-from slipstream.planfile import Plan
+from slipstream.drafters.specification import Part, parse
+from slipstream.engine.plan_file import Plan
+from slipstream.text.jsontext import json_text
 
 LOOKUP = "lookup"
+
+
 THEIRS = ("model", LOOKUP)
 """Kinds of drafts that others have, too."""
 

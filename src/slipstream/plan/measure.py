@@ -8,18 +8,22 @@ many tokens are kept and what rounds of every width cost.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import median
-from time import perf_counter
 
-from slipstream.controllers import Fixed
-from slipstream.decoding import Decoder, NoDraft, rounds, sound
-from slipstream.plan.predict import Beat, Costs, Tally, between
-from slipstream.records import Controller, Drafter, Request, Round, Row, Scorer
-from slipstream.sampling import Sampling, request_key
-from slipstream.sources import Frame, framed
-from slipstream.stats import Stats
+from slipstream.core.draws import request_key
+from slipstream.core.protocols import Controller, Drafter, Scorer
+from slipstream.core.request import Request, Row
+from slipstream.core.round import Round
+from slipstream.core.source import Frame, framed
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.generate import rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.measure.timing import Beat, beats
+from slipstream.plan.predict import Costs, Tally, between
 
 Step = Callable[[str], None]
 """Told the name of what begins."""
@@ -80,20 +84,6 @@ class Task:
         """Texts that are decoded in one call: one, or enough that new rows join while others run."""
         size = 1 if self.rows == 1 else 2 * self.rows
         return [range(start, min(start + size, len(self.texts))) for start in range(0, len(self.texts), size)]
-
-
-def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round, Beat]]:
-    """Decode, timing every round from outside; the target's prefill is left out, the draft's is part of its round."""
-    seen, last = set[int](), perf_counter()
-    for round in rounds(decoder, requests):
-        wall = perf_counter() - last
-        new = [row for row in sound(round.rows) if row.index not in seen]
-        seen |= {row.index for row in new}
-        wall -= sum(row.stats.seconds["prefill"] for row in new)
-        draft, target = round.seconds["draft"], round.seconds["target"]
-        width = 1 + max(round.draft.lengths)
-        yield round, Beat(len(round.rows), len(new), width, draft, target, wall - draft - target)
-        last = perf_counter()
 
 
 class Ledger:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slipstream.plan.planner import Report
 from slipstream.plan.predict import Outlook
-from slipstream.plan.run import Report
 
 
 def check_plot(file: str) -> None:

@@ -16,6 +16,7 @@ from operator import mul
 from statistics import median, quantiles
 from typing import Any
 
+from slipstream.measure.timing import Beat
 from slipstream.theory import expected_tokens, tokens_per_round
 
 LEVEL, REPLICATES = 0.95, 1000
@@ -36,30 +37,6 @@ class Tally:
     positions: int = 0
     flow_tested: tuple[int, ...] = ()
     flow_kept: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Beat:
-    """One round: rows that ran, how many of them were new, tokens per row that the target saw, seconds by phase.
-
-    `rest` is all that is neither drafting nor the target's pass: laws, verification, draws, bookkeeping.
-    """
-
-    rows: int
-    new: int
-    width: int
-    draft: float
-    target: float
-    rest: float
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the round, without the target's prefill."""
-        return self.draft + self.target + self.rest
-
-    def scaled(self, by: float) -> Beat:
-        """The round on a machine that is slower by that factor."""
-        return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)
 
 
 @dataclass(frozen=True)

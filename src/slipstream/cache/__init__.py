@@ -1,0 +1,1 @@
+"""Caches: what models remember of the texts that run together, with one length per row."""

@@ -1,0 +1,202 @@
+"""Texts against plain decoding: what it would have chosen, how rounding moves it, and where it would have ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.check.record import Emission, Text
+from slipstream.check.report import Difference
+from slipstream.core.law import Law
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Request, Row
+from slipstream.core.round import Key, Seam
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, sound
+from slipstream.measure.replay import distance, plain_law, replay
+
+HALF = {torch.float16, torch.bfloat16}
+
+
+MARGIN = 4
+"""Near-ties may be so many times the measured rounding: 2 since two scores move, 2 for processors that scale them."""
+
+
+@dataclass
+class Rounding:
+    """How far the scores of a round are from those of plain steps, in logits.
+
+    `noise` is the largest difference that was seen, `whole` that between plain steps and one pass over the whole
+    text without a cache (None if the target cannot do that), `spread` the standard deviation of the logits.
+    """
+
+    noise: float = 0.0
+    whole: float | None = None
+    spread: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def limit(self) -> float:
+        """More is not rounding: the scores themselves are wrong."""
+        return (0.5 if self.dtype in HALF else 0.01) * self.spread
+
+    @property
+    def allowed(self) -> float:
+        """The largest near-tie."""
+        least = {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.dtype, 1e-2)
+        return max(least, MARGIN * self.noise)
+
+    def see(self, plain: Tensor, used: Tensor) -> None:
+        """Scores (vocab,) of one position."""
+        self.noise = max(self.noise, _farthest(plain, used))
+        self.spread = max(self.spread, float(plain[plain.isfinite()].float().std(correction=0)))
+        self.dtype = plain.dtype
+
+    def see_whole(self, target: Scorer, text: Text, plain: Sequence[Tensor]) -> None:
+        """The scores of a text's positions, against the target's own forward."""
+        alone = getattr(target, "alone", None)
+        if alone is None:
+            return
+        request = text.row.request
+        scores = alone([*request.prompt, *text.tokens[:-1]], request.source)[0, -len(plain) :].to(plain[0].device)
+        self.whole = max(self.whole or 0.0, _farthest(torch.stack(list(plain)), scores))
+
+
+def _farthest(left: Tensor, right: Tensor) -> float:
+    gap = (left.double() - right.double()).abs()
+    gap[left == right] = 0  # both minus infinity
+    return float(gap.nan_to_num(nan=math.inf).max())
+
+
+@dataclass
+class Comparison:
+    """All texts of a run. `moved` sums the total variation by which rounding moved the laws.
+
+    `unforced` counts tokens that are not even the choice under the scores that their own round had: no rounding
+    explains those.
+    """
+
+    rounding: Rounding = field(default_factory=Rounding)
+    differences: list[Difference] = field(default_factory=list)
+    unforced: int = 0
+    tokens: int = 0
+    moved: float = 0.0
+
+    def first(self) -> list[Difference]:
+        """The first difference of every text: there it leaves the text of plain decoding."""
+        return [d for i, d in enumerate(self.differences) if not i or d.prompt != self.differences[i - 1].prompt]
+
+
+def compare(
+    target: Scorer,
+    texts: Sequence[Text],
+    seam: Seam | None = None,
+    on_text: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
+    """Follow every text through the target. With a seam, its choices are compared as well; greedy ones always are."""
+    found = Comparison()
+    for prompt, text in enumerate(texts):
+        on_text(prompt, len(texts))
+        plain = []
+        for place, rows, scores, law in replay(target, [text.row.request], [text.tokens]):
+            emission = text.emissions[place]
+            used = plain_law(rows, emission.scores[None, None], target.name)
+            found.rounding.see(scores[0, 0], emission.scores)
+            found.moved += float(distance(law, used))
+            choice = _choice(law, rows[0], emission, seam)
+            found.unforced += _choice(used, rows[0], emission, seam) not in (None, emission.token)
+            if choice is not None and choice != emission.token:
+                gap = _greedy_gap(law, emission) if law.point else _coupled_gap((law, used), rows[0], emission, seam)
+                where = emission.token, *gap, emission.round, emission.source
+                found.differences.append(Difference(prompt, place, choice, *where))
+            plain.append(scores[0, 0])
+        found.tokens += len(plain)
+        found.rounding.see_whole(target, text, plain)
+    return found
+
+
+def _choice(law: Law, row: Row, emission: Emission, seam: Seam | None) -> int | None:
+    """What plain decoding takes; None if that is a matter of chance."""
+    if law.tokens is not None:
+        return int(law.tokens)
+    return None if seam is None else int(seam(law, _key(row, emission)))
+
+
+def _key(row: Row, emission: Emission) -> Key:
+    request = row.request
+    return Key((request.seed,), (request.key,), (emission.origin,), (len(row.tokens),), "next")
+
+
+Scores = tuple[float, float, float]
+"""Of the chosen token, of the emitted one, and the gap between them, in logits."""
+
+
+def _greedy_gap(law: Law, emission: Emission) -> Scores:
+    assert law.scores is not None
+    best, ours = float(law.scores.max()), float(law.scores[0, 0, emission.token])
+    return best, ours, best - ours
+
+
+def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, seam: Seam | None) -> Scores:
+    """How much likelier the emitted token would have to be to win: its noise is known to the seam alone."""
+    assert seam is not None
+    law = next((law for law in laws if float(law.dense[0, 0, emission.token]) > 0), None)
+    if law is None:
+        return 0.0, -math.inf, math.inf
+    # A token that is missing from the plain law alone was at the edge of top-k or top-p.
+    ours = law.dense.double().log()
+    best, low, high = float(ours[0, 0, int(seam(law, _key(row, emission)))]), 0.0, 64.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        ahead = ours.clone()
+        ahead[0, 0, emission.token] += middle
+        won = int(seam(Law(probs=ahead.softmax(-1)), _key(row, emission))) == emission.token
+        low, high = (low, middle) if won else (middle, high)
+    heat = float(getattr(row.request.sampler, "temperature", 1.0))
+    return best, float(ours[0, 0, emission.token]), high * heat
+
+
+@dataclass(frozen=True)
+class Endings:
+    """Sentences about texts that end wrongly, and how many were ended inside a draft to see it."""
+
+    faults: tuple[str, ...]
+    inside: int
+
+
+def endings(decoder: Decoder, texts: Sequence[Text]) -> Endings:
+    """How the texts ended, and how they end if a token from the middle of an accepted draft is made an end token."""
+    requests = [ended for text in texts if (ended := _cut(text))]
+    again = sound(generate(decoder, requests))
+    rows = [*(text.row for text in texts), *again]
+    faults = [fault for row in rows for fault in _faults(row, decoder.target)]
+    return Endings(tuple(faults), sum(row.finish_reason == "stop" for row in again))
+
+
+def _cut(text: Text) -> Request | None:
+    """The request with another end token: the first that the round went on after, and that was not there before."""
+    seen = set[int]()
+    for emission in text.emissions:
+        if emission.inside and emission.token not in seen:
+            return replace(text.row.request, eos=text.row.request.eos | {emission.token})
+        seen.add(emission.token)
+    return None
+
+
+def _faults(row: Row, target: Scorer) -> list[str]:
+    request, output = row.request, row.output
+    who = f"text {row.index + 1}"
+    full = target.context is not None and len(row.tokens) >= target.context
+    if any(token in request.eos for token in output[:-1]):
+        return [f"{who} goes on after its end token"]
+    if len(output) > request.max_new_tokens:
+        return [f"{who} has {len(output)} tokens, {request.max_new_tokens} were asked for"]
+    if (output[-1] in request.eos) != (row.finish_reason == "stop"):
+        return [f"{who} says {row.finish_reason!r} after token {output[-1]}"]
+    if output[-1] not in request.eos and len(output) < request.max_new_tokens and not full:
+        return [f"{who} ends after {len(output)} tokens without an end token"]
+    return []

@@ -1,0 +1,194 @@
+"""The two halves of a check: greedy decoding token by token, sampling by exact laws and by statistics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slipstream.check.case import Case, Settings
+from slipstream.check.compare import Comparison, Endings, compare, endings
+from slipstream.check.controls import broken
+from slipstream.check.enumeration import distances
+from slipstream.check.record import Sight, watch
+from slipstream.check.report import Answer, Control, Difference, Part
+from slipstream.check.samples import FALSE_ALARM, POWER, Samples, take
+from slipstream.core.draws import draw_coupled
+from slipstream.core.request import Request
+from slipstream.decoding.rules import Rule
+from slipstream.decoding.sampling import Sampling
+
+SAME = 1e-6
+"""Laws that should be equal may be so far apart (total variation)."""
+
+
+CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
+"""A broken rule shows itself soon."""
+
+
+# ---- greedy ----
+
+
+def greedy(case: Case, sampler: Sampling) -> Part:
+    """Decode, follow the texts through the target, and do the same with broken rules."""
+    case.listener("greedy: decoding", 0, 1)
+    sight = watch(case.decoder, case.requests(sampler))
+    found = compare(case.decoder.target, sight.texts, on_text=case.at("greedy: following the texts"))
+    tests = (
+        about_choices("tokens", case, found),
+        about_scores(found),
+        about_wiring(sight),
+        about_endings(endings(case.decoder, sight.texts)),
+    )
+    controls = tuple(_greedy_control(case, sampler, rule) for rule in broken(case.rule, greedy=True))
+    return Part("greedy, temperature 0", tests, controls, named(case, found), needed=("tokens",))
+
+
+def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
+    texts = watch(case.under(rule), _control_requests(case, sampler)).texts
+    found = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
+    return Control(rule.name, () if about_choices("tokens", case, found).passed else ("tokens",))
+
+
+# ---- sampling ----
+
+
+def sampling(case: Case, sampler: Sampling) -> Part:
+    """Decode and follow the texts, enumerate the rule, draw samples, and do the same with broken rules."""
+    case.listener("sampling: decoding", 0, 1)
+    sight = watch(case.decoder, case.requests(sampler))
+    coupled = case.rule.seam is draw_coupled
+    seam = case.rule.seam if coupled else None
+    found = compare(case.decoder.target, sight.texts, seam, case.at("sampling: following the texts"))
+    moved = found.moved / max(1, found.tokens)
+    tests = [about_rule(case.rule, sight), about_samples(_samples(case, sampler, case.rule, moved))]
+    tests += [about_choices("same seed", case, found)] if coupled else []
+    tests += [about_scores(found), about_wiring(sight), about_endings(endings(case.decoder, sight.texts))]
+    controls = tuple(_sampling_control(case, sampler, rule, sight) for rule in broken(case.rule, greedy=False))
+    needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
+    name, enough = f"sampling, temperature {sampler.temperature:g}", max(Settings.samples, 4 * case.settings.samples)
+    return Part(name, tuple(tests), controls, named(case, found), needed, enough)
+
+
+def about_rule(rule: Rule, sight: Sight) -> Answer:
+    """Whether the rule's law is the target's on laws that were met."""
+    found = distances(rule.verify, sight.pairs, sight.tree) if sight.pairs else []
+    farthest = max((distance.joint for distance in found), default=0.0)
+    mean = sum(distance.token for distance in found) / max(1, len(found))
+    says = f"its exact law is at most {farthest:.2g} (total variation) from the target's on {len(found)} processes "
+    says += "made of laws met in these texts"
+    if farthest > SAME:
+        says += f", {mean:.2g} for one token on average; {SAME:g} is the limit"
+    figures = {"processes": len(found), "farthest": farthest, "mean_per_token": mean, "limit": SAME}
+    return Answer("rule", farthest <= SAME, says, figures)
+
+
+def about_samples(samples: Samples) -> Answer:
+    """Whether many tokens are distributed as the target says."""
+    (statistic, freedom), p_value, sees = samples.statistic, samples.p_value, samples.detectable
+    says = f"{samples.tokens} tokens of {samples.texts} texts: chi-squared {statistic:.1f} with {freedom} degrees of "
+    says += f"freedom, {samples.rare} rare tokens for {samples.rare_expected:.1f} expected, p = {p_value:.2g} "
+    says += f"(fails below {FALSE_ALARM:g})"
+    if sees is not None:
+        says += f"; a mean bias of {sees:.2g} (total variation) would have been seen with {POWER:.0%} chance"
+    figures: dict[str, Any] = {
+        name: getattr(samples, name) for name in ("texts", "tokens", "rare", "rare_expected", "learned")
+    }
+    figures |= {"statistic": statistic, "freedom": freedom, "p_value": p_value, "false_alarm": FALSE_ALARM}
+    says += " (the draft learns from the texts, so that the cells are by p alone)" if samples.learned else ""
+    return Answer("samples", p_value >= FALSE_ALARM, says, {**figures, "detectable": sees, "power": POWER})
+
+
+def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: bool = False) -> Samples:
+    """Texts a little longer than a round; a control needs them only until it is caught."""
+    decoder = replace(case.under(rule), batch_size=case.batch)
+    requests = case.requests(sampler, case.settings.samples, case.gamma + 2)
+    told = case.at(f"sampling control: {rule.name}" if control else "sampling: drawing texts")
+
+    def on_texts(samples: Samples) -> bool:
+        told(samples.texts, len(requests))
+        return control and samples.p_value < FALSE_ALARM
+
+    return take(decoder, requests, moved, on_texts)
+
+
+def _sampling_control(case: Case, sampler: Sampling, rule: Rule, sight: Sight) -> Control:
+    tests = [about_rule(rule, sight), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
+    if case.rule.seam is draw_coupled:
+        texts = watch(case.under(rule), _control_requests(case, sampler)).texts
+        tests.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.seam)))
+    return Control(rule.name, tuple(test.name for test in tests if not test.passed))
+
+
+# ---- both ----
+
+
+def _control_requests(case: Case, sampler: Sampling) -> list[Request]:
+    count, tokens = min(CONTROL_PROMPTS, len(case.prompts)), min(CONTROL_TOKENS, case.settings.max_new_tokens)
+    return case.requests(sampler, count, tokens)
+
+
+def allowed_gap(case: Case, found: Comparison) -> float:
+    """The largest near-tie."""
+    return found.rounding.allowed if case.settings.gap is None else case.settings.gap
+
+
+def about_choices(name: str, case: Case, found: Comparison) -> Answer:
+    """Whether every token is the one that plain decoding chooses, or a near-tie."""
+    allowed, gaps = allowed_gap(case, found), [difference.gap for difference in found.differences]
+    wrong, largest = max(found.unforced, sum(gap > allowed for gap in gaps)), max(gaps, default=0.0)
+    says = f"{found.tokens} tokens, each the one that plain decoding chooses"
+    if gaps:
+        kind = f"{wrong} of them by more than rounding explains" if wrong else "all of them near-ties"
+        says = f"{len(gaps)} of {found.tokens} tokens differ from plain decoding, {kind}: "
+        says += f"the largest gap is {largest:.2g} logits, {allowed:.2g} are allowed"
+    if found.unforced:
+        says += f"; {found.unforced} are not the choice under the scores of their own round"
+    figures = {"tokens": found.tokens, "different": len(gaps), "wrong": wrong}
+    return Answer(name, not wrong, says, {**figures, "largest_gap": largest, "allowed_gap": allowed})
+
+
+def about_scores(found: Comparison) -> Answer:
+    """Whether rounds score like plain steps, and those like one pass without a cache."""
+    rounding = found.rounding
+    says = f"logits of rounds and of plain steps differ by at most {rounding.noise:.2g}"
+    if rounding.whole is not None:
+        says += f", those of plain steps and of one pass without a cache by {rounding.whole:.2g}"
+    passed = max(rounding.noise, rounding.whole or 0.0) <= rounding.limit
+    figures = {"noise": rounding.noise, "whole": rounding.whole, "limit": rounding.limit}
+    figures["law_moved"] = found.moved / max(1, found.tokens)
+    return Answer("scores", passed, f"{says} ({rounding.limit:.2g} is the limit of rounding)", figures)
+
+
+def about_wiring(sight: Sight) -> Answer:
+    """Whether laws and tokens reach the verifier and the text as they should."""
+    faults = []
+    if not sight.p <= SAME:
+        faults.append(f"the verifier got laws up to {sight.p:.2g} away from those of plain processing")
+    if sight.q is not None and not sight.q <= SAME:
+        faults.append(f"draft tokens were drawn from laws up to {sight.q:.2g} away from those reported")
+    if not sight.next <= SAME:
+        faults.append(f"the last token of a round was drawn from a law up to {sight.next:.2g} away from the verdict's")
+    if sight.astray:
+        faults.append(f"{sight.astray} emitted tokens were neither accepted nor drawn")
+    says = f"{sight.drafted} drafted tokens, their laws and those given to the verifier are what they should be"
+    if sight.q is None and sight.drafted:
+        says += " (the drafter's draws cannot be seen: the samples judge them)"
+    figures = {"p": sight.p, "q": sight.q, "next": sight.next, "astray": sight.astray, "drafted": sight.drafted}
+    return Answer("wiring", not faults, "; ".join(faults) or says, figures)
+
+
+def about_endings(found: Endings) -> Answer:
+    """Whether texts end where they should."""
+    says = f"texts end at their end token or limit; {found.inside} were ended inside an accepted draft to see it"
+    figures = {"faults": len(found.faults), "inside": found.inside}
+    return Answer("endings", not found.faults, "; ".join(found.faults[:3]) or says, figures)
+
+
+def named(case: Case, found: Comparison) -> tuple[Difference, ...]:
+    """The first difference of every text, with the text of its tokens."""
+    return tuple(_named(case, difference, allowed_gap(case, found)) for difference in found.first())
+
+
+def _named(case: Case, it: Difference, allowed: float) -> Difference:
+    plain, emitted = (case.decode([token]) for token in (it.plain, it.emitted))
+    return replace(it, plain_text=plain, emitted_text=emitted, allowed=allowed)

@@ -1,0 +1,58 @@
+"""The terminal: colours, spinners, progress bars and lists of steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from slipstream.core.round import Round
+
+
+def console(stderr: bool = False) -> Console:
+    """A Console that prints text as it is: no markup, and no styles if NO_COLOR is set or nobody watches."""
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(stderr=stderr, color_system=colours, highlight=False, markup=False, emoji=False)
+
+
+def busy(console: Console, text: str) -> AbstractContextManager[Any]:
+    """A sign of life, if somebody watches."""
+    return console.status(text) if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar of steps, if somebody watches -> told how many are done, how many there are, and what begins."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+        yield lambda done, count, name: bar.update(task, description=name, completed=done, total=count)
+
+
+@contextmanager
+def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Callable[[Round], None]]:
+    """A bar of the tokens of `count` texts, if somebody watches -> its listener to rounds."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
+    ended, total = 0, count * max_new_tokens
+    with Progress(
+        *(*columns, TimeElapsedColumn()),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+    ) as bar:
+        task = bar.add_task(f"0 of {count} prompts", total=total)
+
+        def on_round(round: Round) -> None:
+            nonlocal ended, total
+            done = [row for row in round.rows if row.finish_reason]
+            ended, total = ended + len(done), total - sum(row.room for row in done)
+            bar.update(task, total=total, description=f"{ended} of {count} prompts")
+            bar.advance(task, sum(map(len, round.tokens)))
+
+        yield on_round

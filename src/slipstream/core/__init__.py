@@ -1,0 +1,1 @@
+"""The nouns that all rooms share: laws, drafts, verdicts, requests, rounds, draws, and the protocols between rooms."""

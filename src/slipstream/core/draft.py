@@ -1,0 +1,132 @@
+"""`Draft` and `Verdict`: proposed tokens with the law each was sampled from, and what a verifier decides about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from slipstream.core.law import Law
+
+ABSENT = -1
+"""Stands in a tree for a candidate that a row does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where the new tokens of one forward pass stand, if they are no chain: the same for every row.
+
+    The newest `len(depths)` tokens of a row are tree tokens, of which the last `len(seen)` are new. Tree token k has
+    the position base + depths[k], base being the length before the tree; new token i sees the text before the tree
+    and the tree tokens with seen[i, k]: its ancestors and itself.
+    """
+
+    depths: Tensor
+    seen: Tensor
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(parents: tuple[int, ...], new: int) -> Tree:
+        """`parents[k]` is the tree token k hangs on, -1 for the text itself; the last `new` tokens are fed."""
+        lines = ancestors(parents)
+        seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+        for node, line in enumerate(lines):
+            seen[node, list(line)] = True
+        return Tree(torch.tensor([len(line) - 1 for line in lines]), seen[len(parents) - new :])
+
+
+@lru_cache(maxsize=256)
+def ancestors(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The path from the root to each node, itself included. Parents come before their children."""
+    lines: list[tuple[int, ...]] = []
+    for node, parent in enumerate(parents):
+        assert parent < node, "parents come before their children"
+        lines.append((*(lines[parent] if parent >= 0 else ()), node))
+    return tuple(lines)
+
+
+def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Texts of different lengths -> (rows, longest), padded on the right with zeros."""
+    width = max(map(len, texts), default=0)
+    return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens and the law each was REALLY sampled from.
+
+    `tokens` (rows, gamma) is padded on the right; row r proposes `lengths[r]` tokens, possibly none. `law` covers
+    the same positions; None only if no row proposes anything. `windowed` counts, per row, the tokens drafted from
+    a shortened prefix because the draft's context is smaller than the text.
+
+    `parents` is None for a chain. In a tree it names each node's parent (-1 for the pending token; level by level);
+    siblings were drawn one after the other from the law at their parent, each without the tokens drawn before if
+    `replacement` is False. A row may lack nodes: those from `lengths[r]` on, and those whose token is ABSENT.
+    """
+
+    tokens: Tensor
+    law: Law | None
+    lengths: tuple[int, ...]
+    windowed: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    replacement: bool = False
+
+    @property
+    def tree(self) -> Tree | None:
+        """What pending token and nodes see of each other when the target scores them; None for a chain."""
+        if self.parents is None:
+            return None
+        return Tree.of((-1, *(parent + 1 for parent in self.parents)), 1 + len(self.parents))
+
+    @property
+    def fed(self) -> Tensor:
+        """The tokens as a model takes them."""
+        return self.tokens if self.parents is None else self.tokens.clamp(min=0)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """How many tokens deep each row's draft is; its length, for a chain."""
+        if self.parents is None:
+            return self.lengths
+        lines = ancestors(self.parents)
+        return tuple(len(lines[length - 1]) if length else 0 for length in self.lengths)
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Draft:
+        """A draft without tokens: the round becomes a plain decoding step."""
+        return Draft(torch.empty(rows, 0, dtype=torch.long, device=device), None, (0,) * rows)
+
+    def to(self, device: torch.device) -> Draft:
+        """The same draft on `device`: target and draft may live on different ones."""
+        if self.tokens.device == device:
+            return self
+        return replace(self, tokens=self.tokens.to(device), law=self.law and self.law.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier decides: `accepted` (rows,) drafted tokens stand, and `law` (rows, 1) is the next token's.
+
+    `beta` (rows, gamma) is the chance, given the prefix, that the drafted token of that position is kept if it is
+    tested: sum_x min(p(x), q(x)) when sampling (Theorem 3.5), and for greedy decoding whether it is kept.
+    Lossy rules tell their price per drafted token, both (rows, gamma): `relaxed`, passed only thanks to the
+    relaxation, and `distance`, the total variation of that position's law from the target's. `path` (rows, depth)
+    names the accepted nodes of a tree; None for a chain.
+    """
+
+    accepted: Tensor
+    law: Law
+    beta: Tensor
+    relaxed: Tensor | None = None
+    distance: Tensor | None = None
+    path: Tensor | None = None
+
+
+def accepted_paths(verdict: Verdict) -> list[list[int]]:
+    """The accepted nodes of a tree, per row."""
+    assert verdict.path is not None
+    pairs = zip(verdict.path.tolist(), verdict.accepted.tolist(), strict=True)
+    return [path[:count] for path, count in pairs]

@@ -1,0 +1,124 @@
+"""The protocols that rooms meet at: `Scorer`, `Drafter`, `Verifier` and `Controller`.
+
+Letters are the paper's (arXiv 2211.17192): *p* is the target's law, *q* the draft's, *gamma* the number of
+drafted tokens, *beta* the chance that one tested token is kept, *alpha* its mean. Shapes use `rows` (sequences
+that run together), `positions` (consecutive tokens of a row) and `vocab`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Tree, Verdict
+from slipstream.core.law import Law
+from slipstream.core.request import Row
+from slipstream.core.round import Context, Round
+from slipstream.core.source import Source, SourceForm
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a pass: rows, new tokens of each, and slots that attention looks at."""
+
+    rows: int
+    width: int
+    slots: int
+
+
+class Scorer(Protocol):
+    """One autoregressive model and its cache for a batch of rows, each with a length of its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def context(self) -> int | None:
+        """The longest text the model can hold; None if there is no limit."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def source_form(self) -> SourceForm | None:
+        """What its encoder reads; None for a model without one."""
+        ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        ...
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows, with the source of each if the model has an encoder."""
+        ...
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        ...
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed `counts[r]` of tokens (rows, n) to every row from `first` on -> logits (rows, n, vocab)."""
+        ...
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed whole texts to the rows from `first` on; no logits are wanted."""
+        ...
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of each row."""
+        ...
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache: NaN passes any mask, since 0 * NaN is NaN."""
+        ...
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move a tree's accepted tokens together: what lies at starts[r] + paths[r][i] goes to starts[r] + i."""
+        ...
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Run every pass after the prefill in one shape, so that no bit of the logits depends on what is scored
+        together; None: in the shape of the work at hand, which is faster."""
+        ...
+
+
+class Drafter(Protocol):
+    """Makes drafts. It learns which rows run from the context alone, so it serves any number of texts in turn."""
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """At most `gammas[r]` tokens for each row."""
+        ...
+
+    def observe(self, round: Round) -> None:
+        """Called after every round, when the rows hold the emitted tokens."""
+        ...
+
+
+Verifier = Callable[[Law, Draft, Callable[..., Tensor]], Verdict]
+"""(p over gamma + 1 positions, draft, draw(law, purpose, start=0)) -> Verdict."""
+
+
+class Controller(Protocol):
+    """Chooses gamma per row, before anything is drafted: so any choice is exact. The state goes in and out."""
+
+    @property
+    def most(self) -> int:
+        """The greatest gamma it may ever choose."""
+        ...
+
+    def init(self) -> Any: ...
+
+    def gammas(self, state: Any, rows: Sequence[Row]) -> Sequence[int]:
+        """How many tokens to draft for each row of the next round; 0 is a plain step."""
+        ...
+
+    def update(self, state: Any, round: Round) -> Any: ...

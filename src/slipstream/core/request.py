@@ -1,0 +1,99 @@
+"""`Request`, one text to be continued, and `Row`, a request in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.core.law import Fault, Law
+from slipstream.core.source import Source
+from slipstream.core.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What stands before each position, for samplers that look at it.
+
+    Position j of a row stands after the row's own tokens and the `drafted` (rows, n) tokens that `paths[j]` names.
+    """
+
+    drafted: Tensor
+    paths: Sequence[Sequence[int]]
+
+    @staticmethod
+    def chain(drafted: Tensor, positions: int) -> Texts:
+        """The last of the positions stands after all drafted tokens, the others each one token earlier."""
+        last = drafted.shape[1]
+        return Texts(drafted, [range(last - positions + 1 + j) for j in range(positions)])
+
+    def of(self, row: Row, place: int, position: int) -> Tensor:
+        """The tokens (length,) before a position of the row at `place`."""
+        text = torch.tensor(row.tokens, device=self.drafted.device)
+        return torch.cat([text, self.drafted[place, list(self.paths[position])]])
+
+    def select(self, places: Sequence[int]) -> Texts:
+        """The texts of some of the rows."""
+        return Texts(self.drafted[list(places)], self.paths)
+
+
+class Sampler(Protocol):
+    """Turns logits into the law really sampled from (section 2.2 of the paper)."""
+
+    @property
+    def greedy(self) -> bool: ...
+
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+        """The law of logits (rows, positions, vocab). `model` names whose logits they are, in errors.
+
+        Raises RowFailure where there is none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be continued.
+
+    `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is asked after every emitted
+    token and answers a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.
+    """
+
+    prompt: tuple[int, ...]
+    sampler: Sampler
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    seed: int = 0
+    key: int = 0
+    stop: Callable[[list[int]], str | None] | None = None
+    source: Source | None = None
+
+
+@dataclass
+class Row:
+    """A request in progress: `tokens` are prompt and output; the last one is pending, not yet in any cache."""
+
+    request: Request
+    index: int  # the place of the request in its list
+    tokens: list[int]
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+    error: Fault | None = None  # why no token is possible any more, where `finish_reason` is "error"
+
+    @property
+    def output(self) -> list[int]:
+        """The emitted tokens."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be emitted."""
+        return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
+
+    @property
+    def context_full(self) -> bool:
+        """Whether the row has ended before its limit, because the target can hold no longer text."""
+        return self.finish_reason == "length" and self.room > 0

@@ -1,0 +1,120 @@
+"""`Round`, the record of one draft and its verification, and `Context`, the rows that run together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict, ancestors
+from slipstream.core.law import Fault, Faults, Law, RowFailure
+from slipstream.core.request import Row, Texts
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where a draw happens: row r draws for the token positions from `positions[r]` on.
+
+    Two draws with equal (seed, request, origin, position, purpose) are the same draw, whatever else is in the
+    batch. `origins` are the text lengths when the round began: without them the next round would reuse the numbers
+    of tokens that this one rejects, and a rule that looks at the whole draft (block verification) would be biased.
+    """
+
+    seeds: tuple[int, ...]
+    requests: tuple[int, ...]
+    origins: tuple[int, ...]
+    positions: tuple[int, ...]
+    purpose: str
+
+
+Seam = Callable[[Law, Key], Tensor]
+"""All randomness: a law over (rows, positions) and a key -> token ids (rows, positions)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The rows that run together, as drafters see them, and the seam they draw through."""
+
+    rows: tuple[Row, ...]
+    seam: Seam
+
+    def law(self, logits: Tensor, texts: Texts, model: str) -> Law:
+        """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
+
+        For drafts, which any law leaves exact: where there is none, some law stands in its place.
+        """
+        law, faults = self.law_and_faults(logits, texts, model)
+        if faults and not bool(logits.amax(-1).isfinite().all()):
+            warnings.warn(f"{model} gives non-finite logits, so that hardly any draft stands.", RuntimeWarning, 2)
+        return law
+
+    def law_and_faults(self, logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
+        """The same law, and where none can be made: (place of the row, position) -> why, in a sentence."""
+        groups: dict[int, list[int]] = {}
+        for place, row in enumerate(self.rows):
+            groups.setdefault(id(row.request.sampler), []).append(place)
+        if len(groups) == 1:
+            return _attempt(self.rows, logits, texts, model)
+        laws, faults = list[Law](), dict[tuple[int, int], Fault]()
+        for places in groups.values():
+            rows = [self.rows[place] for place in places]
+            law, found = _attempt(rows, logits[places], texts.select(places), model)
+            laws.append(law)
+            faults |= {(places[r], position): why for (r, position), why in found.items()}
+        order = torch.tensor([place for places in groups.values() for place in places]).argsort()
+        return Law.join(laws, 0).select(order.to(logits.device)), faults
+
+    def target_law(self, logits: Tensor, draft: Draft, model: str) -> tuple[Law, Faults]:
+        """p at the pending token and after every drafted one, and where there is none."""
+        paths = None if draft.parents is None else [(), *ancestors(draft.parents)]
+        texts = Texts.chain(draft.tokens, logits.shape[1]) if paths is None else Texts(draft.fed, paths)
+        return self.law_and_faults(logits, texts, model)
+
+    def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
+        """Token ids (rows, positions), drawn from a law by `key`."""
+        return self.seam(law, self.key(purpose, start))
+
+    def key(self, purpose: str, start: int | Sequence[int] = 0) -> Key:
+        """Of draws for the texts' tokens from len(tokens) + start on; `start` is one number, or one per row."""
+        starts = [start] * len(self.rows) if isinstance(start, int) else start
+        origins = tuple(len(row.tokens) for row in self.rows)
+        places = tuple(origin + begin for origin, begin in zip(origins, starts, strict=True))
+        requests = [row.request for row in self.rows]
+        seeds, names = tuple(request.seed for request in requests), tuple(request.key for request in requests)
+        return Key(seeds, names, origins, places, purpose)
+
+
+def _attempt(rows: Sequence[Row], logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
+    try:
+        return rows[0].request.sampler.law(logits, rows, texts, model), {}
+    except RowFailure as failure:
+        return failure.law, failure.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft and its verification: the record that streams, statistics, benchmarks and controllers read.
+
+    `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from the
+    draft, and one more, unless a cut came before it, from the target. `gammas` are what the controller asked for;
+    the room that is left and the drafter may have made `draft.lengths` of it. `seconds` has the phases `draft`,
+    `target`, `accept` (laws, verification and draws) and `rest`.
+    """
+
+    rows: tuple[Row, ...]
+    draft: Draft
+    verdict: Verdict
+    tokens: tuple[tuple[int, ...], ...]
+    accepted: tuple[int, ...]
+    gammas: tuple[int, ...]
+    seconds: dict[str, float]
+
+    def source(self, row: int, position: int) -> str:
+        """Where an emitted token came from: "draft", "correction", "bonus", or "target" if nothing was drafted."""
+        if position < self.accepted[row]:
+            return "draft"
+        drafted = self.draft.depths[row]
+        return "target" if not drafted else "correction" if position < drafted else "bonus"

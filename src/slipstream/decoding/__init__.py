@@ -1,0 +1,1 @@
+"""Decoding: the round of Algorithm 1, the scheduler around it, sampling, acceptance rules and controllers."""

@@ -1,0 +1,216 @@
+"""Verifiers: how many drafted tokens stand, and the law of the token after them.
+
+Functions of laws. They return laws, and their only randomness comes from the `draw` they are given. `p` covers
+gamma + 1 positions, the draft and its law q gamma; rows may draft fewer (`draft.lengths`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.law import Law
+from slipstream.core.protocols import Verifier
+
+Draw = Callable[..., Tensor]
+
+
+def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Token verification: Algorithm 1 of arXiv 2211.17192.
+
+    Keeps the drafted tokens up to the first that fails its test, each with chance min(1, p(x)/q(x)). The next
+    token's law is the residual norm(max(0, p - q)) there, or p itself after a full acceptance (bonus).
+    """
+    if draft.law is None:
+        return nothing_drafted(p)
+    if p.tokens is not None:
+        passed = draft.tokens == p.tokens[:, : draft.law.positions]  # p is one-hot: the ratio is 0 or at least 1
+    else:
+        q_x = draft.law.of(draft.tokens)
+        keep = torch.minimum(p.first(draft.law.positions).of(draft.tokens), q_x)
+        # A coin with weights (keep, q - keep): accepted iff u * q < min(p, q), the ratio test without a division.
+        passed = draw(_coin(keep, q_x - keep), "accept") == 0
+    accepted = _leading(passed, draft)
+    return Verdict(accepted, _next_law(p, draft, accepted), beta(p, draft.law))
+
+
+def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Block verification (arXiv 2403.10444): keeps the longest prefix that passes; no exact rule keeps more.
+
+    b_i = min(1, b_{i-1} p(x_i)/q(x_i)) is the survival of the prefix x_1..x_i, R_i = sum_v max(b_i p_i(v) - q_i(v), 0).
+    Prefix i passes with chance R_i / (R_i + 1 - b_i), the whole draft with b_gamma. ALL are tested, the longest that
+    passes wins, and the residual there is norm(max(b p - q, 0)). For a point mass p it is token verification.
+    """
+    if draft.law is None or p.point:
+        return token(p, draft, draw)
+    lengths = _lengths(draft, p.device)
+    b = survival(p, draft)
+    excess = _excess(b, p.first(draft.law.positions), draft.law)
+    place = torch.arange(1, b.shape[1], device=p.device)
+    # R_1..R_gamma; the last has no q of its own, and where the draft ends the chance is b itself.
+    keep = torch.where(place == lengths[:, None], b[:, 1:], torch.cat([excess[:, 1:], b[:, -1:]], 1))
+    lose = 1 - b[:, 1:]
+    sure = (keep + lose) <= 0  # 0/0 stands for certainty
+    passed = draw(_coin(torch.where(sure, 1.0, keep), lose), "accept") == 0
+    accepted = (place * (passed & (place <= lengths[:, None]))).amax(-1)
+    weight = b.gather(1, accepted[:, None])
+    return Verdict(accepted, _next_law(p, draft, accepted, weight), beta(p, draft.law))
+
+
+def survival(p: Law, draft: Draft) -> Tensor:
+    """b_0..b_gamma of block verification -> (rows, gamma + 1), in float64 and log space.
+
+    Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i.
+    """
+    assert draft.law is not None
+    ratio = p.first(draft.law.positions).of(draft.tokens).double().log() - draft.law.of(draft.tokens).double().log()
+    sums = torch.nn.functional.pad(ratio.cumsum(-1), (1, 0))
+    sums = sums.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # padding may hold 0/0
+    return (sums - sums.cummax(-1).values).exp()
+
+
+def _excess(b: Tensor, p: Law, q: Law) -> Tensor:
+    """R_i = sum_v max(b_i p_i(v) - q_i(v), 0) for i = 0..gamma-1."""
+    weight = b[:, :-1]
+    if q.tokens is not None:
+        return weight * (1 - p.of(q.tokens))
+    # In the laws' own dtype: float64 over a whole vocabulary would cost as much as the target's last layer.
+    rest = p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
+    return rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)
+
+
+def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Sample and match: draw the target's own choice at every position, keep the draft while it equals it.
+
+    Exact for any draft made without looking at the choice. With a seam that depends on the token's position alone
+    (`sampling.draw_coupled`), for target and draft alike, it is coupled, drafter-invariant sampling (arXiv
+    2408.07978): the output is what the target alone would have drawn, the same text for every draft.
+    """
+    choice = draw(p, "next")
+    if draft.law is None:
+        none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
+        return Verdict(none, Law(tokens=choice[:, :1]), _no_beta(none))
+    accepted = _leading(draft.tokens == choice[:, :-1], draft)
+    return Verdict(accepted, Law(tokens=choice).at(accepted), beta(p, draft.law))
+
+
+def lenient(leniency: float) -> Verifier:
+    """Token verification with lenience l in (0, 1] (section A.5): NOT lossless for l < 1.
+
+    Sampling: accept with chance min(1, p/(l q)); the correction comes from the ordinary residual, so that no token
+    gets more than p(x)/l. Greedy: accept x if p(x) >= l max p (before standardizing). The verdict tells the price:
+    which tokens only lenience let pass, and the total-variation distance of every position's law from the target's.
+    Raises ValueError for l outside (0, 1].
+    """
+    if not 0 < leniency <= 1:
+        raise ValueError(f"lenience {leniency} is not possible: it must be above 0 and at most 1 (lossless).")
+
+    def verify(p: Law, draft: Draft, draw: Draw) -> Verdict:
+        if draft.law is None:
+            return nothing_drafted(p)
+        rule = _lenient_greedy if p.point else _lenient_sampling
+        passed, relaxed, distance = rule(p.first(draft.law.positions), draft, draw, leniency)
+        accepted = _leading(passed, draft)
+        return Verdict(accepted, _next_law(p, draft, accepted), beta(p, draft.law), relaxed, distance)
+
+    return verify
+
+
+def _lenient_sampling(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[Tensor, Tensor, Tensor]:
+    assert draft.law is not None
+    p_x, q_x = p.of(draft.tokens), draft.law.of(draft.tokens)
+    strict, keep = torch.minimum(p_x, q_x), torch.minimum(p_x / leniency, q_x)
+    side = draw(Law(probs=torch.stack([strict, keep - strict, q_x - keep], -1)), "accept")
+    return side < 2, side == 1, distance(lenient_law(p, draft.law, leniency), p)
+
+
+def _lenient_greedy(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[Tensor, Tensor, Tensor]:
+    assert draft.law is not None and p.scores is not None and p.tokens is not None
+    bar = p.scores.amax(-1) + math.log(leniency)
+    passed = (draft.tokens == p.tokens) | (p.scores.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1) >= bar)
+    relaxed = passed & (draft.tokens != p.tokens)
+    if draft.law.tokens is not None:
+        return passed, relaxed, relaxed.float()
+    good = (p.scores >= bar.unsqueeze(-1)).scatter(-1, p.tokens.unsqueeze(-1), False)
+    return passed, relaxed, (draft.law.dense * good).sum(-1)  # mass that lands on tokens other than the best
+
+
+def lenient_law(p: Law, q: Law, leniency: float) -> Law:
+    """The law of one lenient position: min(q, p/l) + (1 - beta_l)/(1 - beta_1) max(0, p - q), at most p/l."""
+    dense = q.dense if q.tokens is None else torch.zeros_like(p.dense).scatter_(-1, q.tokens.unsqueeze(-1), 1)
+    kept = torch.minimum(dense, p.dense / leniency)
+    law = kept + (1 - kept.sum(-1, keepdim=True)) * residual(p, q).dense
+    assert bool((law <= p.dense / leniency + 1e-5).all()), "lenience gave a token more than p/l"
+    return Law(probs=law)
+
+
+def distance(one: Law, other: Law) -> Tensor:
+    """Total variation between dense laws, D_LK of the paper (Definition 3.2) -> (rows, positions)."""
+    return (one.dense - other.dense).abs().sum(-1) / 2
+
+
+def residual(p: Law, q: Law, weight: Tensor | None = None) -> Law:
+    """norm(max(0, w p - q)), the law after a rejection (section 2.3; w = 1, or b in block verification).
+
+    p and q cover the same (rows, positions), as does w. Where nothing is left numerically, p itself. A point mass p
+    is its own residual: what is rejected for it is another token.
+    """
+    if p.point:
+        return p
+    rest = p.dense.clone() if weight is None else p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
+    if q.tokens is not None:
+        rest.scatter_(-1, q.tokens.unsqueeze(-1), 0)  # w p(x) <= 1 = q(x)
+    else:
+        rest.sub_(q.dense).clamp_(min=0)
+    total = rest.sum(-1, keepdim=True)
+    return Law(probs=torch.where(total > 0, rest / total, p.dense))
+
+
+def beta(p: Law, q: Law) -> Tensor:
+    """sum_x min(p(x), q(x)) (Theorem 3.5) at each of q's positions -> (rows, gamma)."""
+    ours = p.first(q.positions)
+    if ours.tokens is not None:
+        return q.of(ours.tokens)
+    return ours.of(q.tokens) if q.tokens is not None else torch.minimum(ours.dense, q.dense).sum(-1)
+
+
+def _coin(heads: Tensor, tails: Tensor) -> Law:
+    return Law(probs=torch.stack([heads, tails], -1))
+
+
+def _lengths(draft: Draft, device: torch.device) -> Tensor:
+    return torch.tensor(draft.lengths, device=device)
+
+
+def _leading(passed: Tensor, draft: Draft) -> Tensor:
+    """How many tokens passed before the first that failed or was not drafted."""
+    assert draft.parents is None, "this verifier takes chains; `trees` has those for trees"
+    if min(draft.lengths) < passed.shape[1]:
+        places = torch.arange(passed.shape[1], device=passed.device)
+        passed = passed & (places < _lengths(draft, passed.device)[:, None])
+    return passed.cumprod(-1).sum(-1)
+
+
+def _next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = None) -> Law:
+    """The residual where a drafted token was refused, p where all stand."""
+    if p.tokens is not None:
+        return Law(tokens=p.tokens.gather(1, accepted[:, None]))
+    here = p.at(accepted)
+    assert draft.law is not None
+    q = draft.law.at(accepted.clamp(max=draft.law.positions - 1))
+    refused = (accepted < _lengths(draft, p.device))[:, None, None]
+    return Law(probs=torch.where(refused, residual(here, q, weight).dense, here.dense))
+
+
+def nothing_drafted(p: Law) -> Verdict:
+    """A plain step: the next token comes from p after the pending one."""
+    none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
+    return Verdict(none, p.at(none), _no_beta(none))
+
+
+def _no_beta(rows: Tensor) -> Tensor:
+    return rows[:, None].float()[:, :0]

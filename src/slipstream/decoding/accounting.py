@@ -1,0 +1,59 @@
+"""Counting a round: its tokens, acceptance by position and seconds go to the statistics of its rows."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from slipstream.core.round import Round
+from slipstream.core.stats import Stats
+
+
+class Stopwatch:
+    """Seconds by phase of one round."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap belongs to `phase`."""
+        now = perf_counter()
+        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def count_round(round: Round) -> None:
+    """Add the round to the statistics of its rows."""
+    verdict = round.verdict
+    counts = verdict.accepted.tolist()
+    for r, row in enumerate(round.rows):
+        stats, depth, accepted = row.stats, round.draft.depths[r], round.accepted[r]
+        # A token is tested if all before it were kept and it was not cut away.
+        tested = min(counts[r] + 1, depth, len(round.tokens[r]))
+        stats.emitted += len(round.tokens[r])
+        stats.accepted += accepted
+        stats.drafted += round.draft.lengths[r]
+        stats.tested += tested
+        stats.beta += float(verdict.beta[r, :tested].sum())
+        stats.target_calls += 1
+        stats.windowed += round.draft.windowed[r] if round.draft.windowed else 0
+        if verdict.relaxed is not None and verdict.distance is not None:
+            stats.relaxed += int(verdict.relaxed[r, :accepted].sum())
+            stats.distance += float(verdict.distance[r, :tested].sum())
+        _count_positions(stats, depth, accepted)
+
+
+def share_time(round: Round) -> None:
+    """Every row of a round has an equal part of its time."""
+    for row in round.rows:
+        for phase, seconds in round.seconds.items():
+            row.stats.seconds[phase] = row.stats.seconds.get(phase, 0.0) + seconds / len(round.rows)
+
+
+def _count_positions(stats: Stats, depth: int, accepted: int) -> None:
+    grow = max(0, depth - len(stats.drafted_by_position))
+    stats.drafted_by_position += [0] * grow
+    stats.accepted_by_position += [0] * grow
+    for position in range(depth):
+        stats.drafted_by_position[position] += 1
+        stats.accepted_by_position[position] += position < accepted

@@ -1,0 +1,174 @@
+"""`Adaptive`, the controller that drafts as many tokens as pay by the time measured, none included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from slipstream.core.request import Row
+from slipstream.core.round import Round
+from slipstream.decoding.round_estimates import Acceptance, Costs, Curve, clocked
+
+NEAR = 0.97  # gammas whose predicted speed is this near to the best may be tried instead, to time them
+
+
+ENOUGH = 2  # times
+
+
+SHARE = 0.5  # of what a position costs per row, which a row must be expected to gain to take part in it
+
+
+PATIENCE = (4, 32)  # plain rounds before a new attempt: at least, at most
+
+
+OUTLIER = 2.0  # a round that took longer than so many predictions counts as so many
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The state of `Adaptive`: what rounds cost, what is accepted, and when to try again.
+
+    `credit` is what may still be lost against plain decoding, in plain steps. `behind` counts the rounds since the last
+    draft, `wait` those before the next attempt, `patience` those after an attempt that fails.
+    """
+
+    costs: Costs = field(default_factory=Costs)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    credit: float = 0.0
+    behind: int = 0
+    wait: int = 0
+    patience: int = PATIENCE[0]
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Chooses the gamma with the most expected tokens per measured second, 0 included.
+
+    The renewal rule: a round emits 1 + s_1 + ... + s_gamma tokens, s_i being the chance that i drafted tokens stand,
+    and takes the seconds that such rounds took. The gamma with the greatest ratio is where one more token stops being
+    worth its time: s_{gamma+1} <= tokens per second x its seconds. Nothing is assumed about costs; they are medians
+    of what was measured for so many rows.
+
+    When no draft is worth it, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 32 of them; an
+    attempt that stands is followed up at once. A budget bounds whatever is tried: once `credit` plain steps, and
+    `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs of which nothing is known, as
+    when the number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest
+    gamma, `start` the one of the first two drafts, which a plain step follows. Raises ValueError for values outside
+    these meanings.
+
+    Seeds: the choice depends on the clock, so a sampled text of a seed may differ between runs; its law does not.
+    """
+
+    most: int = 8
+    start: int = 3
+    probe: int = 2
+    credit: float = 12.0
+    allowance: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("start", "probe"):
+            if not 1 <= getattr(self, name) <= self.most:
+                raise ValueError(f"{name}={getattr(self, name)} is not possible: use 1 to most={self.most}.")
+        if not (self.credit >= 0 and self.allowance >= 0):  # NaN is neither
+            raise ValueError(f"credit={self.credit} and allowance={self.allowance} must be 0 or more: they are losses.")
+
+    def init(self) -> Learned:
+        """Nothing is known."""
+        return Learned(credit=self.credit)
+
+    def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
+        """The best gamma by what is known; a row with little hope drafts less, or nothing."""
+        count, opening = len(rows), (self.start, self.start, 0)
+        if state.rounds < len(opening):
+            return [opening[state.rounds]] * count
+        draft, rest = state.costs.of(count)
+        if not rest.points:
+            return [0] * count
+        if not draft.tried:
+            return [self.probe if state.credit >= 0 else 0] * count
+        outlook = _Outlook.of(state.acceptance, rows, (draft, rest), self.most)
+        if not state.behind or state.rounds == len(opening):
+            return outlook.shares(outlook.less_known(outlook.best(state.credit)))
+        price = outlook.loss(self.probe) + state.behind * state.costs.catching_up / outlook.seconds[0]
+        return [0 if state.wait or min(price, self.credit) > state.credit else self.probe] * count
+
+    def update(self, state: Learned, round: Round) -> Learned:
+        """Learn the times and what was accepted, and what speculation has gained or lost."""
+        drafted, new = any(round.gammas), any(row.index not in state.acceptance.rows for row in round.rows)
+        costs = state.costs.learn(round, new, state.behind)
+        credit = state.credit + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
+        known = replace(state, costs=costs, acceptance=state.acceptance.learn(round), rounds=state.rounds + 1)
+        if not drafted:
+            return replace(known, credit=min(self.credit, credit), behind=state.behind + 1, wait=max(0, state.wait - 1))
+        credit = min(self.credit, credit - _loss(costs, round, new))
+        stood = sum(map(bool, round.accepted)) >= 0.5 * len(round.rows)
+        patience = min(PATIENCE[1], max(PATIENCE[0], state.patience // 2 if stood else state.patience * 2))
+        whole = sum(round.accepted) == sum(round.draft.depths) > 0
+        return replace(known, credit=credit, behind=0, wait=0 if whole else patience, patience=patience)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """Expected tokens and seconds of the next round, for gamma 0, 1, ..."""
+
+    timed: list[int]  # how many such rounds were seen
+    survivals: list[list[float]]  # of each row, from 1 token on
+    seconds: list[float]
+    tokens: list[float]
+
+    @staticmethod
+    def of(acceptance: Acceptance, rows: Sequence[Row], costs: tuple[Curve, Curve], most: int) -> _Outlook:
+        """Of rounds that cost so much: drafting, and everything else, which is more than nothing."""
+        (draft, rest), count = costs, len(rows)
+        chances = acceptance.chances(most)
+        hit = acceptance.hit
+        survivals = [[hit * s for s in acceptance.survival(row.index, chances)] for row in rows]
+        some = 1 - (1 - hit) ** count
+        plain = rest.at(0)
+        seconds, tokens = [plain], [float(count)]
+        for gamma in range(1, most + 1):
+            seconds.append(draft.at(gamma) + some * rest.at(gamma) + (1 - some) * plain)
+            tokens.append(tokens[-1] + sum(survival[gamma - 1] for survival in survivals))
+        return _Outlook([rest.timed(gamma) for gamma in range(most + 1)], survivals, seconds, tokens)
+
+    def speed(self, gamma: int) -> float:
+        """Expected tokens per second."""
+        return self.tokens[gamma] / self.seconds[gamma]
+
+    def loss(self, gamma: int) -> float:
+        """Plain steps that a round takes longer than a plain one, if nothing stands."""
+        return self.seconds[gamma] / self.seconds[0] - 1
+
+    def best(self, credit: float) -> int:
+        """The gamma with the greatest speed among those that can lose no more than this."""
+        return max((i for i in range(len(self.seconds)) if not i or self.loss(i) <= credit), key=self.speed)
+
+    def less_known(self, best: int) -> int:
+        """A gamma as good as the best, as far as one can tell, that was hardly timed; or the best."""
+        if not best or self.timed[best] < ENOUGH:
+            return best
+        least = NEAR * self.speed(best)
+        near = [i for i in range(1, len(self.seconds)) if self.timed[i] < ENOUGH and self.speed(i) > least]
+        return min(near, key=lambda gamma: self.timed[gamma], default=best)
+
+    def shares(self, gamma: int) -> list[int]:
+        """A gamma per row: while it gains a fair part of what a position costs."""
+        prices = [SHARE * (self.seconds[i] - self.seconds[i - 1]) * self.speed(gamma) for i in range(1, gamma + 1)]
+        prices = [price / len(self.survivals) for price in prices]
+        return [
+            next((i for i, price in enumerate(prices) if survival[i] < price), gamma) for survival in self.survivals
+        ]
+
+
+def _loss(costs: Costs, round: Round, new: bool) -> float:
+    """Plain steps that a round with a draft took longer than plain decoding of its tokens would have; 0 if its times
+    cannot be true."""
+    if not clocked(round):
+        return 0.0
+    (draft, rest), depth = costs.of(len(round.rows)), max(round.draft.depths)
+    drafting, total = round.seconds["draft"], sum(round.seconds.values())
+    predicted = draft.at(depth or max(round.gammas))
+    spent = predicted if new else drafting / costs.load  # a new row's prompt is read only once
+    took = min(spent + (total - drafting) / costs.load, OUTLIER * (predicted + rest.at(depth)))
+    return took / rest.at(0) - sum(map(len, round.tokens)) / len(round.rows)

@@ -1,0 +1,95 @@
+"""Controllers: how many tokens to draft next. Settings are immutable; the state goes in and out."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import cast
+
+from slipstream.core.protocols import Controller
+from slipstream.core.request import Row
+from slipstream.core.round import Round
+from slipstream.core.values import is_whole
+from slipstream.decoding.adaptive import Adaptive
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always the same gamma; 0 is plain decoding. Raises ValueError if negative."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise ValueError(f"gamma={self.tokens} is not possible: it must be 0 (plain decoding) or more.")
+
+    @property
+    def most(self) -> int:
+        """The constant."""
+        return self.tokens
+
+    def init(self) -> None:
+        """No state."""
+
+    def gammas(self, state: None, rows: Sequence[Row]) -> list[int]:
+        """The constant, for every row."""
+        return [self.tokens] * len(rows)
+
+    def update(self, state: None, round: Round) -> None:
+        """Nothing is learned."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan prescribes: a gamma for each number of rows that run together; 0: do not speculate.
+
+    Between two planned numbers holds the greater one, whose gamma is the more cautious: verifying gamma + 1 tokens
+    costs more with more rows. Above the greatest it holds too. Raises ValueError for no gamma, a negative one, and
+    a number of rows below 1.
+
+    >>> Planned({1: 5, 8: 2})  # 5 tokens alone, 2 tokens for each of 2 to 8 and more rows  # doctest: +SKIP
+    """
+
+    by_rows: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        if not self.by_rows or min(self.by_rows) < 1 or min(self.by_rows.values()) < 0:
+            raise ValueError(
+                f"the plan {dict(self.by_rows)} is not possible: give a gamma of 0 (plain decoding) or more for each "
+                "number of rows, from 1 on."
+            )
+        object.__setattr__(self, "by_rows", MappingProxyType(dict(sorted(self.by_rows.items()))))
+
+    @property
+    def most(self) -> int:
+        """The greatest of the plan."""
+        return max(self.by_rows.values())
+
+    def init(self) -> None:
+        """No state."""
+
+    def gammas(self, state: None, rows: Sequence[Row]) -> list[int]:
+        """What is planned for so many rows, for each of them."""
+        sizes = list(self.by_rows)
+        size = sizes[min(bisect_left(sizes, len(rows)), len(sizes) - 1)]
+        return [self.by_rows[size]] * len(rows)
+
+    def update(self, state: None, round: Round) -> None:
+        """Nothing is learned."""
+
+
+def controller(gamma: int | str | Controller, most: int | None = None) -> Controller:
+    """What users give -> a controller: a number, "auto", or a controller as it is; `most` limits "auto".
+
+    Raises ValueError for anything else.
+    """
+    if gamma == "auto":
+        most = Adaptive.most if most is None else most
+        return Adaptive(most, min(Adaptive.start, most), min(Adaptive.probe, most))
+    if is_whole(gamma):
+        return Fixed(int(cast(int, gamma)))
+    if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):
+        raise ValueError(f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
+    return gamma

@@ -1,0 +1,45 @@
+"""`Decoder`: the parts that take part in decoding, and `NoDraft`, the drafter of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.core.draft import Draft
+from slipstream.core.draws import draw
+from slipstream.core.protocols import Controller, Drafter, Scorer, Verifier
+from slipstream.core.round import Context, Round, Seam
+from slipstream.core.source import Frame
+from slipstream.core.values import whole_number
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.rules import TOKEN
+
+
+class NoDraft:
+    """Drafts nothing: every round is a plain decoding step."""
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """An empty draft."""
+        return Draft.empty(len(context.rows), torch.device("cpu"))
+
+    def observe(self, round: Round) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What takes part in decoding. The target, the drafter and their caches serve one `rounds` at a time."""
+
+    target: Scorer
+    drafter: Drafter = field(default_factory=NoDraft)
+    verifier: Verifier = TOKEN.verify
+    controller: Controller = field(default_factory=lambda: Fixed(5))
+    batch_size: int = 8
+    seam: Seam = draw
+    frame: Frame | None = None  # around the sources of an encoder-decoder
+    inside: bool = False  # a draft: its texts are not to end where no law can be made, any will do
+
+    def __post_init__(self) -> None:
+        whole_number("batch_size", self.batch_size, 1)

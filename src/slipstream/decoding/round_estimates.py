@@ -1,0 +1,224 @@
+"""What a controller learns from rounds: how long they take, and which drafted tokens stand. Immutable, pure Python."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from slipstream.core.round import Round
+
+WINDOW = 9  # samples of one kind that are kept: what is older was another load of the machine, another text length
+
+
+DRIFT = 0.1  # how fast the load of the machine is followed
+
+
+FAST, SLOW = 0.88, 0.985  # what a round leaves of the counts of a row, and of all rows together
+
+
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds that a clock can have measured
+
+
+LOADS = 1e-50, 1e50  # only ratios count, so the load may creep; it must not leave what floats can hold
+
+
+PRIOR, LEVEL_WEIGHT = 0.6, 4.0  # alpha before anything is seen, and as how many tests that counts
+
+
+POSITION_WEIGHT, ROW_WEIGHT = 8.0, 5.0  # as how many tests the mean of all positions, of all rows counts
+
+
+def believable(seconds: float) -> bool:
+    """Whether some work can have taken so long: nothing is learned from 0, from what is negative, infinite or NaN."""
+    return SHORTEST <= seconds <= LONGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by a number of tokens, from noisy samples: medians, made monotone, with lines between them.
+
+    Beyond the greatest number that was tried the line goes on as it rose so far.
+    """
+
+    samples: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    points: tuple[tuple[int, float], ...] = ()
+
+    def add(self, tokens: int, seconds: float) -> Curve:
+        """The curve with one more sample."""
+        samples = {**self.samples, tokens: (*self.samples.get(tokens, ())[1 - WINDOW :], seconds)}
+        return Curve(samples, _monotone([(n, _median(samples[n]), len(samples[n])) for n in sorted(samples)]))
+
+    def timed(self, tokens: int) -> int:
+        """How many samples there are of just this number."""
+        return len(self.samples.get(tokens, ()))
+
+    def at(self, tokens: int) -> float:
+        """Seconds for so many tokens; 0 before the first sample."""
+        if not self.points:
+            return 0.0
+        place = bisect_left(self.points, (tokens, 0.0))
+        if place < len(self.points) and (place == 0 or self.points[place][0] == tokens):
+            return self.points[place][1]
+        left, right = (self.points[0], self.points[-1]) if place == len(self.points) else self.points[place - 1 :][:2]
+        slope = (right[1] - left[1]) / max(1, right[0] - left[0])
+        return right[1] + slope * (tokens - right[0])
+
+    def scaled(self, factor: float) -> Curve:
+        """All points times `factor`, without samples of its own."""
+        return Curve({}, tuple((tokens, seconds * factor) for tokens, seconds in self.points))
+
+    @property
+    def tried(self) -> bool:
+        """Whether it knows anything about 1 token or more."""
+        return bool(self.points) and self.points[-1][0] > 0
+
+
+def _median(samples: Sequence[float]) -> float:
+    """The lower one of two: the first run of a shape is slow, and stalls only ever lengthen."""
+    return sorted(samples)[(len(samples) - 1) // 2]
+
+
+def _monotone(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds, weight) -> the nearest points that never fall: neighbours that do are averaged."""
+    blocks: list[tuple[list[int], float, int]] = []
+    for tokens, seconds, weight in points:
+        block = ([tokens], seconds, weight)
+        while blocks and blocks[-1][1] > block[1]:
+            names, level, mass = blocks.pop()
+            total = mass + block[2]
+            block = (names + block[0], (level * mass + block[1] * block[2]) / total, total)
+        blocks.append(block)
+    return tuple((tokens, level) for names, level, _ in blocks for tokens in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a round by its number of rows, to the next power of two, and the depth of its longest draft.
+
+    All are divided by the load of the machine when they were measured, so that a machine that slows down or a text that
+    grows does not make a gamma look bad for having been tried last: only ratios count here.
+    """
+
+    draft: Mapping[int, Curve] = field(default_factory=dict)
+    rest: Mapping[int, Curve] = field(default_factory=dict)  # target, laws, verification, bookkeeping
+    missed: tuple[float, ...] = ()  # seconds for each token that the draft had to catch up with
+    load: float = 1.0
+
+    @property
+    def catching_up(self) -> float:
+        """Seconds for each token that was emitted without the draft."""
+        return min(self.missed, default=0.0)
+
+    def of(self, rows: int) -> tuple[Curve, Curve]:
+        """Of drafting for so many rows, and of everything else."""
+        return _find(self.draft, size(rows)), _find(self.rest, size(rows))
+
+    def learn(self, round: Round, new: bool, behind: int) -> Costs:
+        """With one more round. A draft that first read the prompts of `new` rows, or so many tokens that were emitted
+        without it, only tells an upper limit of what drafting costs. Times that cannot be true change nothing."""
+        if not clocked(round):
+            return self
+        rows, depth = len(round.rows), max(round.draft.depths)
+        asked = depth or max(round.gammas)  # a drafter that found nothing has searched all the same
+        draft = round.seconds["draft"]
+        rest = sum(round.seconds.values()) - draft
+        key, after = size(rows), self.rest.get(size(rows), Curve())
+        load = self.load
+        if after.timed(depth) >= 3:
+            load *= min(1.4, max(0.7, rest / (after.at(depth) * load))) ** DRIFT
+            load = min(LOADS[1], max(LOADS[0], load))
+        own = self.draft.get(key, Curve())
+        missed = self.missed
+        if own.tried and behind >= 4 and asked and not new:
+            missed = (*missed[1 - WINDOW :], max(0.0, draft / load - own.at(asked)) / behind)
+        if not (new or behind) or not asked or not own.tried or draft / load < own.at(asked):
+            own = own.add(asked, draft / load)
+        return Costs({**self.draft, key: own}, {**self.rest, key: after.add(depth, rest / load)}, missed, load)
+
+
+def clocked(round: Round) -> bool:
+    """Whether the times of a round can be true. Drafting may take none: a plain step has no draft."""
+    draft = round.seconds["draft"]
+    return 0 <= draft <= LONGEST and believable(sum(round.seconds.values()) - draft)
+
+
+def size(rows: int) -> int:
+    """The next power of two: batches of similar size share what is learned."""
+    return 1 << (rows - 1).bit_length()
+
+
+def _find(curves: Mapping[int, Curve], key: int) -> Curve:
+    """The own curve; while it has at most one point, the nearest with more, made to agree there."""
+    own = curves.get(key, Curve())
+    known = [other for other, curve in curves.items() if len(curve.points) > 1]
+    if len(own.points) > 1 or not known:
+        return own
+    near = curves[min(known, key=lambda other: abs(other.bit_length() - key.bit_length()))]
+    if not own.points:
+        return near
+    tokens, seconds = own.points[0]
+    return near.scaled(seconds / max(near.at(tokens), 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Chances that drafted tokens stand, by position; counts that fade.
+
+    All rows together have a chance per position, drawn to the mean of all positions. Each row has what it kept beyond
+    that (`surplus` of `weight` tests), with a shorter memory. `given` of `asked` drafts had a token at all.
+    """
+
+    kept: tuple[float, ...] = ()
+    tested: tuple[float, ...] = ()
+    rows: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    given: float = 1.0
+    asked: float = 1.0
+
+    @property
+    def hit(self) -> float:
+        """Chance that the drafter has a token to propose."""
+        return self.given / self.asked
+
+    def chances(self, most: int) -> list[float]:
+        """Of position 1 to `most`, given that all before it stand: of all rows together."""
+        level = (sum(self.kept) + PRIOR * LEVEL_WEIGHT) / (sum(self.tested) + LEVEL_WEIGHT)
+        known = zip(self.kept, self.tested, strict=True)
+        found = [(kept + POSITION_WEIGHT * level) / (tested + POSITION_WEIGHT) for kept, tested in known]
+        return (found + [level] * (most - len(found)))[:most]
+
+    def survival(self, row: int, chances: Sequence[float]) -> list[float]:
+        """Chance that at least i drafted tokens stand, i = 1 .. len(chances), if the drafter has them."""
+        surplus, weight = self.rows.get(row, (0.0, 0.0))
+        shift, left, found = surplus / (weight + ROW_WEIGHT), 1.0, []
+        for chance in chances:
+            left *= min(0.99, max(0.01, chance + shift))
+            found.append(left)
+        return found
+
+    def learn(self, round: Round) -> Acceptance:
+        """With one more round. Rows that ended are forgotten: their last draft may have been cut."""
+        depths = round.draft.depths
+        chances = self.chances(max(depths))
+        rows, wide = dict[int, tuple[float, float]](), max(max(depths), len(self.tested))
+        kept, tested = _faded(self.kept, wide, any(depths)), _faded(self.tested, wide, any(depths))
+        for place, row in enumerate(round.rows):
+            if row.finish_reason:
+                continue
+            stood, depth = round.accepted[place], depths[place]
+            surplus, weight = (FAST * part for part in self.rows.get(row.index, (0.0, 0.0)))
+            for position in range(min(stood + 1, depth)):
+                stands = position < stood
+                kept[position] += stands
+                tested[position] += 1
+                surplus, weight = surplus + stands - chances[position], weight + 1
+            rows[row.index] = surplus, weight
+        learned = replace(self, kept=tuple(kept), tested=tuple(tested), rows=rows)
+        if not any(round.gammas):
+            return learned
+        some = sum(map(bool, depths)) / sum(map(bool, round.gammas))
+        return replace(learned, given=FAST * self.given + some, asked=FAST * self.asked + 1)
+
+
+def _faded(counts: Sequence[float], wide: int, drafted: bool) -> list[float]:
+    return [SLOW * count if drafted else count for count in counts] + [0.0] * (wide - len(counts))

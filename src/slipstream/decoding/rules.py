@@ -1,0 +1,82 @@
+"""Rules: how drafts are accepted, on chains and on trees, and the seam they draw through, under users' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draws import draw, draw_coupled
+from slipstream.core.law import Law
+from slipstream.core.protocols import Verifier
+from slipstream.core.round import Seam
+from slipstream.decoding import acceptance
+from slipstream.decoding import tree_acceptance as trees
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verifier and its seam. `lossless` rules leave the target's law exactly as it is."""
+
+    name: str
+    verify: Verifier
+    seam: Seam = draw
+    lossless: bool = True
+
+
+@dataclass(frozen=True)
+class ByShape:
+    """The verifier for chains, or the one for trees."""
+
+    chain: Verifier
+    tree: Verifier
+
+    def __call__(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+        verify = self.chain if draft.parents is None else self.tree
+        return verify(p, draft, draw)
+
+
+TOKEN = Rule("token", ByShape(acceptance.token, trees.recursive))
+
+
+BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal))
+
+
+MATCH = Rule("match", ByShape(acceptance.match, trees.match))
+
+
+COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
+
+
+def lenient(leniency: float) -> Rule:
+    """The lossy rule of section A.5, on chains; lossless at 1. Raises ValueError outside (0, 1]."""
+    return Rule(f"lenient:{leniency:g}", acceptance.lenient(leniency), lossless=leniency == 1)
+
+
+def rule(name: str | Rule) -> Rule:
+    """ "token", "block", "match", "coupled" or "lenient:0.5" -> the rule; a rule as it is. Raises ValueError for
+    anything else."""
+    if isinstance(name, Rule):
+        return name
+    if not isinstance(name, str):
+        raise ValueError(f"verify={name!r} is not possible: give the name of a rule, or a Rule.")
+    plain = {known.name: known for known in (TOKEN, BLOCK, MATCH, COUPLED)}
+    kind, _, value = name.partition(":")
+    if name in plain:
+        return plain[name]
+    try:
+        if kind == "lenient" and _is_number(value):
+            return lenient(float(value))
+    except ValueError as error:
+        raise ValueError(f"verify={name!r}: {error}") from error
+    raise ValueError(f"verify={name!r} is not known: use {', '.join(plain)} or lenient:L with L between 0 and 1.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

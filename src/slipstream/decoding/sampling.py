@@ -1,0 +1,279 @@
+"""Logits -> the law really sampled from.
+
+Standardized sampling (section 2.2 of arXiv 2211.17192): argmax, temperature, top-k, nucleus and the rest are maps
+from logits to a distribution. They are applied at every position of a round, on the prefix that position really
+has, to target and draft alike; after that everything is plain sampling from a law. The processors are those of
+transformers, in its order: bias, penalties, bans, the user's own, then the warpers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as hf
+
+from slipstream.core.law import Fault, Law, RowFailure, wide
+from slipstream.core.request import Row, Texts
+from slipstream.core.values import is_finite, is_real, is_whole
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
+
+
+# Processors that never look at the prefix: applied to all positions of all rows in one call.
+PREFIX_FREE = frozenset(
+    {
+        *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper),
+        *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization),
+        *(hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor),
+    }
+)
+
+
+class AppearancePenalty(LogitsProcessor):
+    """Presence and frequency penalties as OpenAI and vLLM define them: on the output only, not on the prompt."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.zeros_like(scores)
+        output = input_ids[:, self.prompt_length :]
+        counts.scatter_add_(1, output, torch.ones_like(output, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+LEAST = 1e-20  # temperature; logits over a smaller one are infinite
+
+
+RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+    "temperature": (float, "0 (greedy), or 1e-20 and more", lambda x: x == 0 or x >= LEAST),
+    "top_k": (int, "0 (off) or more", lambda x: x >= 0),
+    "top_p": (float, "above 0 and at most 1 (off)", lambda x: 0 < x <= 1),
+    "min_p": (float, "between 0 (off) and 1", lambda x: 0 <= x <= 1),
+    "typical_p": (float, "above 0 and at most 1 (off)", lambda x: 0 < x <= 1),
+    "repetition_penalty": (float, "above 0 (1 is off)", lambda x: x > 0),
+    "presence_penalty": (float, "a number (0 is off)", lambda x: True),
+    "frequency_penalty": (float, "a number (0 is off)", lambda x: True),
+    "min_new_tokens": (int, "0 or more", lambda x: x >= 0),
+}
+"""setting -> its kind of number, and what is allowed, in words and as a check."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """The settings of sampling, under the names of transformers and vLLM. The default is greedy decoding.
+
+    `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
+    `typical_p` 1 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos` is needed by
+    `min_new_tokens` alone. `processors` are the user's own, e.g. a `LogitsProcessorList`: each is called with
+    `(input_ids (1, length), scores (1, vocab))` for one row and position at a time. Raises ValueError in one sentence
+    for what cannot be.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[Sequence[int]] = ()
+    min_new_tokens: int = 0
+    eos: frozenset[int] = frozenset()
+    processors: Sequence[Processor] = ()
+    _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, (kind, allowed, fits) in RANGES.items():
+            value = getattr(self, name)
+            whole = "" if kind is float or is_whole(value) else "a whole number, "
+            if whole or not (is_finite(value) and fits(value)):
+                raise ValueError(f"{name}={value!r} is not possible: it must be {whole}{allowed}.")
+        _check_bias(self.logit_bias)
+        for word in self.bad_words:
+            if isinstance(word, str) or not word or not all(is_whole(token) and token >= 0 for token in word):
+                raise ValueError(f"bad_words holds {word!r}, but a word is a list of one or more token ids.")
+        for processor in self.processors:
+            if not callable(processor):
+                raise ValueError(f"processors holds {processor!r}, but a processor is called as (input_ids, scores).")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every law is a point mass."""
+        return self.temperature == 0
+
+    @property
+    def temperature_alone(self) -> float | None:
+        """The temperature, if nothing else shapes the law (0 is greedy); None otherwise."""
+        return None if self._penalties(0, torch.device("cpu")) or self.processors or self._cuts else self.temperature
+
+    @property
+    def _cuts(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1) and not self.greedy
+
+    def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
+        """The processors in order, for a row whose prompt has `prompt_length` tokens."""
+        if (prompt_length, device) not in self._chains:
+            warpers = () if self.greedy else self._warpers()
+            chain = (*self._penalties(prompt_length, device), *self.processors, *warpers)
+            self._chains[prompt_length, device] = chain
+        return self._chains[prompt_length, device]
+
+    def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:
+        chain: list[Processor] = []
+        if self.logit_bias:
+            chain.append(
+                hf.SequenceBiasLogitsProcessor([[[int(token)], float(bias)] for token, bias in self.logit_bias.items()])
+            )
+        if self.repetition_penalty != 1:
+            chain.append(hf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.presence_penalty or self.frequency_penalty:
+            chain.append(AppearancePenalty(self.presence_penalty, self.frequency_penalty, prompt_length))
+        if self.bad_words:
+            words = [list(word) for word in self.bad_words]
+            chain.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=sorted(self.eos) or None))
+        if self.min_new_tokens and self.eos:
+            eos = torch.tensor(sorted(self.eos), device=device)
+            chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos))
+        return chain
+
+    def _warpers(self) -> list[Processor]:
+        chain: list[Processor] = []
+        if self.temperature != 1:
+            chain.append(hf.TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            chain.append(hf.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            chain.append(hf.TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            chain.append(hf.MinPLogitsWarper(self.min_p))
+        if self.typical_p < 1:
+            chain.append(hf.TypicalLogitsWarper(mass=self.typical_p))
+        return chain
+
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+        """The law really sampled from, in float32 or wider, of logits (rows, positions, vocab).
+
+        Raises RowFailure, a FloatingPointError, where there is none: the logits hold NaN or infinity, a processor
+        raises or returns NaN or another shape, or no token is left. It names model or processor, text and position.
+        """
+        scores = wide(logits)
+        try:
+            processed = self._process(scores, rows, texts)
+        except Exception:  # a user's processor may raise anything
+            return self._law_by_position(scores, rows, texts, model)
+        law, certain = self._law(processed)
+        return law if certain else self._law_by_position(scores, rows, texts, model)
+
+    def _law(self, scores: Tensor) -> tuple[Law, bool]:
+        """What becomes of processed scores (rows, positions, vocab), and whether it is certain to be a law."""
+        if self.greedy:
+            best = scores.max(-1)  # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
+            return Law(tokens=best.indices, scores=scores), math.isfinite(best.values.sum().item())
+        probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token tells
+        return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
+
+    def _process(self, scores: Tensor, rows: Sequence[Row], texts: Texts) -> Tensor:
+        chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
+        prefixes: list[list[Tensor]] = []
+        for stage, processor in enumerate(chains[0]):
+            if type(processor) in PREFIX_FREE:
+                flat = scores.flatten(0, 1)
+                scores = processor(texts.drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
+                continue
+            prefixes = prefixes or [[texts.of(row, r, j) for j in range(scores.shape[1])] for r, row in enumerate(rows)]
+            scores = torch.stack(
+                [_each_position(chain[stage], prefixes[r], scores[r]) for r, chain in enumerate(chains)]
+            )
+        return scores
+
+    # ---- where something fails ----
+
+    def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+        """The same law, made one position at a time. Raises RowFailure if one has none."""
+        laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
+        for r, row in enumerate(rows):
+            parts = [self._law_at(scores[r, j : j + 1], row, texts.of(row, r, j), model) for j in range(count)]
+            laws.append(Law.join([law for law, _ in parts], 1))
+            faults |= {(r, j): fault for j, (_, fault) in enumerate(parts) if fault}
+        law = Law.join(laws, 0)
+        if faults:
+            raise RowFailure(faults, law)
+        return law
+
+    def _law_at(self, logits: Tensor, row: Row, prefix: Tensor, model: str) -> tuple[Law, Fault | None]:
+        """The law (1, 1) of logits (1, vocab) after a prefix; or an arbitrary one, and why there is none."""
+        where = f"text {row.index} after {len(prefix)} tokens"
+        scores, culprit = logits, ""
+        try:
+            for processor in self.chain(len(row.request.prompt), logits.device):
+                culprit = culprit if scores.isnan().any() else _name(processor)
+                scores = _apply(processor, prefix, scores)
+        except Exception as error:
+            failed = f"the processor {_name(processor)} fails for {where}:"
+            if isinstance(error, _WrongShape):
+                return self._arbitrary(logits), Fault(f"{failed} {error}")
+            return self._arbitrary(logits), Fault.of(f"{failed} {type(error).__name__}: {error}", error)
+        best, given = float(scores.max()), float(logits.max())
+        if math.isfinite(best) or (self.greedy and best == math.inf and math.isfinite(given)):
+            return self._law(scores[None])[0], None
+        if not math.isfinite(given):
+            return self._arbitrary(logits), Fault(
+                f"{model} gives non-finite logits for position {len(prefix)} of text {row.index}: the weights are "
+                "damaged or overflow in this dtype (try bfloat16 or float32)."
+            )
+        if best == -math.inf:
+            return self._arbitrary(logits), Fault(
+                f"no token is possible for {where}: the sampling settings or a processor forbid every token of the "
+                "vocabulary."
+            )
+        value = "NaN" if math.isnan(best) else "infinity"
+        return self._arbitrary(logits), Fault(f"the processor {culprit} fails for {where}: it returns {value}.")
+
+    def _arbitrary(self, logits: Tensor) -> Law:
+        return self._law(torch.zeros_like(logits)[None])[0]
+
+
+def _check_bias(biases: Any) -> None:
+    """Raises ValueError for what is no mapping of token ids to numbers; -inf forbids a token, as in transformers."""
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers.")
+    for token, bias in biases.items():
+        if not is_whole(token) or token < 0:
+            raise ValueError(f"logit_bias has the key {token!r}, but a token id is a whole number, 0 or more.")
+        if not is_real(bias) or not bias < math.inf:
+            raise ValueError(
+                f"logit_bias={{{token}: {bias!r}}} is not possible: a bias is a finite number, or -inf to forbid it."
+            )
+
+
+class _WrongShape(ValueError):
+    """Tells what a processor returned instead of scores."""
+
+
+def _name(processor: Processor) -> str:
+    return getattr(processor, "__name__", None) or type(processor).__name__
+
+
+def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
+    """Scores (1, vocab) after a prefix (length,), processed."""
+    processed = processor(prefix[None], scores.clone())
+    if getattr(processed, "shape", None) != scores.shape:
+        shape = getattr(processed, "shape", None)
+        what = f"no scores but {type(processed).__name__}" if shape is None else f"scores of shape {tuple(shape)}"
+        raise _WrongShape(f"it returns {what}, and not of shape {tuple(scores.shape)}.")
+    return processed
+
+
+def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+    """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
+    return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])

@@ -1,0 +1,115 @@
+"""One round of Algorithm 1 (arXiv 2211.17192): draft, score, verify, draw, commit, roll back.
+
+A round drafts gamma tokens, scores them and the pending token with one target call, verifies, and emits what
+stands plus one token. Invariant after a round: the target's cache covers every token of a row but the last, which
+is pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict, accepted_paths
+from slipstream.core.law import Faults
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Row
+from slipstream.core.round import Context, Round
+from slipstream.decoding.accounting import Stopwatch, count_round, share_time
+from slipstream.decoding.decoder import Decoder
+
+
+@torch.inference_mode()
+def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) -> Round:
+    """One round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
+    watch = Stopwatch()
+    target, context = decoder.target, Context(tuple(running), decoder.seam)
+    possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
+    draft = decoder.drafter.propose(context, possible).to(target.device)
+    watch.lap("draft")
+    pending = torch.tensor([row.tokens[-1:] for row in running], device=target.device)
+    counts = [1 + length for length in draft.lengths]
+    logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
+    watch.lap("target")
+    p, faults = context.target_law(logits, draft, target.name)
+    verdict = decoder.verifier(p, draft, context.draw)
+    following = _next(context, verdict)
+    watch.lap("accept")
+    if verdict.path is not None:
+        target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
+    tokens, accepted = _commit(running, draft, verdict, following, {} if decoder.inside else faults)
+    _roll_back(target, running, faults)
+    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(gammas), watch.laps)
+    decoder.drafter.observe(round)
+    count_round(round)
+    watch.lap("rest")
+    share_time(round)
+    return round
+
+
+def _room(target: Scorer, row: Row, gamma: int) -> int:
+    """No more drafts than can be emitted: a round emits at most gamma + 1 tokens, within limit and context."""
+    room = row.room if target.context is None else min(row.room, target.context - len(row.tokens))
+    return max(0, min(gamma, room - 1))
+
+
+def _next(context: Context, verdict: Verdict) -> Tensor:
+    """Draw the token after the accepted ones (rows,)."""
+    return context.draw(verdict.law, "next", verdict.accepted.tolist())[:, 0]
+
+
+def _commit(
+    running: Sequence[Row], draft: Draft, verdict: Verdict, following: Tensor, faults: Faults
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Append what stands to every row, cut where plain decoding would have ended -> emitted tokens, accepted."""
+    drafted = draft.tokens if verdict.path is None else draft.fed.gather(1, verdict.path)
+    counts, last = verdict.accepted.tolist(), following.tolist()
+    stands = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
+    if faults:
+        _cut(running, stands, verdict, faults)
+    emitted = [_emit(row, new) for row, new in zip(running, stands, strict=True)]
+    return tuple(emitted), tuple(min(count, len(new)) for count, new in zip(counts, emitted, strict=True))
+
+
+def _cut(running: Sequence[Row], stands: Sequence[list[int]], verdict: Verdict, faults: Faults) -> None:
+    """Drop the tokens for which there was no law, and say so in the row: plain decoding would have come as far.
+
+    Up to there the arbitrary law has no influence: the rules are exact for whatever law stands behind a prefix.
+    """
+    paths = [range(len(new)) for new in stands] if verdict.path is None else verdict.path.tolist()
+    for place, (row, new, path) in enumerate(zip(running, stands, paths, strict=True)):
+        positions = [0, *(node + 1 for node in path)][: len(new)]
+        end = next((i for i, position in enumerate(positions) if (place, position) in faults), None)
+        if end is not None:
+            row.error = faults[place, positions[end]]
+            del new[end:]
+
+
+def _emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Append tokens until one of them ends the row -> the appended ones."""
+    for count, new in enumerate(tokens, 1):
+        row.tokens.append(new)
+        row.finish_reason = _finish(row, new)
+        if row.finish_reason:
+            row.error = None  # it ends before
+            return tuple(tokens[:count])
+    row.finish_reason = "error" if row.error else None
+    return tuple(tokens)
+
+
+def _finish(row: Row, new: int) -> str | None:
+    request = row.request
+    if new in request.eos:
+        return "stop"
+    if request.stop and (reason := request.stop(row.tokens)):
+        return reason
+    return "length" if row.room <= 0 else None
+
+
+def _roll_back(target: Scorer, running: Sequence[Row], faults: Faults) -> None:
+    """Forget what does not stand."""
+    target.rollback([len(row.tokens) - 1 for row in running])
+    if faults:
+        target.scrub()

@@ -1,0 +1,201 @@
+"""Verifiers on trees: several candidates per position, scored by one target call.
+
+The same contract as on chains (`acceptance`): laws in, a law out, randomness only through `draw`. `p` covers the
+pending token (position 0) and every node j (position j + 1). All rows share the topology, not the fate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
+from slipstream.core.law import Law
+from slipstream.decoding.acceptance import beta, nothing_drafted
+
+Draw = Callable[..., Tensor]
+
+
+ROOT = -1
+
+
+def recursive(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Recursive rejection at every node from the root down (arXiv 2305.09781; without replacement: 2402.14160).
+
+    With R = p at the node: candidate x passes with chance min(1, R(x)/D(x)) and is descended into; after a refusal
+    R <- norm(max(0, R - D)). D is the law the candidate was drawn from: q, without the siblings drawn before it.
+    """
+    if draft.law is None:
+        return nothing_drafted(p)
+    if p.point:
+        return match(p, draft, draw)
+    walk = _Walk(p, draft, draw)
+    _descend(walk, ROOT, walk.everyone)
+    return walk.verdict()
+
+
+def _descend(walk: _Walk, node: int, here: Tensor) -> None:
+    rest = walk.p(node)
+    for child, (token, law, present) in walk.candidates(node):
+        x = token.unsqueeze(-1)
+        asked = here & present
+        q_x = law.gather(-1, x).squeeze(-1)
+        keep = torch.minimum(rest.gather(-1, x).squeeze(-1), q_x)
+        passed = walk.toss(keep, q_x - keep, asked, child)
+        _descend(walk, child, passed)
+        here = here & ~passed
+        rest = _where(asked & here, _norm((rest - law).clamp(min=0), rest), rest)
+    walk.settle(node, here, rest)
+
+
+def traversal(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Traversal verification, from the leaves to the root (arXiv 2505.12398); block verification on a chain.
+
+    A node is reached with chance a (1 at the root, min(1, a p(v)/q(v)) at child v). If no child's subtree accepts,
+    R = max(0, a P - D), a <- s/(s + 1 - a) with s = sum R, P <- norm R after each; then the path to the node stands
+    with chance a and P is the law of the next token. Candidates have to be drawn without replacement.
+    """
+    if draft.law is None:
+        return nothing_drafted(p)
+    if p.point:
+        return match(p, draft, draw)
+    assert not draft.replacement, "traversal verification needs candidates drawn without replacement"
+    walk = _Walk(p, draft, draw)
+    _visit(walk, ROOT, torch.ones_like(walk.everyone, dtype=torch.float64), walk.everyone)
+    return walk.verdict()
+
+
+def _visit(walk: _Walk, node: int, a: Tensor, here: Tensor) -> Tensor:
+    """Rows (bool) that settle at this node or below."""
+    law, open_ = walk.p(node), here
+    for child, (token, q, present) in walk.candidates(node):
+        asked, x = open_ & present, token.unsqueeze(-1)
+        ratio = law.gather(-1, x).squeeze(-1).double() / q.gather(-1, x).squeeze(-1).double().clamp(min=1e-300)
+        open_ = open_ & ~_visit(walk, child, (a * ratio).clamp(max=1), asked)
+        refused = asked & open_
+        rest = (a.unsqueeze(-1).to(law.dtype) * law - q).clamp(min=0)
+        total = rest.sum(-1).double()
+        lost = total + (1 - a)
+        a = torch.where(refused, torch.where(lost > 0, total / lost, 1.0).clamp(max=1), a)
+        law = _where(refused, _norm(rest, law), law)
+    stands = walk.toss(a, 1 - a, open_, node)
+    walk.settle(node, stands, law)
+    return here & (stands | ~open_)
+
+
+def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Sample and match: draw y from p at the node, descend if a candidate equals y, else emit y.
+
+    Exact for any candidates chosen without looking at y; the best there is for deterministic ones, and with the
+    coupled seam the drafter-invariant rule (arXiv 2408.07978).
+    """
+    if draft.law is None:
+        return nothing_drafted(p)
+    walk = _Walk(p, draft, draw)
+    node = torch.full((p.rows,), ROOT, device=p.device)
+    here, choice = walk.everyone, node
+    for depth in range(walk.depth + 1):
+        drawn = draw(p.at(node + 1), "next", depth)[:, 0]
+        choice = drawn.where(here, choice)
+        below = node
+        for child, parent in enumerate(walk.parents):
+            if walk.level(child) == depth:
+                hit = here & (node == parent) & walk.present(child) & (draft.tokens[:, child] == drawn)
+                below = torch.where(hit, child, below)
+        here, node = here & (below != node), below
+    walk.node = node
+    return walk.verdict(Law(tokens=choice.unsqueeze(-1)))
+
+
+class _Walk:
+    """One verification in progress: where every row settles, and the law of its next token there."""
+
+    def __init__(self, p: Law, draft: Draft, draw: Draw) -> None:
+        assert draft.parents is not None
+        self.parents, self.lines = draft.parents, ancestors(draft.parents)
+        self.depth = max(map(len, self.lines))
+        self.everyone = torch.ones(p.rows, dtype=torch.bool, device=p.device)
+        self.node = torch.full((p.rows,), ROOT, device=p.device)
+        self._p, self._draft, self._draw = p, draft, draw
+        self._lengths = torch.tensor(draft.lengths, device=p.device)
+        self._law: Tensor | None = None if p.point else p.dense[:, 0].clone()
+
+    def p(self, node: int) -> Tensor:
+        """The target's law after a node: (rows, vocab)."""
+        return self._p.dense[:, node + 1]
+
+    def level(self, node: int) -> int:
+        """How many tokens stand before the node in the tree."""
+        return len(self.lines[node]) - 1
+
+    def present(self, node: int) -> Tensor:
+        """Rows that have this candidate."""
+        return (self._lengths > node) & (self._draft.tokens[:, node] != ABSENT)
+
+    def candidates(self, node: int) -> list[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """A node's children: (child, (token, the law it was drawn from (rows, vocab), rows that have it))."""
+        found, drawn = [], list[Tensor]()
+        for child, parent in enumerate(self.parents):
+            if parent == node:
+                token = self._draft.tokens[:, child].clamp(min=0)
+                found.append((child, (token, self._q(child, drawn), self.present(child))))
+                if not self._draft.replacement:
+                    drawn.append(token)
+        return found
+
+    def _q(self, child: int, drawn: list[Tensor]) -> Tensor:
+        law = self._draft.law
+        assert law is not None
+        if law.tokens is not None:
+            return torch.zeros_like(self.p(ROOT)).scatter_(-1, law.tokens[:, child : child + 1].clamp(min=0), 1)
+        q = law.dense[:, child]
+        if not drawn:
+            return q
+        rest = q.scatter(-1, torch.stack(drawn, -1), 0)
+        return _norm(rest, q)
+
+    def toss(self, heads: Tensor, tails: Tensor, asked: Tensor, node: int) -> Tensor:
+        """A coin with these weights for the rows that are asked; the others get False without chance."""
+        coin = torch.stack([torch.where(asked, heads, 1), torch.where(asked, tails, 0)], -1)
+        return asked & (self._draw(Law(probs=coin.unsqueeze(1)), f"accept.{node}")[:, 0] == 0)
+
+    def settle(self, node: int, here: Tensor, law: Tensor) -> None:
+        """These rows end at this node; `law` (rows, vocab) is that of their next token."""
+        assert self._law is not None
+        self.node = torch.where(here, node, self.node)
+        self._law = _where(here, law, self._law)
+
+    def verdict(self, law: Law | None = None) -> Verdict:
+        """The outcome; `law` overrides the one that was settled."""
+        lines = [(*line, *(0,) * (self.depth - len(line))) for line in ((), *self.lines)]
+        table = torch.tensor(lines, device=self.node.device)
+        counts = torch.tensor([0, *map(len, self.lines)], device=self.node.device)
+        path, accepted = table[self.node + 1], counts[self.node + 1]
+        if law is None:
+            assert self._law is not None
+            law = Law(probs=self._law.unsqueeze(1))
+        return Verdict(accepted, law, self._beta(path), path=path)
+
+    def _beta(self, path: Tensor) -> Tensor:
+        """The chance of ONE candidate along the path, sum min(p, q): the paper's, whatever the tree adds."""
+        first = [
+            next((c for c, parent in enumerate(self.parents) if parent == node), 0)
+            for node in range(-1, max(self.parents) + 1)
+        ]
+        first += [0] * (len(self.parents) + 1 - len(first))
+        children = torch.tensor(first, device=path.device)
+        assert self._draft.law is not None
+        nodes = torch.nn.functional.pad(path, (1, 0), value=ROOT)[:, :-1] + 1
+        laws = [beta(self._p.at(nodes[:, d]), self._draft.law.at(children[nodes[:, d]])) for d in range(self.depth)]
+        return torch.cat(laws, 1)
+
+
+def _norm(weights: Tensor, otherwise: Tensor) -> Tensor:
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, otherwise)
+
+
+def _where(rows: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return torch.where(rows.unsqueeze(-1), one, other)

@@ -1,0 +1,103 @@
+"""Which way a draft with another tokenizer goes, and the sentence that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipstream.core.draft import Draft, padded
+from slipstream.core.draws import draw
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter, Scorer
+from slipstream.core.round import Context, Key, Round
+from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.cross_tokenizer.string_match import Strings
+from slipstream.drafters.cross_tokenizer.token_intersection import Intersection
+from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
+
+ENOUGH = 0.6
+"""The share of common tokens from which sampling goes by them (docs/tokenizers.md has the measurement behind it)."""
+
+
+ROWS, STEPS = 4, 32
+"""The draft writes this many texts of this many tokens, to count in how many of its tokens both agree."""
+
+
+METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": Intersection, "strings": Strings}
+"""The names that users give."""
+
+
+@dataclass(frozen=True)
+class BySampling:
+    """One way for greedy decoding, another for sampling, with one cache; the rows of a round decode all alike."""
+
+    greedy: Drafter
+    sampling: Drafter
+
+    @property
+    def scorer(self) -> Any:
+        """The model that drafts."""
+        return getattr(self.sampling, "scorer", None)
+
+    def propose(self, context: Context, gammas: Any) -> Draft:
+        """The draft of the way that these rows go."""
+        greedy = bool(context.rows) and context.rows[0].request.sampler.greedy
+        return (self.greedy if greedy else self.sampling).propose(context, gammas)
+
+    def observe(self, round: Round) -> None:
+        """Nothing: the reader compares what it fed with the text of the next round."""
+
+
+def foreign(
+    target: Scorer, draft: Scorer, tokenizers: tuple[Any, Any], method: str | None = None
+) -> tuple[Drafter, str]:
+    """A draft whose `tokenizers` (target's, draft's) differ -> its drafter, and a sentence for the user.
+
+    `method` is "intersection", "strings" or None: greedy decoding goes by strings, as an accepted draft needs no law
+    there; sampling goes by the common tokens, if these are `ENOUGH` of what the draft writes, since a point mass x is
+    only kept with chance p(x). Raises ValueError for another method, and if nothing is common.
+    """
+    if method is not None and method not in METHODS:
+        raise ValueError(f"vocabulary={method!r} is not possible: choose {' or '.join(METHODS)}.")
+    ours, theirs = map(Vocabulary.of, tokenizers)
+    reader = Reader(draft, ours, theirs, Common.of(ours, theirs, (target.vocab, draft.vocab)))
+    part = share(reader)
+    facts = (
+        f"{draft.name} has another tokenizer than {target.name}; they have {len(reader.common.wanted)} tokens in "
+        f"common, {part:.0%} of those in a text that the draft wrote"
+    )
+    if method:
+        return METHODS[method](reader), f"{facts}: it drafts by {method}, as asked."
+    if part < ENOUGH:
+        return Strings(reader), f"{facts}: it drafts by strings."
+    return BySampling(Strings(reader), Intersection(reader)), (
+        f"{facts}: it drafts by strings where decoding is greedy, on the common tokens where it samples."
+    )
+
+
+@torch.inference_mode()
+def share(reader: Reader) -> float:
+    """How many of the target's tokens the draft has too, counted in texts that the draft writes itself (0 to 1)."""
+    scorer, begin = reader.scorer, reader.draft.prefix or (_first(reader.draft),)
+    scorer.add(ROWS)
+    written = torch.empty(ROWS, 0, dtype=torch.long)
+    fed = padded([begin] * ROWS, scorer.device)
+    for step in range(STEPS):
+        logits = scorer.extend(fed, [fed.shape[1]] * ROWS)[:, -1:]
+        key = Key((0,) * ROWS, tuple(range(ROWS)), (0,) * ROWS, (step,) * ROWS, "share")
+        fed = draw(Law(probs=logits.float().softmax(-1)), key)
+        written = torch.cat([written, fed.cpu()], 1)
+    scorer.free(range(ROWS))
+    texts = [reader.draft.write(row).decode(errors="ignore") for row in written.tolist()]
+    tokens = [token for text in texts for token in reader.target.encode(text)]
+    known = [token for token in tokens if token < len(reader.common.to_draft)]
+    return sum(int(reader.common.to_draft[token]) != ABSENT for token in known) / max(1, len(tokens))
+
+
+def _first(draft: Vocabulary) -> int:
+    """What a text of the draft begins with, if its tokenizer puts nothing before it."""
+    end = draft.role("eos")
+    return end if end is not None else min(draft.ids.values())

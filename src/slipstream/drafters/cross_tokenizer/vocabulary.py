@@ -1,0 +1,238 @@
+"""Two vocabularies side by side: what a token writes, as bytes, and which tokens write the same in both.
+
+Everything is asked of the tokenizers themselves: how a token's name is to be read (GPT-2's alphabet of bytes,
+sentencepiece's mark for a space) is taken for granted only if it agrees with what the tokenizer decodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.protocols import Scorer
+from slipstream.text.detokenize import BROKEN
+
+PROBES = 256
+"""How many tokens a way of reading names is checked on."""
+
+
+ABSENT = -1
+"""Stands for the counterpart of a token that has none."""
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+Spelling = Callable[[str], bytes | None]
+"""A token's name -> the bytes it writes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What the tokens of a tokenizer write.
+
+    `pieces[id]` are a token's bytes as they stand inside a text, None for special tokens and for ids without a token.
+    `ids` leads back; where two tokens write the same, it is the one that the tokenizer uses itself. `special` names
+    the special tokens; `prefix` is what the tokenizer puts before a text. If `strips`, a text's first token loses
+    its leading space when it is decoded.
+    """
+
+    tokenizer: Any
+    pieces: tuple[bytes | None, ...]
+    ids: Mapping[bytes, int]
+    special: Mapping[int, str]
+    prefix: tuple[int, ...]
+    strips: bool
+
+    @staticmethod
+    def of(tokenizer: Any) -> Vocabulary:
+        """The vocabulary of a transformers tokenizer. Raises ValueError if it has no token that writes anything."""
+        names = {number: name for name, number in tokenizer.get_vocab().items()}
+        added = tokenizer.added_tokens_decoder
+        special = {number: token.content for number, token in added.items() if token.special}
+        special |= {number: names[number] for number in tokenizer.all_special_ids if number in names}
+        plain = {number: name for number, name in names.items() if number not in special}
+        spelled = _spell(tokenizer, {number: name for number, name in plain.items() if number not in added})
+        spelled |= {number: added[number].content.encode() for number in plain if number in added}
+        if not any(spelled.values()):
+            raise ValueError("the tokenizer has no token that writes a character: it cannot be compared.")
+        pieces = tuple(spelled.get(number) for number in range(max(names) + 1))
+        order = sorted(spelled, key=lambda number: (bool(_BYTE.fullmatch(names[number])), number))
+        ids = {piece: number for number in reversed(order) if (piece := spelled[number])}
+        return Vocabulary(tokenizer, pieces, ids, special, _prefix(tokenizer), _strips(tokenizer, ids))
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without any before or after it."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def write(self, tokens: Sequence[int]) -> bytes:
+        """What tokens write, up to the first that writes nothing."""
+        return b"".join(_until_none(self.piece(token) for token in tokens))
+
+    def piece(self, token: int) -> bytes | None:
+        """What a token writes; None for special tokens and ids without a token."""
+        return self.pieces[token] if token < len(self.pieces) else None
+
+    def role(self, name: str) -> int | None:
+        """The token of a role: "bos" or "eos"."""
+        number = getattr(self.tokenizer, f"{name}_token_id", None)
+        return int(number) if number is not None else None
+
+
+@dataclass(frozen=True, eq=False)
+class Common:
+    """Tokens of a draft and of a target that write the same bytes, or are special under one name or role.
+
+    `drafted` and `wanted` (n,) list the pairs, as ids of the draft and of the target. `to_draft` (target's logits,)
+    leads from the target's ids to the draft's, ABSENT where there is none. `special` does so for the target's special
+    tokens when they are read.
+    """
+
+    drafted: Tensor
+    wanted: Tensor
+    to_draft: Tensor
+    special: Mapping[int, int]
+
+    @staticmethod
+    def of(target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int]) -> Common:
+        """`sizes`: of the target's and of the draft's logits. Raises ValueError if nothing is common."""
+        special = dict(_special_pairs(target, draft))
+        pairs = {number: draft.ids[piece] for piece, number in target.ids.items() if piece in draft.ids} | special
+        good = sorted((t, d) for t, d in pairs.items() if t < sizes[0] and d < sizes[1])
+        if not any(t not in special for t, _ in good):
+            raise ValueError(
+                f"no token of the draft's vocabulary ({sizes[1]}) writes what one of the target's ({sizes[0]}) does: "
+                "choose a draft whose tokenizer knows the same script."
+            )
+        wanted, drafted = torch.tensor(good).T
+        to_draft = torch.full((sizes[0],), ABSENT).scatter(0, wanted, drafted)
+        if (begin := target.role("bos")) is not None and begin not in special and draft.prefix:
+            special[begin] = draft.prefix[0]
+        return Common(drafted, wanted, to_draft, special)
+
+    def translate(self, logits: Tensor) -> Tensor:
+        """The draft's logits (..., its vocabulary) -> (..., target's); what is not common is impossible.
+
+        The law made of them is the draft's, renormalised on the common tokens: token-level intersection
+        (arXiv 2502.05202).
+        """
+        out = logits.new_full((*logits.shape[:-1], self.to_draft.shape[0]), float("-inf"))
+        out[..., self.wanted.to(logits.device)] = logits[..., self.drafted.to(logits.device)]
+        return out
+
+
+def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int]]:
+    """The end of a text by its role; all others by their names."""
+    names = {name: number for number, name in draft.special.items()}
+    yield from ((number, names[name]) for number, name in target.special.items() if name in names)
+    ours, theirs = target.role("eos"), draft.role("eos")
+    if ours is not None and theirs is not None and target.special.get(ours) not in names:
+        yield ours, theirs
+
+
+# ---- reading names ----------------------------------------------------------------------------------------------
+
+
+def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
+    """What ordinary tokens write, by the first way of reading their names that the tokenizer's decoding confirms."""
+    decoded = _Decoded(tokenizer, names)
+    for spelling in (_byte_level, _marked):
+        if decoded.confirm(spelling):
+            return {number: spelling(name) for number, name in names.items()}
+    return {number: decoded.piece(number) for number in names}
+
+
+class _Decoded:
+    """What a tokenizer decodes a token to, after an ordinary word."""
+
+    def __init__(self, tokenizer: Any, names: Mapping[int, str]) -> None:
+        self._decode = lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        self._names = names
+        words = (number for number in names if (text := self._decode([number])).isascii() and text.strip().isalpha())
+        self._word = next(words, next(iter(names), 0))
+        self._before = self._decode([self._word])
+
+    def piece(self, number: int) -> bytes | None:
+        """The bytes a token adds; None if they are no whole characters, or change what stands before them."""
+        text = self._decode([self._word, number])
+        if not text.startswith(self._before) or BROKEN in text or len(text) == len(self._before):
+            return None
+        return text[len(self._before) :].encode()
+
+    def confirm(self, spelling: Spelling) -> bool:
+        """Whether a spelling says the same, on tokens from all over the vocabulary."""
+        for number in sorted(self._names)[:: max(1, len(self._names) // PROBES)]:
+            ours, theirs = spelling(self._names[number]), self.piece(number)
+            if ours is None or (theirs is not None and theirs != ours):
+                return False
+            if theirs is None and _is_text(ours):
+                return False
+        return bool(self._names)
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        return bool(piece.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+@cache
+def _alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others follow from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_level(name: str) -> bytes | None:
+    try:
+        return bytes(map(_alphabet().__getitem__, name))
+    except KeyError:
+        return None
+
+
+def _marked(name: str) -> bytes | None:
+    """Sentencepiece: a mark for a space, and single bytes by their number."""
+    byte = _BYTE.fullmatch(name)
+    return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
+
+
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer puts before a text, such as a token for its beginning."""
+    bare, full = (tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
+    return tuple(full[: next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)])
+
+
+def _strips(tokenizer: Any, ids: Mapping[bytes, int]) -> bool:
+    spaced = next((number for piece, number in ids.items() if piece.startswith(b" ") and piece.strip()), None)
+    return spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
+
+
+def _until_none(pieces: Iterator[bytes | None]) -> Iterator[bytes]:
+    for piece in pieces:
+        if piece is None:
+            return
+        yield piece
+
+
+# ---- vocabularies and names -------------------------------------------------------------------------------------
+
+
+def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> bool:
+    """Whether the same ids mean the same tokens, up to padding.
+
+    Any draft leaves the output exact; one whose ids mean other words would only never be accepted. So a few
+    different (added) tokens pass, and without tokenizers the sizes decide.
+    """
+    if target_tokenizer is None or draft_tokenizer is None:
+        return abs(target.vocab - draft.vocab) <= max(1024, target.vocab // 100)
+    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    common = sum(theirs.get(token) == number for token, number in ours.items())
+    return common >= 0.99 * max(len(ours), len(theirs))

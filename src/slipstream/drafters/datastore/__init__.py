@@ -1,0 +1,1 @@
+"""Drafts copied from documents and from past responses."""

@@ -1,0 +1,229 @@
+"""A corpus of token sequences and its suffix array: where did this text occur before, and what followed it?
+
+As in REST (arXiv 2311.08252): the longest suffix of a text is looked up, and what followed it most often is the draft.
+The array is sorted by the first DEPTH tokens of every suffix only, which bounds the work on texts that repeat
+themselves; no lookup is longer. Tokens are stored with the high byte first, so that bytes compare as tokens do and a
+binary search compares slices of memory.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.files import Kind, load_tensors, save_tensors
+
+KIND = Kind("corpus", "slipstream.corpus", "1", "build it again")
+
+
+DEPTH = 64
+"""Tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""
+
+
+SAMPLE = 32
+"""Occurrences that are asked what followed them; of more, so many at even distances in the sorted array."""
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What followed the longest suffix of a text: `length` tokens matched, `tokens` (n,) came most often after them.
+
+    `chances` (n,) are the parts of the occurrences that went on with tokens[: i + 1]. Their sum is how many tokens
+    would be kept on average if the text went on as its occurrences did.
+    """
+
+    length: int = 0
+    tokens: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
+
+
+class Corpus:
+    """Documents in a row, each followed by the id `vocab`, and their suffixes in order.
+
+    Ids above `vocab` may stand in a document as marks: they are matched, never drafted. `tokenizer` names the
+    tokenizer (see `datastore.fingerprint`). Arrays may be mapped from a file: lookups read a few pages of it.
+    """
+
+    def __init__(self, text: Array, suffixes: Array, vocab: int, tokenizer: str = "", documents: int = 0) -> None:
+        """`text` (tokens, width) are bytes, high byte first; `suffixes` (tokens,) where each suffix begins."""
+        self.vocab, self.tokenizer, self.documents = vocab, tokenizer, documents
+        self.text, self.suffixes = text, suffixes
+        self._width = text.shape[1]
+        self._tokens = text.reshape(-1).view(f">u{self._width}")
+        self._bytes, self._order = text.reshape(-1).data, suffixes.data
+
+    def __len__(self) -> int:
+        """Tokens, the ends of documents included."""
+        return len(self._tokens)
+
+    @staticmethod
+    def build(
+        documents: Iterable[Sequence[int] | Array | torch.Tensor],
+        vocab: int,
+        tokenizer: str = "",
+        marks: int = 0,
+        on_progress: Progress | None = None,
+    ) -> Corpus:
+        """Index documents, each an array of token ids (length,). Needs about 40 bytes of memory per token.
+
+        `marks` ids above `vocab` are allowed as well. `on_progress(depth, left)`: the suffixes are in order up to
+        `depth` tokens, `left` of them need more. Raises ValueError for ids outside the vocabulary and no tokens.
+        """
+        if vocab < 1:
+            raise ValueError(f"vocab={vocab} is not possible: it must be 1 or more.")
+        parts = list(_ended(documents, vocab, marks))
+        if not parts:
+            raise ValueError("there are no tokens to index: give at least one document that is not empty.")
+        tokens = np.concatenate(parts)
+        suffixes = sort_suffixes(tokens, vocab + 1 + marks, DEPTH, on_progress or (lambda depth, left: None))
+        width = 2 if vocab + marks < 1 << 16 else 4
+        text = tokens.astype(f">u{width}").view(np.uint8).reshape(-1, width)
+        return Corpus(text, suffixes, vocab, tokenizer, len(parts))
+
+    def match(self, context: Sequence[int], count: int) -> Match:
+        """The longest suffix of `context` in the corpus and up to `count` tokens that followed it most often.
+
+        Of equally frequent tokens, the one of the earliest occurrence. Ends where a document ends.
+        """
+        length, low, high = self._longest(context)
+        if not length or not count:
+            return Match(length)
+        step = max(1, (high - low) / SAMPLE)
+        starts = sorted(self._order[low + int(i * step)] for i in range(min(SAMPLE, high - low)))
+        places = np.array(starts)[:, None] + np.arange(length, length + count)
+        return self._vote(length, self._tokens[places.clip(max=len(self) - 1)].tolist())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file. It appears under its name when it is whole, or not at all."""
+        arrays = {"text": torch.from_numpy(self.text), "suffixes": torch.from_numpy(self.suffixes)}
+        about = {"vocab": str(self.vocab), "tokenizer": self.tokenizer, "documents": str(self.documents)}
+        save_tensors(path, KIND, arrays, about)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Corpus:
+        """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or no corpus."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream datastore build`.")
+        tensors, about = load_tensors(path, KIND)
+        return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
+
+    def _longest(self, context: Sequence[int]) -> tuple[int, int, int]:
+        """Tokens of the longest suffix that occurs, and its places in the array, from and up to."""
+        tail = np.array(context[-DEPTH:], f">u{self._width}").tobytes()
+        low, high, found = 0, len(tail) // self._width, 0
+        while low < high:  # a suffix of a text that occurs, occurs
+            middle = (low + high + 1) // 2
+            wanted = tail[-middle * self._width :]
+            place = bisect_left(self._order, wanted, key=self._reader(len(wanted)))
+            if place < len(self) and self._reader(len(wanted))(self._order[place]) == wanted:
+                low, found = middle, place
+            else:
+                high = middle - 1
+        size = low * self._width
+        if not size:
+            return 0, 0, 0
+        return low, found, bisect_right(self._order, tail[-size:], found, key=self._reader(size))
+
+    def _reader(self, size: int) -> Callable[[int], bytes]:
+        """The first bytes of the suffix that begins at a token."""
+        text, width = self._bytes, self._width
+        return lambda start: text[start * width : start * width + size].tobytes()
+
+    def _vote(self, length: int, rows: list[list[int]]) -> Match:
+        """The most frequent way on, token by token, among those that went on like it so far."""
+        total, tokens, chances = len(rows), list[int](), list[float]()
+        for place in range(len(rows[0])):
+            token, votes = Counter(row[place] for row in rows).most_common(1)[0]
+            if token >= self.vocab:  # the end of a document, or a mark
+                break
+            rows = [row for row in rows if row[place] == token]
+            tokens.append(token)
+            chances.append(votes / total)
+        return Match(length, tuple(tokens), tuple(chances))
+
+
+def _ended(documents: Iterable[Any], vocab: int, marks: int) -> Iterator[Array]:
+    """The documents that hold something, each with the id that ends it."""
+    for document in documents:
+        ids = as_ids(document)
+        if not ids.size:
+            continue
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most > vocab + marks or bool((ids == vocab).any()):
+            raise ValueError(f"token ids {least}..{most} do not fit a vocabulary of {vocab}.")
+        yield np.append(ids, vocab).astype(np.int32)
+
+
+def as_ids(document: Any) -> Array:
+    """A document's token ids (length,). Raises ValueError for anything else."""
+    ids = np.asarray(document)
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise ValueError(f"a document has shape {ids.shape} of {ids.dtype}: give token ids, one array per document.")
+    return ids.astype(np.int64 if ids.dtype.itemsize > 4 else np.int32)
+
+
+def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) -> Array:
+    """Where the suffixes of `tokens` (n,) begin, in the order of their first `depth` tokens -> (n,).
+
+    Prefix doubling (Manber and Myers 1990), in which only suffixes that are still tied are sorted again (Larsson and
+    Sadakane 1999). The first sort packs as many tokens as fit into one number. `ids` is the size of the alphabet.
+    """
+    count, kind = len(tokens), np.int32 if len(tokens) < 1 << 31 else np.int64
+    bits = ids.bit_length()
+    done = min(depth, 63 // bits)
+    keys = np.zeros(count, np.int64)
+    for ahead in range(done):
+        keys <<= bits
+        keys[: max(0, count - ahead)] |= tokens[ahead:] + 1  # 0 is behind the end
+    order = np.argsort(keys).astype(kind)
+    rank = np.empty(count, kind)
+    tied = _rank(rank, order, keys[order], np.arange(count, dtype=kind))
+    del keys
+    on_progress(done, len(tied))
+    while done < depth and len(tied):
+        starts: Array = order[tied]
+        beyond = np.where(starts < count - done, rank[np.minimum(starts, count - done - 1) + done] + 1, 0)
+        keys = rank[starts].astype(np.int64) * (count + 1) + beyond
+        by_key = np.argsort(keys)
+        order[tied] = starts[by_key]
+        tied = _rank(rank, order[tied], keys[by_key], tied)
+        done *= 2
+        on_progress(min(done, depth), len(tied))
+    return order.astype(np.uint32) if count < 1 << 32 else order
+
+
+def _rank(rank: Array, starts: Array, keys: Array, places: Array) -> Array:
+    """Give the suffixes at `starts`, sorted by `keys`, the first place of equal ones as rank -> the places of ties."""
+    new = np.append(True, keys[1:] != keys[:-1])
+    rank[starts] = np.maximum.accumulate(np.where(new, places, 0))
+    return places[~(new & np.append(new[1:], True))]
+
+
+def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> Corpus:
+    """The corpus of a file's arrays. Raises ValueError if they are not what the file says it holds."""
+    try:
+        text, suffixes = arrays["text"], arrays["suffixes"]
+        vocab, documents = int(about["vocab"]), int(about["documents"])
+        tokenizer = about["tokenizer"]
+    except KeyError as error:
+        raise KIND.damaged(path, f"it lacks {error}") from error
+    except ValueError as error:
+        raise KIND.damaged(path, "its sizes are no numbers") from error
+    shapes = text.ndim == 2 and text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1]
+    if not (shapes and text.dtype == np.uint8 and suffixes.dtype.kind in "iu" and len(text)):
+        raise KIND.damaged(path, "its arrays do not fit together")
+    return Corpus(text, suffixes, vocab, tokenizer, documents)

@@ -1,0 +1,89 @@
+"""Requests as vectors, so that similar ones are near each other: the search key of the response memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.drafters.datastore.index import Array
+
+DIMENSION = 256
+"""Of stored vectors: wider embeddings are projected, which keeps angles to a few percent (Johnson-Lindenstrauss)."""
+
+
+WINDOW, HALF_LIFE = 512, 128
+"""Tokens that are looked at, and the distance from the end of the request at which a token counts half."""
+
+
+class InputEmbeddings:
+    """The mean of the target's own input embeddings: no further model, some microseconds.
+
+    What a request asks stands at its end, behind instructions that all requests share: a token counts less the
+    further it is from the end, each distinct one once. Embeddings are taken relative to their mean over the
+    vocabulary, and rare tokens count more: with the rank r in the vocabulary, ordered by frequency as merges
+    are, p is about 1 / r and the weight a / (a + p) (Arora et al. 2017, "smooth inverse frequency").
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        """`weights` (vocab, width), on any device; they are shared, not copied."""
+        self._weights = weights.detach()
+        vocab, width = weights.shape
+        self.dimension = min(width, DIMENSION)
+        some = torch.linspace(0, vocab - 1, min(vocab, 256), device=weights.device).long()
+        rows = self._rows(some)
+        self._mean = rows.mean(0)
+        self.name = f"input-embeddings:{hashlib.sha256(rows.astype('<f4').tobytes()).hexdigest()[:16]}"
+        # RandomState is frozen: the same numbers in every version of numpy, so files stay readable.
+        signs = np.random.RandomState(0).randint(0, 2, (width, self.dimension)) * 2.0 - 1.0
+        self._project = None if width <= DIMENSION else signs.astype(np.float32)
+
+    def __call__(self, tokens: Sequence[int]) -> Array:
+        """The vector of a request."""
+        last = {token: place for place, token in enumerate(tokens[-WINDOW:])}
+        ids, places = np.array(list(last)), np.array(list(last.values()))
+        weights = 0.5 ** ((len(tokens[-WINDOW:]) - 1 - places) / HALF_LIFE) * _rarity(ids, len(self._weights))
+        vector = weights.astype(np.float32) @ (self._rows(torch.from_numpy(ids)) - self._mean)
+        return unit(vector if self._project is None else vector @ self._project)
+
+    def _rows(self, ids: Tensor) -> Array:
+        return self._weights[ids.to(self._weights.device)].float().cpu().numpy()
+
+
+class SentenceEmbedder:
+    """A model of `sentence-transformers`, which reads the text of the request's end."""
+
+    def __init__(self, model: str, decode: Callable[[Sequence[int]], str], device: str | None = None) -> None:
+        """Raises ValueError if the extra is not installed or the model cannot be loaded."""
+        try:
+            library = import_module("sentence_transformers")
+        except ImportError as error:
+            raise ValueError(
+                "embedding by a sentence model needs sentence-transformers: pip install slipstream[sentence]."
+            ) from error
+        try:
+            self._model = library.SentenceTransformer(model, device=device)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot load the sentence model {model!r}: {str(error).splitlines()[0]}") from error
+        self._decode = decode
+        self.name = f"sentence:{model}"
+        self.dimension = len(self([]))
+
+    def __call__(self, tokens: Sequence[int]) -> Array:
+        """The vector of a request."""
+        text = self._decode(tokens[-WINDOW:])
+        return unit(np.asarray(self._model.encode(text, show_progress_bar=False), np.float32))
+
+
+def unit(vector: Array) -> Array:
+    """The vector at length one; a zero vector stays."""
+    return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
+
+
+def _rarity(ids: Array, vocab: int) -> Array:
+    """a / (a + p) with Zipf's p = 1 / (r ln(vocab)) for the token of rank r, and a = 0.001."""
+    return 1e-3 / (1e-3 + 1 / ((ids + 1) * np.log(vocab + 1)))

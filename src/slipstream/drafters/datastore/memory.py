@@ -1,0 +1,320 @@
+"""A memory of responses: what was answered to requests like this one? SQLite on disk, search in this process.
+
+Several processes may use one file. An entry is written in one transaction; `add` returns when it is on disk, so a
+process that is killed in mid-write leaves the entry whole or not at all. Every query names its namespace: one
+tenant's text never becomes another's draft, and bounds hold for each namespace, so that nobody evicts another's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+from slipstream.drafters.datastore.index import Array, Embedder, Index, index
+
+VERSION = 1
+
+
+BUSY_SECONDS = 30.0
+"""How long a writer waits for the others."""
+
+
+SPARE = 0.05
+"""Part of a full namespace that is emptied at once, so that eviction is rare."""
+
+
+OPEN_NAMESPACES = 64
+"""Of so many namespaces this process holds the vectors in memory."""
+
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS entries (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL,
+    vector BLOB NOT NULL, response BLOB NOT NULL, used INTEGER NOT NULL, UNIQUE (namespace, digest));
+CREATE INDEX IF NOT EXISTS by_use ON entries (namespace, used);
+CREATE TABLE IF NOT EXISTS totals (
+    namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
+    clock INTEGER NOT NULL DEFAULT 0, removals INTEGER NOT NULL DEFAULT 0);
+"""
+
+
+FORGET = (
+    "DELETE FROM entries WHERE namespace = ?",
+    "UPDATE totals SET entries = 0, bytes = 0, removals = removals + 1 WHERE namespace = ?",
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one namespace: beyond them, the entries that were not used for longest go."""
+
+    entries: int = 100_000
+    bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        for name, value in (("entries", self.entries), ("bytes", self.bytes)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is not possible: it must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a namespace holds."""
+
+    namespace: str
+    entries: int
+    bytes: int
+
+
+@dataclass
+class _Loaded:
+    """The vectors of a namespace in this process, and how far they are read."""
+
+    index: Index
+    last: int = 0  # the newest entry read
+    removals: int = 0
+    version: int = -1  # of the file, when it was read
+
+
+class Memory:
+    """Responses by request and namespace.
+
+    `nearest` reads what other processes have added. Not for network file systems, whose locks SQLite cannot trust.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], embed: Embedder, tokenizer: str = "", limits: Limits | None = None
+    ) -> None:
+        """Opens the file or makes it, readable by its owner only.
+
+        Raises ValueError if it is no memory, damaged, or was made with another tokenizer or embedding.
+        """
+        self.path, self.embed, self.limits = Path(path), embed, limits or Limits()
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
+        self._touched: dict[str, set[int]] = {}
+        self._changes = 0
+        index(embed.dimension, self.limits.entries)  # says what is missing before anything is written
+        self._about = {"version": str(VERSION), "embedding": embed.name, "tokenizer": tokenizer}
+        self._process, self._connection = os.getpid(), self._open()
+
+    def add(self, namespace: str, request: Sequence[int], response: Sequence[int]) -> None:
+        """Remember a response (token ids); when this returns, it is on disk.
+
+        A response that alone exceeds the bounds is not kept. Raises OSError if the file cannot be written.
+        """
+        if not request or not response:
+            raise ValueError("a request and its response need at least one token each.")
+        vector, tokens = self.embed(request).astype("<f2").tobytes(), np.array(response, "<u4").tobytes()
+        if len(vector) + len(tokens) > self.limits.bytes:
+            return
+        digest = hashlib.sha256(vector + tokens).digest()
+        with self._writing() as run:
+            run("INSERT OR IGNORE INTO totals (namespace) VALUES (?)", namespace)
+            self._touch(run, namespace)
+            clock = run("UPDATE totals SET clock = clock + 1 WHERE namespace = ? RETURNING clock", namespace)[0][0]
+            entry = (namespace, digest, vector, tokens, clock)
+            sql = "INSERT OR IGNORE INTO entries (namespace, digest, vector, response, used) VALUES (?, ?, ?, ?, ?)"
+            if run(f"{sql} RETURNING id", *entry):
+                grow = "UPDATE totals SET entries = entries + 1, bytes = bytes + ? WHERE namespace = ?"
+                run(grow, len(vector) + len(tokens), namespace)
+                self._evict(run, namespace)
+            else:
+                run("UPDATE entries SET used = ? WHERE namespace = ? AND digest = ?", clock, namespace, digest)
+
+    def nearest(self, namespace: str, request: Sequence[int], count: int) -> list[tuple[float, Array]]:
+        """The responses (tokens,) to the `count` nearest earlier requests, nearest first, with their cosines."""
+        loaded = self._read(namespace)
+        found = []
+        for near, entry in loaded.index.search(self.embed(request), count):
+            rows = self._run("SELECT response FROM entries WHERE id = ? AND namespace = ?", entry, namespace)
+            if rows:  # another process may have removed it just now
+                found.append((near, np.frombuffer(rows[0][0], "<u4")))
+                self._touched.setdefault(namespace, set()).add(entry)
+        return found
+
+    def forget(self, namespace: str) -> None:
+        """Remove all entries of a namespace; their bytes on disk are overwritten."""
+        with self._writing() as run:
+            for statement in FORGET:
+                run(statement, namespace)
+
+    def totals(self) -> list[Totals]:
+        """What every namespace holds."""
+        return [Totals(*row) for row in self._run("SELECT namespace, entries, bytes FROM totals ORDER BY namespace")]
+
+    def close(self) -> None:
+        """Write down which entries were used, and close the file."""
+        if self._touched and self._process == os.getpid():
+            with self._writing() as run:
+                for namespace in list(self._touched):
+                    self._touch(run, namespace)
+        self._connection.close()
+
+    def _open(self) -> sqlite3.Connection:
+        """A connection to a file that is a memory of our kind."""
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        try:
+            connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            _settle(connection)
+            _create(connection, self._about)
+            found = dict(connection.execute("SELECT name, value FROM about"))
+        except sqlite3.OperationalError as error:
+            raise OSError(f"cannot open the memory {self.path}: {error}.") from error
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{self.path} is damaged or no memory ({error}): remove it to begin a new one.") from error
+        for name, ours in self._about.items():
+            theirs = found.get(name, "")
+            if theirs != ours and (theirs and ours):
+                connection.close()
+                raise ValueError(
+                    f"{self.path} was made with another {name} ({theirs}, here {ours}): remove it or use another."
+                )
+        finalize(self, _close, connection, os.getpid())
+        return connection
+
+    def _run(self, sql: str, *values: Any) -> list[Any]:
+        """The rows of a statement."""
+        if self._process != os.getpid():  # a connection must not be carried over a fork
+            self._process, self._connection = os.getpid(), self._open()
+            self._loaded.clear()
+        try:
+            return self._connection.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise OSError(f"cannot use the memory {self.path}: {error}.") from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """One transaction: all of it, or nothing."""
+        self._run("BEGIN IMMEDIATE")
+        try:
+            yield self._run
+            self._run("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        self._changes += 1
+
+    def _touch(self, run: Any, namespace: str) -> None:
+        """The entries that were drafted from are used later than all others so far."""
+        mine = "UPDATE entries SET used = (SELECT clock FROM totals WHERE namespace = ?1) WHERE id = ?2"
+        for entry in self._touched.pop(namespace, ()):
+            run(f"{mine} AND namespace = ?1", namespace, entry)
+
+    def _evict(self, run: Any, namespace: str) -> None:
+        """Remove what was not used for longest, until a namespace that is too full has some room again."""
+        ((entries, size),) = run("SELECT entries, bytes FROM totals WHERE namespace = ?", namespace)
+        if entries <= self.limits.entries and size <= self.limits.bytes:
+            return
+        most, room = self.limits.entries * (1 - SPARE), self.limits.bytes * (1 - SPARE)
+        sql = "SELECT id, length(vector) + length(response) FROM entries WHERE namespace = ? ORDER BY used"
+        gone: list[int] = []
+        for entry, bytes_of in run(sql, namespace)[:-1]:  # the newest stays
+            if entries <= most and size <= room:
+                break
+            gone.append(entry)
+            entries, size = entries - 1, size - bytes_of
+        self._connection.executemany("DELETE FROM entries WHERE id = ?", [(entry,) for entry in gone])
+        left = "UPDATE totals SET entries = ?, bytes = ?, removals = removals + 1 WHERE namespace = ?"
+        run(left, entries, size, namespace)
+
+    def _read(self, namespace: str) -> _Loaded:
+        """The vectors of a namespace, with what was added and removed since they were read."""
+        version = self._run("PRAGMA data_version")[0][0] + (self._changes << 32)
+        loaded = self._loaded.pop(namespace, None) or _Loaded(index(self.embed.dimension, self.limits.entries))
+        self._loaded[namespace] = loaded
+        if len(self._loaded) > OPEN_NAMESPACES:
+            self._loaded.popitem(last=False)
+        if loaded.version == version:
+            return loaded
+        rows = self._run(
+            "SELECT id, vector FROM entries WHERE namespace = ? AND id > ? ORDER BY id", namespace, loaded.last
+        )
+        if rows:
+            vectors = np.frombuffer(b"".join(vector for _, vector in rows), "<f2").reshape(len(rows), -1)
+            loaded.index.add(np.array([entry for entry, _ in rows]), vectors.astype(np.float32))
+            loaded.last = rows[-1][0]
+        removals = self._run("SELECT removals FROM totals WHERE namespace = ?", namespace)
+        if removals and removals[0][0] != loaded.removals:
+            left = self._run("SELECT id FROM entries WHERE namespace = ?", namespace)
+            loaded.index.keep(np.array([entry for (entry,) in left], np.int64))
+            loaded.removals = removals[0][0]
+        loaded.version = version
+        return loaded
+
+
+def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
+    """What the namespaces of a file hold, without opening it for drafting. Raises ValueError if it is no memory."""
+    try:
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS)
+        try:
+            rows = connection.execute("SELECT namespace, entries, bytes FROM totals ORDER BY namespace").fetchall()
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} is damaged or no memory ({error}).") from error
+    return [Totals(*row) for row in rows]
+
+
+def forget(path: str | os.PathLike[str], namespace: str) -> None:
+    """`Memory.forget` of a file. Raises FileNotFoundError, and ValueError if it has no such namespace."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no memory at {path}.")
+    if namespace not in (names := [total.namespace for total in read_totals(path)]):
+        raise ValueError(f"{path} has no namespace {namespace!r}: it has {', '.join(names) or 'none'}.")
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+    try:
+        _settle(connection)
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in FORGET:
+            connection.execute(statement, (namespace,))
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        raise OSError(f"cannot use the memory {path}: {error}.") from error
+    finally:
+        connection.close()
+
+
+def _close(connection: sqlite3.Connection, process: int) -> None:
+    """Only where it was opened: a forked process must leave the other's locks alone."""
+    if process == os.getpid():
+        connection.close()
+
+
+def _settle(connection: sqlite3.Connection) -> None:
+    """Readers beside a writer, and a commit that survives the loss of power."""
+    end = time.monotonic() + BUSY_SECONDS
+    while True:  # SQLite does not wait by itself while another process turns the log on
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA secure_delete = ON")
+
+
+def _create(connection: sqlite3.Connection, about: dict[str, str]) -> None:
+    """The tables of a new file, in one transaction."""
+    if connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'about'").fetchone()[0]:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in filter(str.strip, SCHEMA.split(";")):
+        connection.execute(statement)
+    connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", about.items())
+    connection.execute("COMMIT")

@@ -1,0 +1,108 @@
+"""`Follower` keeps a draft model's cache in step with the texts of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import accepted_paths, ancestors, padded
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Row
+from slipstream.core.round import Round
+from slipstream.execution.draft_graphs import FED
+
+
+class Follower:
+    """Keeps a scorer's cache in step with the rows of a context.
+
+    The cache may lag behind the text: by two tokens after a full acceptance (the last draft was sampled but never
+    fed), by any number after rounds without drafting, by the whole prompt at the start; `catch_up` feeds what is
+    missing. A text longer than the scorer's context is followed in a window of its last tokens.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
+        self.scorer = scorer
+        self.starts: list[int] = []  # where each row's window begins in its text
+        self._rows: list[Row] = []
+
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Make our rows those of the context: free the ended, add the new. Rows that run on keep their order."""
+        running = {id(row) for row in rows}
+        if ended := [place for place, row in enumerate(self._rows) if id(row) not in running]:
+            self.scorer.free(ended)
+            self.starts = [start for place, start in enumerate(self.starts) if place not in set(ended)]
+        if new := len(rows) - len(self.starts):
+            self.scorer.add(new, [row.request.source for row in rows[len(rows) - new :]])
+            self.starts += [0] * new
+        self._rows = list(rows)
+
+    def catch_up(self, room: int) -> Tensor:
+        """Feed what the cache lacks, leaving room for more tokens -> logits (rows, 1, vocab) of the last token."""
+        return self.feed(self.lacking(room))
+
+    def lacking(self, room: int) -> list[list[int]]:
+        """Feed what the cache lacks but one or two tokens, leaving room for more -> those tokens."""
+        self._slide(room)
+        missing = self._missing()
+        if max(map(len, missing)) > FED:
+            self.scorer.prefill([tokens[:-1] for tokens in missing])
+            missing = self._missing()
+        return missing
+
+    def feed(self, missing: Sequence[Sequence[int]]) -> Tensor:
+        """Feed tokens, one or more for every row -> logits (rows, 1, vocab) of the last ones."""
+        counts = torch.tensor([len(tokens) for tokens in missing], device=self.scorer.device)
+        logits = self.scorer.extend(padded(missing, self.scorer.device), counts.tolist())
+        return logits[torch.arange(len(missing), device=counts.device), counts - 1].unsqueeze(1)
+
+    def cover(self, room: int) -> None:
+        """Feed what the cache lacks but the last token, leaving room for more: as a target's cache before a round."""
+        self._slide(room)
+        missing = [tokens[:-1] for tokens in self._missing()]
+        if any(missing):
+            self.scorer.prefill(missing)
+
+    def rollback(self, round: Round) -> None:
+        """Forget drafted tokens that were not kept; in a tree, move the accepted ones together."""
+        if not self._rows:
+            return
+        kept = [len(row.tokens) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
+        have = self.scorer.lengths
+        if round.verdict.path is not None and round.draft.parents is not None:
+            fed = _inner(round.draft.parents)
+            paths = [[node for node in path if node < fed] for path in accepted_paths(round.verdict)]
+            bases = [length + 1 - len(new) for length, new in zip(kept, round.tokens, strict=True)]
+            self.scorer.keep([min(base, length) for base, length in zip(bases, have, strict=True)], paths)
+            have = [min(h, base + len(path)) for h, base, path in zip(have, bases, paths, strict=True)]
+        self.scorer.rollback([min(pair) for pair in zip(have, kept, strict=True)])
+
+    def _missing(self) -> list[list[int]]:
+        """The tokens the cache lacks. An id that only the target knows is fed as the draft's last one (padding)."""
+        last = self.scorer.vocab - 1
+        places = zip(self._rows, self.starts, self.scorer.lengths, strict=True)
+        return [[min(token, last) for token in row.tokens[start + have :]] for row, start, have in places]
+
+    def _slide(self, room: int) -> None:
+        """Begin a new window of half the context where text and draft no longer fit."""
+        limit = self.scorer.context
+        if limit is None:
+            return
+        lengths = list(self.scorer.lengths)
+        for place, row in enumerate(self._rows):
+            if len(row.tokens) - self.starts[place] + room > limit:
+                self.starts[place] = len(row.tokens) - max(1, min(limit // 2, limit - room))
+                lengths[place] = 0
+        self.scorer.rollback(lengths)
+
+
+def _inner(parents: tuple[int, ...]) -> int:
+    """How many nodes were fed to the draft: all but the last level."""
+    deepest = max(len(line) for line in ancestors(parents))
+    return sum(len(line) < deepest for line in ancestors(parents))
+
+
+def windowed_lengths(follower: Follower, lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(length if start else 0 for length, start in zip(lengths, follower.starts, strict=True))

@@ -1,0 +1,331 @@
+"""N-gram language models: counting, Kneser-Ney smoothing, files, and counts that are learned while decoding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.files import Kind, load_tensors, save_tensors
+
+ORDERS = range(1, 6)
+
+
+MOST_TOKENS = 1 << 24  # in a vocabulary: more than any has, and few enough for tables with an entry for each
+
+
+KIND = Kind("n-gram model", "slipstream.ngram", "1", "build it again")
+
+
+FALLBACK = (0.5, 1.0, 1.5)
+"""The discounts of 1, 2, 3 or more where counts of counts give none: too little text (KenLM's values)."""
+
+
+HELD = 1 << 18
+"""Contexts that online counts hold, about 100 MB; then the older half is forgotten."""
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+State = tuple[int, ...]
+"""The contexts known before a position, shortest first: entry k is the place of the last k tokens in the tables."""
+
+
+Level = tuple[float, Array, Array]
+"""One step of interpolation, gamma * lower + alpha at tokens: (gamma, tokens (n,), alpha (n,))."""
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The n-grams of one order, sorted by context: those of context c lie at starts[c] up to starts[c + 1].
+
+    A context is the place of its own n-gram in the table one order lower (its token, for bigrams; the id `vocab`
+    stands for the start of a text). `tokens` and `alpha` (ngrams,) are the last token of each n-gram and its
+    discounted probability; `gamma` (contexts,) is what the context leaves to the lower order.
+    """
+
+    starts: Array
+    tokens: Array
+    alpha: Array
+    gamma: Array
+
+    def level(self, context: int) -> Level:
+        """What the context says about the next token."""
+        here = slice(int(self.starts[context]), int(self.starts[context + 1]))
+        return float(self.gamma[context]), self.tokens[here], self.alpha[here]
+
+    def find(self, context: int, token: int) -> int | None:
+        """The place of an n-gram, by binary search; None if it was never seen."""
+        start, end = int(self.starts[context]), int(self.starts[context + 1])
+        place = start + int(self.tokens[start:end].searchsorted(self.tokens.dtype.type(token)))
+        return place if place < end and int(self.tokens[place]) == token else None
+
+    def fault(self, contexts: int) -> str | None:
+        """Which sizes do not fit together."""
+        grams = len(self.tokens)
+        if (len(self.starts), len(self.alpha), len(self.gamma)) != (contexts + 1, grams, contexts):
+            return "its tables have sizes that do not fit together"
+        return None if (int(self.starts[0]), int(self.starts[-1])) == (0, grams) else "its index has the wrong ends"
+
+
+@dataclass(frozen=True, eq=False)
+class NgramModel:
+    """An immutable n-gram model. `unigram` (vocab,) is p_1, positive everywhere; `tables` are orders 2, 3, ...
+
+    p_n(w | h) = alpha_n(w | h) + gamma_n(h) p_{n-1}(w | h without its first token); unseen contexts pass on p_{n-1}.
+    """
+
+    unigram: Array
+    tables: tuple[Table, ...] = ()
+
+    @property
+    def order(self) -> int:
+        """The longest n-gram."""
+        return 1 + len(self.tables)
+
+    @property
+    def vocab(self) -> int:
+        """The size of the vocabulary."""
+        return len(self.unigram)
+
+    @staticmethod
+    def fit(
+        sequences: Iterable[Sequence[int] | Array | torch.Tensor],
+        order: int,
+        vocab: int,
+        on_progress: Progress | None = None,
+    ) -> NgramModel:
+        """Count and smooth texts, each an array of token ids (length,). Needs 100 to 200 bytes of memory per token.
+
+        `on_progress(n, ngrams)` is called when order n is counted, with how many different n-grams it has. Raises
+        ValueError for an order outside 1..5, ids outside the vocabulary, and no tokens at all.
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order={order} is not possible: it must be between {ORDERS[0]} and {ORDERS[-1]}.")
+        if not 1 <= vocab <= MOST_TOKENS:
+            raise ValueError(f"vocab={vocab} is not possible: it must be between 1 and {MOST_TOKENS}.")
+        levels = _count(*_stream(sequences, vocab), order, vocab)
+        return _smooth(levels, vocab, on_progress or (lambda n, ngrams: None))
+
+    def state(self, text: Sequence[int]) -> State:
+        """The state after a text that begins with the first of `text`, or whose last order - 1 tokens it has."""
+        short = len(text) < self.order - 1
+        state = self.advance((0,), self.vocab) if short else (0,)
+        for token in text[max(0, len(text) - self.order + 1) :]:
+            state = self.advance(state, token)
+        return state
+
+    def advance(self, state: State, token: int) -> State:
+        """The state one token later: one binary search per order."""
+        known = [0, token][: self.order]
+        for table, context in zip(self.tables[:-1], state[1:], strict=False):
+            place = table.find(context, token)
+            if place is None:  # then no longer context was seen either
+                break
+            known.append(place)
+        return tuple(known)
+
+    def law(self, state: State, online: OnlineCounts | None = None, text: Sequence[int] = ()) -> Array:
+        """q (vocab,) of the next token. `online` counts join in by the last tokens of `text`."""
+        base = self.unigram if online is None else online.unigram(self.unigram)
+        parts, weight = [], 1.0
+        for gamma, tokens, alpha in reversed(list(self._levels(state, online, text))):
+            parts.append((tokens, weight * alpha))
+            weight *= gamma
+        q = base * weight
+        for tokens, mass in parts:
+            q[tokens] += mass
+        return q
+
+    def _levels(self, state: State, online: OnlineCounts | None, text: Sequence[int]) -> Iterator[Level]:
+        """Lowest order first, in each order the tables before what was learned online."""
+        for size, table in enumerate(self.tables, 1):
+            if size < len(state):
+                yield table.level(state[size])
+            if online is not None and size <= len(text):
+                level = online.level(tuple(text[-size:]))
+                if level is not None:
+                    yield level
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file. It appears under its name when it is whole, or not at all."""
+        arrays = {"1.unigram": self.unigram}
+        for n, table in enumerate(self.tables, 2):
+            arrays |= {f"{n}.{name}": getattr(table, name) for name in Table.__slots__}
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        save_tensors(path, KIND, tensors, {"order": str(self.order), "vocab": str(self.vocab)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> NgramModel:
+        """Map a file into memory: only the pages that are looked at are read.
+
+        Raises FileNotFoundError, and ValueError if it is damaged, another format or another version.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no n-gram model at {path}.")
+        tensors, about = load_tensors(path, KIND)
+        return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
+
+
+def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> NgramModel:
+    """The model of a file's arrays. Raises ValueError if they are not what the file says it holds."""
+    try:
+        order, vocab = int(about["order"]), int(about["vocab"])
+        tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in range(2, order + 1)]
+        model = NgramModel(arrays.pop("1.unigram"), tuple(tables))
+    except KeyError as error:
+        raise KIND.damaged(path, f"it lacks {error}") from error
+    except ValueError as error:
+        raise KIND.damaged(path, "its order or vocabulary is no number") from error
+    contexts = [vocab + 1, *(len(table.tokens) for table in tables)]
+    faults = [table.fault(count) for table, count in zip(tables, contexts, strict=False)]
+    if order not in ORDERS or vocab != model.vocab or arrays:
+        faults = ["its order or vocabulary is not the one it names"]
+    for fault in filter(None, faults):
+        raise KIND.damaged(path, fault)
+    return model
+
+
+# ---- counting and smoothing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Grams:
+    """The different n-grams of one order: `keys` (sorted) are context * vocab + token, `counts` Kneser-Ney's."""
+
+    keys: Array
+    counts: Array
+    contexts: int
+
+
+def _stream(sequences: Iterable[Sequence[int] | Array | torch.Tensor], vocab: int) -> tuple[Array, Array]:
+    """All texts in a row, each after the id `vocab`, and for every token its place in its text, from 1."""
+    start, parts = np.array([vocab], np.int32), list[Array]()
+    for sequence in sequences:
+        ids = np.asarray(sequence)
+        if not ids.size:
+            continue
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"a sequence has shape {ids.shape} of {ids.dtype}: give token ids, one array per text.")
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab}.")
+        parts += [start, ids.astype(np.int32)]
+    if not parts:
+        raise ValueError("there are no tokens to count: give at least one sequence that is not empty.")
+    stream = np.concatenate(parts)
+    starts = np.flatnonzero(stream == vocab)
+    lengths = np.diff(starts, append=len(stream))
+    return stream, np.arange(len(stream)) - np.repeat(starts, lengths)
+
+
+def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams]:
+    """The n-grams of order 1, 2, ... with the counts of Kneser-Ney.
+
+    Below the highest order an n-gram counts the different tokens before it, the start of a text being one; what
+    begins with the start of a text has nothing before it and keeps its plain count.
+    """
+    ids = stream.astype(np.int64)  # of the n-gram that ends there; the first order has one per token, and the start
+    keys, contexts = np.arange(vocab), 1
+    counts, first = np.bincount(stream, minlength=vocab)[:vocab], np.zeros(vocab, bool)
+    for n in range(2, order + 1):
+        ends = np.flatnonzero(age >= n - 1)
+        longer = ids[ends - 1] * vocab + stream[ends]
+        by_key = np.argsort(longer)
+        longer = longer[by_key]
+        new = np.flatnonzero(np.diff(longer, prepend=-1))
+        one = ends[by_key[new]]  # where one of each kind ends
+        before = np.bincount(ids[one], minlength=len(keys))[: len(keys)]
+        yield _Grams(keys, np.where(first, counts, before), contexts)
+        contexts = vocab + 1 if n == 2 else len(keys)
+        keys, counts, first = longer[new], np.diff(new, append=len(longer)), age[one] == n - 1
+        if n < order:
+            ids = np.empty_like(ids)
+            ids[ends[by_key]] = np.repeat(np.arange(len(new)), counts)
+    yield _Grams(keys, counts, contexts)
+
+
+def _smooth(levels: Iterable[_Grams], vocab: int, on_progress: Progress) -> NgramModel:
+    unigram, tables = np.empty(0), list[Table]()
+    for n, grams in enumerate(levels, 1):
+        table = _discounted(grams, vocab)
+        if n == 1:  # every token is in it, in order; what the seen ones leave goes to all alike
+            unigram = table.alpha + table.gamma / np.float32(vocab)
+        else:
+            tables.append(table)
+        on_progress(n, int(np.count_nonzero(grams.counts)))
+    return NgramModel(unigram, tuple(tables))
+
+
+def _discounted(grams: _Grams, vocab: int) -> Table:
+    """alpha(w | h) = (c(h w) - D(c(h w))) / c(h), gamma(h) = its D added up / c(h); 1 for unfollowed contexts."""
+    contexts, tokens = np.divmod(grams.keys, vocab)
+    lost = np.array([0.0, *discounts(grams.counts)])[np.minimum(grams.counts, 3)]
+    total = np.bincount(contexts, grams.counts, grams.contexts)
+    left = np.bincount(contexts, lost, grams.contexts)
+    starts = np.concatenate([[0], np.bincount(contexts, minlength=grams.contexts).cumsum()])
+    return Table(
+        starts.astype(np.uint32 if starts[-1] < 1 << 32 else np.int64),
+        tokens.astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
+        ((grams.counts - lost) / total[contexts]).astype(np.float32),
+        np.where(total > 0, left / np.maximum(total, 1), 1).astype(np.float32),
+    )
+
+
+def discounts(counts: Array) -> tuple[float, ...]:
+    """What counts of 1, 2, 3 and more give up: equation 26 of Chen and Goodman, from how many counts are 1, 2, 3, 4."""
+    of = np.bincount(np.minimum(counts, 5), minlength=6)
+    if not of[1:5].all():
+        return FALLBACK
+    y = of[1] / (of[1] + 2 * of[2])
+    found = tuple(float(k - (k + 1) * y * of[k + 1] / of[k]) for k in (1, 2, 3))
+    return found if all(0 <= lost <= k for k, lost in enumerate(found, 1)) else FALLBACK
+
+
+# ---- drafting ---------------------------------------------------------------------------------------------------
+
+
+class OnlineCounts:
+    """Witten-Bell counts of emitted text: gamma = kinds / (kinds + total), alpha = count / (kinds + total).
+
+    `kinds` is how many different tokens followed the context. Holds at most HELD contexts.
+    """
+
+    def __init__(self, order: int, vocab: int) -> None:
+        self.order = order
+        self._first = np.zeros(vocab)
+        self._counts: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def add(self, text: Sequence[int], new: int) -> None:
+        """Count the last `new` tokens of a text."""
+        for place in range(len(text) - new, len(text)):
+            self._first[text[place]] += 1
+            for size in range(1, min(self.order - 1, place) + 1):
+                followers = self._counts.setdefault(tuple(text[place - size : place]), {})
+                followers[text[place]] = followers.get(text[place], 0) + 1
+        if len(self._counts) > HELD:
+            for context in list(islice(self._counts, len(self._counts) // 2)):
+                del self._counts[context]
+
+    def unigram(self, base: Array) -> Array:
+        """The first order (vocab,), mixed into `base`."""
+        kinds, total = np.count_nonzero(self._first), self._first.sum()
+        return base if not kinds else ((self._first + kinds * base) / (total + kinds)).astype(base.dtype)
+
+    def level(self, context: tuple[int, ...]) -> Level | None:
+        """What followed a context; None if it never came up."""
+        followers = self._counts.get(context)
+        if followers is None:
+            return None
+        counts = np.fromiter(followers.values(), np.float64, len(followers))
+        whole = float(counts.sum()) + len(followers)
+        return len(followers) / whole, np.fromiter(followers, np.int64, len(followers)), counts / whole

@@ -1,0 +1,54 @@
+"""Which drafts a target can use: each is tried, and what cannot be used says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.drafters.specification import KINDS, OneOf, Part, Site, drafter, parse
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One draft: how it is written, whether the target can use it (None: not tried), and what it is, or why not."""
+
+    draft: str
+    usable: bool | None
+    says: str
+
+
+def offers(site: Site, drafts: Sequence[str] = (), folder: Path = Path()) -> Iterator[Offer]:
+    """The drafts named; without any, what needs nothing, n-gram files of a folder, and how the others are written."""
+    for draft in drafts or _around(folder):
+        yield tried(draft, site)
+    if not drafts:
+        for kind in KINDS.values():
+            if ":" in kind.form:
+                yield Offer(kind.form, None, kind.about)
+
+
+def tried(draft: str, site: Site) -> Offer:
+    """Build a draft for the target and let it go again."""
+    known = len(site.notes)
+    try:
+        drafter(draft, site)
+    except (ValueError, OSError) as error:
+        return Offer(draft, False, " ".join(str(error).split()))
+    return Offer(draft, True, "; ".join([_about(draft), *site.notes[known:]]))
+
+
+def _about(draft: str) -> str:
+    """What a draft is, in words."""
+    syntax = parse(draft)
+    if isinstance(syntax, Part):
+        return KINDS[syntax.kind].about
+    if isinstance(syntax, OneOf):
+        return "a choice: the fastest so far" if syntax.measured else "a choice: for each text the first that can"
+    return "a chain: each drafts for the next, the last for the target"
+
+
+def _around(folder: Path) -> list[str]:
+    """What can be tried without being named."""
+    ready = [name for name, kind in KINDS.items() if ":" not in kind.form and name != "plain"]
+    return [*ready, *(f"ngram:{file}" for file in sorted(folder.glob("*.ngram")))]

@@ -1,0 +1,129 @@
+"""`TreeDrafter` drafts a tree of candidates, level by level, from a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice, pairwise
+from numbers import Integral
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import ABSENT, Draft, Tree, ancestors
+from slipstream.core.law import Law, fit
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Texts
+from slipstream.core.round import Context, Round
+from slipstream.drafters.following import Follower, windowed_lengths
+from slipstream.drafters.model import MOST_LEVELS, MOST_NODES
+
+
+def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...]:
+    """Candidates per level, checked: as integers, within what can be verified and within the draft's vocabulary.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        raise ValueError(f"a tree of shape {shape!r} is not possible: give candidates per level, such as (3, 2, 1).")
+    levels = tuple(shape)
+    whole = all(isinstance(width, Integral) and not isinstance(width, bool) for width in levels)
+    if not levels or not whole or min(levels) < 1:
+        raise ValueError(f"a tree of shape {levels} is not possible: give 1 or more candidates per level.")
+    widths = list(islice(accumulate(levels, mul), MOST_LEVELS))
+    if len(levels) > MOST_LEVELS or sum(widths) > MOST_NODES:
+        raise ValueError(
+            f"a tree of shape {_short(levels)} is too large: all levels together may hold {MOST_NODES} candidates, "
+            f"in at most {MOST_LEVELS} levels."
+        )
+    if vocab is not None and max(levels) > vocab:
+        raise ValueError(
+            f"a tree of shape {levels} is not possible: the draft has {vocab} tokens, fewer than candidates."
+        )
+    return tuple(map(int, levels))
+
+
+def _short(levels: tuple[int, ...]) -> str:
+    return str(levels) if len(levels) < 9 else f"({', '.join(map(str, levels[:8]))}, ...)"
+
+
+class TreeDrafter:
+    """Drafts a small tree: `shape[d]` candidates for every node at depth d, level by level.
+
+    Sampling: siblings are drawn from the law at their parent one after the other, without replacement unless
+    `replacement`. Greedy: the best candidates, each a point mass. Gamma limits the depth.
+    """
+
+    def __init__(
+        self, scorer: Scorer, shape: Sequence[int], vocab: int | None = None, replacement: bool = False
+    ) -> None:
+        self.scorer, self.replacement = scorer, replacement
+        self.vocab = vocab or scorer.vocab
+        self.shape = tree_shape(shape, min(self.vocab, scorer.vocab))
+        self._follower = Follower(scorer)
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
+        self._follower.follow(context.rows)
+        depth = min(max(gammas, default=0), len(self.shape))
+        if not depth:
+            return Draft.empty(len(context.rows), self.scorer.device)
+        parents, ends = tree_parents(self.shape[:depth])
+        logits = self._follower.catch_up(len(parents))
+        tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=self.scorer.device)
+        laws: list[Law] = []
+        for level, (start, end) in enumerate(pairwise(ends)):
+            drawn, law = self._level(context, logits, tokens, (parents[:end], start, level))
+            tokens, laws = torch.cat([tokens, drawn], 1), [*laws, law]
+            if end < len(parents):
+                tree = Tree.of(parents[:end], end - start)
+                logits = self.scorer.extend(drawn.clamp(min=0), [end - start] * len(context.rows), tree=tree)
+        lengths = tuple(ends[min(gamma, depth)] for gamma in gammas)
+        windowed = windowed_lengths(self._follower, lengths)
+        return Draft(tokens, Law.join(laws, 1), lengths, windowed, parents, self.replacement)
+
+    def observe(self, round: Round) -> None:
+        """Keep the accepted path, forget the rest."""
+        self._follower.rollback(round)
+
+    def _level(
+        self, context: Context, logits: Tensor, tokens: Tensor, place: tuple[tuple[int, ...], int, int]
+    ) -> tuple[Tensor, Law]:
+        """Candidates (rows, nodes of this level) and the law each was drawn from; logits are their parents'."""
+        parents, start, level = place
+        above = sorted(set(parents[start:]))  # the parents, in the order of their logits
+        texts = Texts(tokens.clamp(min=0), [ancestors(parents)[node] if node >= 0 else () for node in above])
+        law = context.law(fit(logits, self.vocab), texts, self.scorer.name)
+        picks = [self._siblings(context, law, (place, start, level)) for place in range(len(above))]
+        drawn = torch.cat([tokens for tokens, _ in picks], 1)
+        if level:  # children of a missing candidate are missing
+            drawn = drawn.where(tokens[:, list(parents[start:])] != ABSENT, ABSENT)
+        return drawn, Law.join([law for _, law in picks], 1)
+
+    def _siblings(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
+        place, start, level = where
+        width = self.shape[level]
+        one = law.at(torch.full((law.rows,), place, device=law.device))
+        if one.scores is not None:  # greedy: the best candidates, the lowest id first among equals
+            best = one.scores[:, 0].sort(descending=True, stable=True).indices[:, :width]
+            return best, Law(tokens=best)
+        drawn, left = [], one.dense
+        for sibling in range(width):
+            some = left.sum(-1, keepdim=True) > 0
+            weights = Law(probs=torch.where(some, left, one.dense))
+            new = context.draw(weights, f"draft.{start + place * width + sibling}", start=level)
+            drawn.append(new.where(some[..., 0], ABSENT))
+            if not self.replacement:
+                left = left.scatter(-1, new.unsqueeze(-1), 0)
+        return torch.cat(drawn, 1), Law.join([one] * width, 1)
+
+
+def tree_parents(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Branching by level -> the parent of every node, level by level, and where each level ends (from 0)."""
+    parents: list[int] = []
+    above, ends = [-1], [0]
+    for width in shape:
+        parents += [parent for parent in above for _ in range(width)]
+        above = list(range(ends[-1], len(parents)))
+        ends.append(len(parents))
+    return tuple(parents), tuple(ends)

@@ -1,0 +1,1 @@
+"""The engine that users hold: loading, prompts to requests, completions and streams, and transformers' own hook."""

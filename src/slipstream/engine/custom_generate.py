@@ -1,0 +1,216 @@
+"""Speculative decoding inside transformers' own `generate`, through its `custom_generate` hook.
+
+`generate` prepares everything (processors, stopping criteria, lengths, padding); we only run the decoding loop, and
+hand back what it would have returned. Whatever cannot be honoured is refused in one sentence, before any work.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.core.protocols import Controller, Verifier
+from slipstream.core.request import Request, Row
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import controller
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import rounds, sound
+from slipstream.decoding.rules import TOKEN, Rule
+from slipstream.decoding.sampling import Processor
+from slipstream.decoding.scheduler import check_requests
+from slipstream.drafters.model import ModelDrafter
+from slipstream.engine.generate_batch import Batch
+from slipstream.engine.generate_cache import Continued, ReadPrompt
+from slipstream.engine.generate_call import Opening, SignatureWithTokenizer, refuse_inputs, refuse_mode, withheld
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading import load_model
+
+Source: TypeAlias = str | Path | PreTrainedModel
+"""A hub name, a folder or a loaded model."""
+
+
+def custom_generate(
+    draft: Source,
+    gamma: int | str | Controller = 5,
+    *,
+    verifier: Rule | Verifier = TOKEN,
+    seed: int | None = None,
+) -> Speculation:
+    """Make transformers' `generate` speculative: the same law, fewer calls of the model.
+
+    >>> speculate = custom_generate("path/or/name/of/a/draft", gamma=5)  # doctest: +SKIP
+    >>> model.generate(**inputs, custom_generate=speculate, max_new_tokens=64, do_sample=True)  # doctest: +SKIP
+
+    `draft` is a loaded model, used as it is, or a folder or hub name, loaded at the first call with the model's
+    device and dtype. `gamma` is how many tokens to draft per round, "auto", or a controller; `verifier` a rule of
+    `slipstream.decoding.rules`, or a verifier. `seed=None` takes a seed from torch's global generator whenever a call
+    samples, so `torch.manual_seed` makes it reproducible; an integer gives every call the same randomness.
+
+    Returns what `generate` returns: token ids (rows, longest), prompt included, padded on the right; or a
+    `GenerateDecoderOnlyOutput` with `sequences`, and `scores` and `logits` if wanted: one (rows, vocab) per
+    position, where a row that has ended shows its certain pad token; and with `past_key_values`, as `generate` leaves
+    them, which costs one more pass of the model over what was emitted (none with `use_cache=False`).
+
+    Logits processors and stopping criteria are honoured. Your own must not keep a state (processors look at drafts,
+    which may be rejected) nor mix rows: they see one row at a time, repeated to the size of the batch.
+
+    `past_key_values` (a DynamicCache or StaticCache) may hold the beginning of the prompts, and holds their
+    continuations afterwards, for the next turn of a chat. Pass whole prompts with them, as chats do: of tokens that
+    are only in the cache the draft knows nothing, and its guesses are worse. `inputs_embeds` are read by the model;
+    the draft reads the tokens nearest to them.
+
+    Keep the callable to keep the draft and both caches; it serves one call at a time. `.stats` pools the last one.
+    It can be copied and pickled: its settings and a draft given as a model go along, the caches do not.
+    Raises ValueError in one sentence for what it cannot honour: beam search and other modes, an assistant, quantized
+    and offloaded caches, other model inputs of your own, attentions and hidden states, guidance.
+    """
+    rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
+    return Speculation(draft, controller(gamma), rule, seed)
+
+
+class Speculation:
+    """The callable that `custom_generate` makes; see there. `stats` are the counts of the last call."""
+
+    def __init__(self, draft: Source, controller: Controller, rule: Rule, seed: int | None) -> None:
+        self.stats = Stats()
+        self._source, self._controller, self._rule, self._seed = draft, controller, rule, seed
+        self._forget()
+
+    __signature__ = SignatureWithTokenizer()
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Sequence[Processor],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Run the decoding loop of `generate`: input_ids (rows, width), left-padded -> (rows, longest)."""
+        call = withheld(model)
+        streamer = call.get("streamer") if streamer is None else streamer
+        if streamer is not None and len(input_ids) > 1:
+            raise ValueError("a streamer needs a single row: the rows of a batch advance at different paces.")
+        refuse_mode(model, generation_config, call)
+        refuse_inputs(logits_processor, model_kwargs)
+        opening = Opening.of(model, input_ids, generation_config, call, model_kwargs)
+        batch = Batch(input_ids, opening.prompts, logits_processor, stopping_criteria, generation_config)
+        with self._alone(model):
+            return self._decode(model, batch, opening, streamer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings alone: a copy loads its own draft, if it is a name or a folder, and has caches of its own."""
+        kept = ("stats", "_source", "_controller", "_rule", "_seed")
+        return {name: value for name, value in vars(self).items() if name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._loaded: PreTrainedModel | None = None
+        self._scorers: tuple[CausalScorer, CausalScorer] | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._busy = threading.Lock()
+
+    def _draft(self, model: PreTrainedModel) -> PreTrainedModel:
+        if isinstance(self._source, PreTrainedModel):
+            return self._source
+        if self._loaded is None:
+            self._loaded = load_model(self._source, dtype=model.dtype, device=str(model.device))
+        return self._loaded
+
+    def _pair(self, model: PreTrainedModel) -> tuple[CausalScorer, CausalScorer]:
+        """Target and draft with their caches, made anew for another model, and where one was moved or converted."""
+        models = (model, self._draft(model))
+        key = tuple((each, each.device, each.dtype) for each in models)
+        if self._scorers is None or self._made_for != key:
+            self._scorers, self._made_for = (CausalScorer(models[0]), CausalScorer(models[1])), key
+        return self._scorers
+
+    def _decode(self, model: PreTrainedModel, batch: Batch, opening: Opening, streamer: Any) -> Any:
+        seed = self._seed
+        if seed is None:  # greedy decoding must not advance the generator: generate would not either
+            seed = int(torch.randint(2**63 - 1, ())) if batch.config.do_sample else 0
+        target, draft = scorers = self._pair(model)
+        drafter, rule = ModelDrafter(draft, target.vocab), self._rule
+        away = any(scorer.device != batch.ids.device for scorer in scorers)
+        requests = batch.requests(seed, away)
+        check_requests(target, requests)
+        read = opening.read(model, batch)
+        decoder = Decoder(target, drafter, rule.verify, self._controller, len(requests), rule.seam)
+        rows = _run(_after(read, decoder, requests), requests, streamer)
+        if not batch.pads_ended:
+            _level(decoder, read, rows)
+        if any(row.context_full for row in rows):
+            warnings.warn(f"the text ends at the {target.context} tokens that {target.name} holds.", stacklevel=2)
+        self.stats = sum((row.stats for row in rows), Stats())
+        sequences = batch.sequences(rows)
+        if read is not None:
+            read.take_in(sequences, sequences.shape[1] - batch.ids.shape[1], target.context)
+        return batch.result(rows, sequences, read and read.cache)
+
+    @contextmanager
+    def _alone(self, model: PreTrainedModel) -> Iterator[None]:
+        """One call at a time, with dropout off; every module is as it was afterwards."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this callable is already decoding: give each thread a custom_generate(...) of its own.")
+        training: list[torch.nn.Module] = []
+        try:
+            training += [module for each in (model, self._draft(model)) for module in each.modules() if module.training]
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            self._busy.release()
+
+
+def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) -> list[Row]:
+    """Decode to the end -> rows in order. The streamer gets each token on its own, as `generate` puts them."""
+    rows: dict[int, Row] = {}
+    with closing(cast(Any, rounds(decoder, requests))) as stream:  # also if a streamer or a criterion raises
+        for round in stream:
+            rows.update({row.index: row for row in round.rows})
+            for token in round.tokens[0] if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    return sound(rows[index] for index in range(len(requests)))
+
+
+def _after(
+    read: ReadPrompt | None, decoder: Decoder, requests: Sequence[Request], rows: Sequence[int] | None = None
+) -> Decoder:
+    """The decoder, if its target goes on from a prompt that has been read; `requests` are those of `rows`."""
+    if read is None:
+        return decoder
+    counts = [len(request.prompt) for request in requests]
+    target = Continued(cast(CausalScorer, decoder.target), read, rows or range(len(requests)), counts)
+    return replace(decoder, target=target)
+
+
+def _level(decoder: Decoder, read: ReadPrompt | None, rows: Sequence[Row]) -> None:
+    """Let the shorter rows run on: without an EOS token, `generate` ends all rows together."""
+    longest = max(len(row.output) for row in rows)
+    missing = [(row, longest - len(row.output)) for row in rows if not row.context_full and len(row.output) < longest]
+    if not missing:
+        return
+    more_of = [replace(row.request, prompt=tuple(row.tokens), max_new_tokens=n, stop=None) for row, n in missing]
+    decoder = _after(read, decoder, [row.request for row, _ in missing], [row.index for row, _ in missing])
+    for (row, _), more in zip(missing, _run(decoder, more_of), strict=True):
+        row.finish_reason = "length" if more.context_full else row.finish_reason
+        row.tokens += more.output
+        row.stats += more.stats

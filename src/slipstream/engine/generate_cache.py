@@ -1,0 +1,166 @@
+"""Prompts that transformers' own code reads: embeddings, texts that begin in a user's cache, caches to hand back.
+
+The model reads the prompt into transformers' cache, as `generate` would. We copy its keys and values into our cache
+and decode there; at the end the model reads what was emitted, so that the cache is as `generate` leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+from slipstream.core.draft import Tree
+from slipstream.core.protocols import Shape
+from slipstream.core.source import Source, SourceForm
+from slipstream.models.causal import CausalScorer
+
+KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+
+
+def refuse_cache(cache: Any, rows: int, width: int) -> None:
+    """Raises ValueError if we cannot go on from a user's cache with prompts (rows, width), its own tokens included."""
+    layers = getattr(cache, "layers", None)
+    kinds = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in KNOWN_LAYERS})
+    if layers is None or kinds or getattr(cache, "offloading", False):
+        kind = ", ".join(kinds) or type(cache).__name__
+        raise ValueError(f"past_key_values of {kind} cannot be honoured: pass a DynamicCache or a StaticCache.")
+    held = int(cache.get_seq_length())
+    sizes = {layer.keys.shape[0] for layer in layers if layer.is_initialized}
+    if held and sizes != {rows}:
+        raise ValueError(f"past_key_values holds {max(sizes)} rows, but there are {rows} prompts: one row for each.")
+    if held >= width:
+        raise ValueError(
+            f"past_key_values holds {held} tokens, but the prompt has {width}: crop the cache, so that at least one "
+            "token of the prompt is not in it."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPrompt:
+    """A batch of prompts in transformers' cache, with the logits (rows, 1, vocab) of what comes next.
+
+    `pads[r]` of the `width` places of row r are padding; `inputs` are what `generate` keeps for the model's calls.
+    """
+
+    model: PreTrainedModel
+    inputs: dict[str, Any]
+    cache: Any
+    logits: Tensor
+    pads: Sequence[int]
+    width: int
+
+    @staticmethod
+    def read(model: PreTrainedModel, ids: Tensor, config: Any, inputs: dict[str, Any], pads: Sequence[int]) -> Any:
+        """Let the model read the prompt; ids (rows, width) are those of `generate`."""
+        outputs = model._prefill(ids, config, inputs)
+        cache = outputs.past_key_values
+        return ReadPrompt(model, inputs, cache, outputs.logits[:, -1:].clone(), pads, int(cache.get_seq_length()))
+
+    def states(self, row: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer: keys and values (heads, count, head_dim) of the row's last tokens, padding left out."""
+        real, found = self.width - self.pads[row], {}
+        for index, layer in enumerate(self.cache.layers):
+            if layer.is_initialized:
+                keys, values = (states[row, :, : self.width] for states in (layer.keys, layer.values))
+                count = min(real, keys.shape[1])  # a sliding window keeps the last tokens alone
+                found[index] = keys[:, keys.shape[1] - count :], values[:, values.shape[1] - count :]
+        return found
+
+    def take_in(self, sequences: Tensor, count: int, context: int | None) -> None:
+        """Bring the cache to where `generate` leaves it: all of sequences (rows, length) but the last token.
+
+        `count` tokens were emitted; rows that have ended are padded, as they are for `generate`.
+        """
+        if count < 2:
+            return
+        inputs: dict[str, Any] = {**self.inputs, "past_key_values": self.cache}
+        inputs = self.model._update_model_kwargs_for_generation({}, inputs, num_new_tokens=count - 1)
+        if context and inputs.get("position_ids") is not None:  # padding may stand beyond the last learned position
+            inputs["position_ids"] = inputs["position_ids"].clamp(max=context - 1)
+        fed = self.model.prepare_inputs_for_generation(sequences[:, :-1], next_sequence_length=count - 1, **inputs)
+        self.model(**fed, return_dict=True)
+
+
+class Continued:
+    """A target whose rows begin where a `ReadPrompt` ends (see `records.Scorer` for the contract).
+
+    `rows` are the places of its texts in the batch, and `counts[i]` how many tokens of text i the prompt covers. It
+    may cover more, which the loop never sees: the tokens of a user's cache before the new ones.
+    """
+
+    def __init__(self, scorer: CausalScorer, prompt: ReadPrompt, rows: Sequence[int], counts: Sequence[int]) -> None:
+        self.scorer, self.prompt, self.rows, self.counts = scorer, prompt, rows, counts
+        self.name, self.vocab, self.device = scorer.name, scorer.vocab, scorer.device
+        covered = [prompt.width - prompt.pads[row] for row in rows]
+        self._unseen = [have - count for have, count in zip(covered, counts, strict=True)]
+        self._before: list[int] = []  # the same, of the rows in the cache
+        self.context = scorer.context and scorer.context - max(self._unseen)
+        self._next: Tensor | None = None  # the logits of the prompt's last token, until they have been asked for
+
+    @property
+    def source_form(self) -> SourceForm | None:
+        """None: there is no encoder."""
+        return self.scorer.source_form
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row, without those before the text."""
+        return [have - before for have, before in zip(self.scorer.lengths, self._before, strict=True)]
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows: all of them at once."""
+        assert not self.scorer.lengths and rows == len(self.rows), "the rows of a read prompt come together"
+        self.scorer.add(rows, sources)
+        self._before = list(self._unseen)
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Take over the prompt, and feed what texts have beyond it."""
+        for place, row in enumerate(self.rows):
+            self.scorer.fill(place, self.prompt.states(row), self.prompt.width - self.prompt.pads[row])
+        if any(len(text) < count for text, count in zip(texts, self.counts, strict=True)):
+            self._next = self.prompt.logits[list(self.rows)].to(self.device)
+        else:
+            self.scorer.prefill([text[count:] for text, count in zip(texts, self.counts, strict=True)])
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed tokens -> logits (rows, n, vocab); the prompt's last token has been read and is not fed again."""
+        if self._next is None:
+            return self.scorer.extend(tokens, counts, first, tree)
+        known, self._next = self._next, None
+        if tokens.shape[1] == 1:
+            return known
+        return torch.cat([known, self.scorer.extend(tokens[:, 1:], [count - 1 for count in counts], first, tree)], 1)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of each text."""
+        self.scorer.rollback([length + before for length, before in zip(lengths, self._before, strict=True)])
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache."""
+        self.scorer.scrub()
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the accepted tokens of a tree together."""
+        self.scorer.keep([start + before for start, before in zip(starts, self._before, strict=True)], paths)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self.scorer.free(rows)
+        self._before = [before for row, before in enumerate(self._before) if row not in set(rows)]
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """As for any scorer."""
+        self.scorer.fix_shape(shape)
+
+
+def nearest_tokens(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
+    """The tokens (rows, width) whose embeddings are nearest to embeddings (rows, width, size): what a draft reads."""
+    table = model.get_input_embeddings().weight[: model.config.get_text_config().vocab_size]
+    rows = [(each.to(table) @ table.T - table.square().sum(1) / 2).argmax(1) for each in embeddings]
+    return torch.stack(rows).to(embeddings.device)

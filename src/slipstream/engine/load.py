@@ -1,0 +1,143 @@
+"""`load` builds an engine from what users name: target, draft, gamma, rule, plan and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.protocols import Controller
+from slipstream.core.source import Frame
+from slipstream.core.values import whole_number
+from slipstream.decoding.controllers import Fixed, Planned, controller
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.rules import BLOCK, Rule, rule
+from slipstream.drafters.specification import Site, drafter, read_tree
+from slipstream.engine.engine import Engine
+from slipstream.engine.plan_file import Plan
+from slipstream.engine.tasks import Task, frame
+from slipstream.execution.passes import Mode
+from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, source_name
+
+GAMMA = 5
+"""Tokens drafted per round, unless told otherwise."""
+
+
+def load(
+    target: Any = None,
+    draft: Any = None,
+    *,
+    dtype: Any = "auto",
+    device: str | None = None,
+    gamma: int | str | Controller | None = None,
+    batch_size: int = 8,
+    tree: Sequence[int] | None = None,
+    verify: str | Rule | None = None,
+    plan: Plan | str | Path | None = None,
+    exact_shape: bool = False,
+    tokenizer: Any = None,
+    task: str | Task | None = None,
+    compile: bool = False,
+    progress: Callable[[str], object] | None = None,
+    **from_pretrained: Any,
+) -> Engine:
+    """A target and a draft -> an Engine. The target is a hub name, a folder or a loaded model; none: the embedded pair.
+
+    The draft is a model too, another specification ("lookup", "ngram:FILE", ...: `slipstream.drafters.specification`)
+    or a Drafter. Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, with "auto" as many
+    as pay by the time measured, or as a controller says; or the `tree` of candidates per level, e.g. (3, 2, 1).
+    `verify` is the acceptance rule (block) or its name. A `plan`, or its file, gives what is not given here: target,
+    draft, gamma by the number of rows that run together, rule and dtype. `exact_shape` runs every pass of the target in
+    one shape, so that plain and speculative decoding see the same bits (slower; chains only).
+
+    An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
+    languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
+
+    `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
+    each); a model that cannot be compiled runs eagerly, with one warning.
+
+    `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
+    them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
+
+    A draft may have another tokenizer (`Engine.notes` then tell how it drafts). Raises ValueError if a model cannot be
+    loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is for
+    another target.
+    """
+    made = Plan.read(plan) if isinstance(plan, str | Path) else plan
+    if made:
+        made.check_target(source_name(target))
+        target, draft = made.target if target is None else target, made.draft if draft is None else draft
+        compile = compile or made.compile
+        verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
+    if target is None and draft is None:
+        draft = "embedded"
+    shape = read_tree(tree, gamma, draft)
+    target, dtype = embedded(target, dtype)
+    _check_exact(exact_shape, tree, compile)
+    steering = _controller(tree, gamma, made)
+    chosen = BLOCK if verify is None else rule(verify)
+    whole_number("batch_size", batch_size, 1)
+    mode = Mode(compile, False if exact_shape else None, progress=progress)
+    scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
+    tokenizer = tokenizer or find_tokenizer(target)
+    if made:
+        made.check_target(None, scorer.vocab)
+    framing = _frame(scorer, tokenizer, task, exact_shape)
+    if draft is None:
+        plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
+        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
+    else:
+        site = Site(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
+        decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size, frame=framing)
+        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
+    if compile:
+        engine.warm_up()
+    return engine
+
+
+def _check_exact(exact_shape: bool, tree: Sequence[int] | None, compile: bool) -> None:
+    if exact_shape and (tree or compile):
+        other = "a tree" if tree else "compile=True"
+        raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
+
+
+def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:
+    """A target and its dtype, where no target means the embedded one: in float32, for it is stored small."""
+    if target is not None:
+        return target, dtype
+    return EMBEDDED / "target", "float32" if dtype == "auto" else dtype
+
+
+def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> Frame | None:
+    """What stands around the sources of an encoder-decoder; None for a causal model, which has no tasks."""
+    if scorer.source_form is None:
+        if task is not None:
+            raise ValueError(f"{scorer.name} is no encoder-decoder, so it has no tasks: write it into the prompt.")
+        return None
+    if exact_shape:
+        raise ValueError(f"{scorer.name} is an encoder-decoder, for which exact_shape is not available: leave it out.")
+    return frame(scorer.model, tokenizer, task if isinstance(task, Task) else Task.parse(task))
+
+
+def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None, plan: Plan | None) -> Controller:
+    """What was asked for comes before what is planned; a tree has its own depth."""
+    if plan is not None and gamma is None and not tree:
+        return Planned(plan.gammas)
+    if tree and gamma is None:
+        return Fixed(len(tree))
+    return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
+
+
+def _ahead(steering: Controller) -> tuple[int, ...]:
+    """How many tokens a draft's graph makes at once: none where the number is found out on the way."""
+    return (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()
+
+
+def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

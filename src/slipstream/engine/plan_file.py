@@ -1,0 +1,113 @@
+"""The plan file: what `slipstream plan` chose and measured, as JSON that `generate`, `load` and people read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.files import whole
+from slipstream.text.jsontext import json_text
+
+FORMAT, VERSION = "slipstream plan", 1
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "target": (str, type(None)),
+    "draft": (str, type(None)),
+    "vocab": (int,),
+    "verify": (str,),
+    "dtype": (str,),
+    "temperature": (int, float),
+    "compile": (bool,),
+    "machine": (dict,),
+    "figures": (dict,),
+}
+"""Fields of the file besides `gammas`, and what they may be."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice, and what it rests on.
+
+    `target` and `draft` are written as they were given to `load`; without a target it is the embedded pair, without a
+    draft nothing drafts. `gammas` holds tokens drafted per round by the number of rows that run together; 0 is plain
+    decoding. `vocab` is the size of the target's logits. `machine` and `figures` are for the reader: what it was
+    measured on, and what was measured, predicted and verified.
+    """
+
+    target: str | None
+    draft: str | None
+    gammas: Mapping[int, int]
+    vocab: int
+    verify: str = "block"
+    dtype: str = "auto"
+    temperature: float = 0.0
+    compile: bool = False
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.gammas or min(self.gammas) < 1 or min(self.gammas.values()) < 0:
+            raise ValueError(f"gammas={dict(self.gammas)} is no plan: give a gamma of 0 or more for 1 and more rows.")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether anything is drafted at all."""
+        return self.draft is not None and any(self.gammas.values())
+
+    def check_target(self, name: str | None, vocab: int | None = None) -> None:
+        """Raises ValueError if the plan was made for another target. What is None is not compared."""
+        ours = Path(self.target or "target").name
+        if name is not None and Path(name).name != ours:
+            raise ValueError(
+                f"the plan is for {self.target or 'the embedded pair'}, not for {name}: make one for that."
+            )
+        if vocab is not None and vocab != self.vocab:
+            raise ValueError(
+                f"the plan is for a target of {self.vocab} token ids, this one has {vocab}: make a new one."
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; it appears under its name when it is whole."""
+        with whole(path) as part:
+            part.write_text(json_text(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON knows it."""
+        gammas = {str(rows): gamma for rows, gamma in sorted(self.gammas.items())}
+        rest = {name: getattr(self, name) for name in KINDS}
+        head = {"format": FORMAT, "version": VERSION, "target": rest.pop("target"), "draft": rest.pop("draft")}
+        return {**head, "gammas": gammas, **rest}
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Plan:
+        """Raises ValueError in one sentence for what is no plan, a damaged one, or one of another version."""
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the plan {path}: {error.strerror}.") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is no plan: it is no JSON. `slipstream plan --save FILE` writes one.") from error
+        if not isinstance(given, dict) or given.get("format") != FORMAT:
+            raise ValueError(f"{path} is no plan: `slipstream plan --save FILE` writes one.")
+        if given.get("version") != VERSION:
+            found = given.get("version")
+            raise ValueError(f"{path} is a plan of version {found}, this release reads {VERSION}: make it again.")
+        try:
+            return _parsed(given)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the plan {path} is damaged ({type(error).__name__}: {error}): make it again.") from error
+
+
+def _parsed(given: dict[str, Any]) -> Plan:
+    for name, kinds in KINDS.items():
+        if not isinstance(given[name], kinds):
+            raise TypeError(f"{name} is {given[name]!r}")
+    gammas = {int(rows): gamma for rows, gamma in given["gammas"].items()}
+    if not all(isinstance(gamma, int) for gamma in gammas.values()):
+        raise TypeError(f"gammas is {given['gammas']!r}")
+    return Plan(gammas=gammas, **{name: given[name] for name in KINDS})

@@ -1,0 +1,104 @@
+"""What an encoder-decoder is asked to do: text before every source, languages, and how the decoder's text begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation import logits_process as hf
+
+from slipstream.core.source import Frame
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, for models that know several.
+
+    `name` is one of the model's own (`task_specific_params` in its configuration, such as translation_en_to_de of
+    T5): it stands for a prefix. `prefix` is such a text itself ("summarize: "), put before every source that is
+    text. `src_lang` and `tgt_lang` are languages as the tokenizer writes them (eng_Latn, de_DE, de).
+    """
+
+    name: str | None = None
+    prefix: str | None = None
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+
+    @staticmethod
+    def parse(text: str | None) -> Task:
+        """As users write it: "eng_Latn>deu_Latn" are languages, what has a colon or a space is a prefix, anything else
+        is a name."""
+        if text is None:
+            return Task()
+        if ">" in text:
+            src, _, tgt = text.partition(">")
+            return Task(src_lang=src.strip() or None, tgt_lang=tgt.strip() or None)
+        return Task(prefix=text) if ":" in text or " " in text else Task(text)
+
+
+def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
+    """The frame of a task. Raises ValueError in one sentence if the model does not know it, and for languages that the
+    tokenizer does not know."""
+    settings = model.generation_config
+    start = _first(settings, model.config, "decoder_start_token_id", "bos_token_id")
+    if start is None:
+        raise ValueError(f"{type(model).__name__} does not say how its decoder begins: set decoder_start_token_id.")
+    if task.src_lang is not None:
+        _language(tokenizer, task.src_lang)
+        tokenizer.src_lang = task.src_lang
+    forced = _first(settings, model.config, "forced_bos_token_id")
+    if task.tgt_lang is not None:
+        forced = _language(tokenizer, task.tgt_lang)
+    begin = (int(start), *([] if forced is None else [int(forced)]))
+    return Frame(_prefix(model.config, task), begin, _bans(settings, len(begin)))
+
+
+def _first(settings: Any, config: Any, *names: str) -> Any:
+    """The first setting that is given."""
+    found = (getattr(place, name, None) for name in names for place in (settings, config))
+    return next((value for value in found if value is not None), None)
+
+
+def _prefix(config: Any, task: Task) -> str:
+    if task.name is None:
+        return task.prefix or ""
+    if task.prefix is not None:
+        raise ValueError(f"task {task.name!r} has a prefix of its own: leave one of them out.")
+    known = getattr(config, "task_specific_params", None) or {}
+    if task.name not in known:
+        choice = f"it knows {', '.join(known)}" if known else "it knows none by name"
+        raise ValueError(
+            f"the model does not know the task {task.name!r}: {choice}. A text before each source has a colon in it."
+        )
+    return known[task.name].get("prefix") or ""
+
+
+def _language(tokenizer: Any, name: str) -> int:
+    """The token of a language."""
+    token = None
+    if hasattr(tokenizer, "src_lang"):
+        try:
+            own = getattr(tokenizer, "get_lang_id", None)
+            token = own(name) if own else tokenizer.convert_tokens_to_ids(name)
+        except KeyError:
+            token = None
+    if token is None or token == tokenizer.unk_token_id:
+        raise ValueError(f"the tokenizer does not know the language {name!r}; its documentation lists how to write it.")
+    return int(token)
+
+
+def _bans(settings: Any, begin: int) -> tuple[Any, ...]:
+    """Tokens that the model's makers do not want written."""
+    bans: list[Any] = []
+    if words := getattr(settings, "bad_words_ids", None):
+        bans.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=_many(settings.eos_token_id)))
+    if tokens := getattr(settings, "suppress_tokens", None):
+        bans.append(hf.SuppressTokensLogitsProcessor(tokens))
+    if tokens := getattr(settings, "begin_suppress_tokens", None):
+        bans.append(hf.SuppressTokensAtBeginLogitsProcessor(tokens, begin))
+    return tuple(bans)
+
+
+def _many(eos: int | Sequence[int] | None) -> list[int] | None:
+    return None if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,1 @@
+"""How a model's pass runs: eagerly, compiled for the CPU, or captured for CUDA."""

@@ -1,0 +1,202 @@
+"""Drafting in graphs: passes of a draft, their laws and their draws, with no Python between them.
+
+A pass of a small draft costs less than what surrounds it: masks, positions, laws, draws, and entering the graph. Here
+all of that is inside: a whole chain for a single text if its length is known before, and one step per graph otherwise.
+It serves laws that are made by a temperature alone; all else is drafted token by token without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draws import inverse
+from slipstream.core.law import Law, fit, wide
+from slipstream.execution.graphs import Frozen, equate, vary, warn
+from slipstream.execution.masks import Sight
+from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
+
+FED = 2  # tokens that a draft's cache lacks at most when a round begins
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
+"""The tokens fed (rows, one or FED), which of them is the last real one (rows,), how many stand before them (rows,),
+the numbers of the slots (end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to draw by
+(rows, size)."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens, at a temperature (all 0: the
+    likeliest tokens), among the first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by."""
+
+    fed: Sequence[Sequence[int]]
+    gammas: Sequence[int]
+    temperatures: Sequence[float]
+    vocab: int
+    chances: Sequence[Sequence[float]] = ()
+
+    @property
+    def gamma(self) -> int:
+        """The most tokens that a text wants."""
+        return max(self.gammas)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return any(self.temperatures)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where chains go: behind `lengths` tokens of the stores, looking at `end` slots, and at sources, if any."""
+
+    lengths: Sequence[int]
+    end: int
+    stores: Stores
+    cross: Cross | None
+
+
+class Kind(NamedTuple):
+    """What one graph does: draft `size` tokens behind `width` fed ones, drawn or not, among `vocab` ids, for one text
+    or for any number of them."""
+
+    size: int
+    width: int
+    sampled: bool
+    vocab: int
+    single: bool
+
+
+@dataclass
+class Fused:
+    """Graphs that draft as many tokens as one of the `sizes` for a single text (a wish in between is served by the next
+    size and cut), and graphs of one step, for batches and for what no size serves.
+
+    There is one for greedy and one for sampled tokens of each kind, made when it is first needed (it takes up to
+    minutes; `progress` is told). Where that fails, one warning says why, and all is drafted token by token.
+    """
+
+    model: Any  # called as `execution.forward` calls it
+    name: str
+    sizes: tuple[int, ...]
+    kinds: dict[str, tuple[int | None, int | None]]  # see `sight.mask_kinds`
+    relative: bool = False  # whether the model asks how far back everything lies
+    progress: Callable[[str], object] | None = None
+    _graphs: dict[Kind, Any] = field(default_factory=dict)
+    _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    _failed: bool = False
+
+    def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
+        """Tokens (rows, gamma) and the law each was drawn from; None if that has to be done without graphs."""
+        steps = self.steps(wish)
+        if self._failed or not room.stores:
+            return None
+        try:
+            tokens, best, laws = self._drafted(wish, room, steps)
+        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+            self._failed = True
+            warn(self.name, "drafts token by token, its chains", error)
+            return None
+        if not math.isfinite(best.sum().item()):
+            return None  # drafting token by token says where
+        tokens = tokens[:, : wish.gamma]
+        return tokens, Law(tokens=tokens) if laws is None else Law(probs=laws[:, : wish.gamma])
+
+    def steps(self, wish: Wish) -> list[int]:
+        """How many tokens each graph drafts, one after the other."""
+        whole = [size for size in sorted(self.sizes) if size >= wish.gamma] if len(wish.fed) == 1 else []
+        return whole[:1] or [1] * wish.gamma
+
+    def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens (rows, gamma or more), the greatest logits, and the laws of sampled tokens."""
+        tokens, last, start, *seen, chances = self._inputs(wish, room, steps)
+        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for size, some in zip(steps, chances.split(steps, 1), strict=True):
+            if parts:  # graphs that follow each other are steps of one token
+                tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
+            kind = Kind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
+            given = (tokens, last, start, *seen, some)
+            parts.append(self._graph(kind, given)(*given))
+        if len(parts) == 1:
+            return parts[0]
+        drawn, best, laws = zip(*parts, strict=True)
+        return torch.cat(drawn, 1), torch.cat(best), torch.cat(laws, 1) if wish.sampled else None
+
+    def _inputs(self, wish: Wish, room: Room, steps: Sequence[int]) -> Inputs:
+        if len(self._slots) < room.end:
+            self._slots = torch.arange(2 * room.end)
+        width = FED if steps[0] > 1 else max(map(len, wish.fed))  # a long graph is made once, for both
+        chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
+        if wish.sampled:
+            chances[:, : wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64)
+        return (
+            torch.tensor([[*fed, *[0] * (width - len(fed))] for fed in wish.fed]),
+            torch.tensor([len(fed) - 1 for fed in wish.fed]),
+            torch.tensor(room.lengths),
+            self._slots[: room.end],
+            room.stores,
+            (room.cross.stores, room.cross.mask, None) if room.cross else None,
+            torch.tensor(wish.temperatures)[:, None],
+            chances,
+        )
+
+    def _graph(self, kind: Kind, inputs: Inputs) -> Any:
+        if kind not in self._graphs:
+            if self.progress:
+                self.progress(f"compiling {self.name} for {_told(kind)}")
+            vary(_sizes(inputs), {"rows"} if kind.single else ())
+
+            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+                return self._draft(kind, given)
+
+            self._graphs[kind] = Frozen(function, ["given"])
+        return self._graphs[kind]
+
+    def _draft(self, kind: Kind, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens (rows, size), the greatest logits (size * rows,), and the laws (rows, size, vocab) of sampled ones."""
+        equate(_sizes(given))
+        tokens, last, start, places, stores, cross, temperatures, chances = given
+        drawn: list[Tensor] = []
+        greatest: list[Tensor] = []
+        laws: list[Tensor] = []
+        for place in range(kind.size):
+            logits = forward(self.model, self._pass(tokens, start, places, cross), stores)
+            logits = logits[:, 0] if logits.shape[1] == 1 else logits[torch.arange(last.shape[0]), last]
+            logits = fit(wide(logits), kind.vocab)
+            best, token = logits.max(-1)
+            if kind.sampled:
+                laws.append((logits / temperatures).softmax(-1))
+                token = inverse(laws[-1], chances[:, place])
+            drawn, greatest = [*drawn, token], [*greatest, best]
+            tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
+        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if kind.sampled else None
+
+    def _pass(self, tokens: Tensor, start: Tensor, places: Tensor, cross: Parts) -> Pass:
+        slots = start[:, None] + torch.arange(tokens.shape[1])
+        sight = Sight.chain(slots, places.shape[0])
+        masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
+        beside = Cross(cross[0], cross[1], sight.back if self.relative else None) if cross else None
+        return Pass(tokens, slots, slots, masks, beside)
+
+
+def _told(kind: Kind) -> str:
+    """What a graph is for, in words."""
+    how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
+    return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"
+
+
+def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
+    """What sizes count."""
+    tokens, last, start, places, stores, cross, temperatures, chances = inputs
+    return [
+        (places, {0: "end"}),
+        *((tensor, {0: "rows"}) for tensor in (tokens, last, start, temperatures, chances)),
+        *sizes_of_stores(stores, "slots"),
+        *(((cross[1], {0: "rows", 3: "source"}), *sizes_of_stores(cross[0], "source slots")) if cross else ()),
+    ]

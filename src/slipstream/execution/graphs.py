@@ -1,0 +1,95 @@
+"""Graphs of torch.compile with the weights frozen into them, on CPUs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch.fx.experimental._config
+from torch import Tensor
+
+from slipstream.execution.rewrites import MergeLinear, TanhBySigmoid
+
+STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+
+
+FROZEN = {
+    "freezing": True,
+    "cpp_wrapper": True,
+    "post_grad_custom_pre_pass": TanhBySigmoid(),
+    "post_grad_custom_post_pass": MergeLinear(),
+}
+
+
+LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
+
+
+class Frozen:
+    """A function of tensors as a graph, made at its first call; weights in its closure become constants.
+
+    Sizes are constant but for those that `vary` names. Calls raise whatever dynamo, inductor or the machine's C++
+    compiler object to.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[str]) -> None:
+        """`inputs` are the names of the function's parameters."""
+        self._inputs = tuple(inputs)
+        self._made = False
+        self._graph = torch.compile(own_code(function), fullgraph=True, options={"guard_filter_fn": self._of_inputs})
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the function returns."""
+        if self._made:
+            return self._graph(*inputs)
+        # As `options` of compile they would come too late for freezing, and as its `dynamic=False`, STATIC would be set
+        # before every call. What torch warns of here is its own.
+        with (
+            torch._dynamo.config.patch(STATIC),
+            torch._inductor.config.patch(FROZEN),
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            warnings.catch_warnings(action="ignore"),
+        ):
+            found = self._graph(*inputs)
+        self._made = True
+        return found
+
+    def _of_inputs(self, guards: Sequence[Any]) -> list[bool]:
+        """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a
+        model that nobody changes, would cost as much as a small draft's pass."""
+        return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(self._inputs) for guard in guards]
+
+
+Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
+"""What the dimensions of inputs count, of those whose sizes vary."""
+
+
+def vary(sizes: Sizes, constant: Collection[str] = ()) -> None:
+    """These are symbols, but for `constant` ones: say so before the first call."""
+    for tensor, counted in sizes:
+        for dim, what in counted.items():
+            if what not in constant:
+                torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def equate(sizes: Sizes) -> None:
+    """What counts the same is one symbol, said inside the function: Python hands every symbol over at every call, and a
+    model's cache alone has two for each of its layers' tensors."""
+    found: dict[str, Any] = {}
+    for tensor, counted in sizes:
+        for dim, what in counted.items():
+            torch._check(tensor.shape[dim] == found.setdefault(what, tensor.shape[dim]))
+
+
+def own_code(function: Any) -> Any:
+    """The function with code of its own: dynamo counts recompilations by code object, and models must not share it."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def warn(name: str, what: str, error: Exception) -> None:
+    """One warning that `name` runs another way, because `what` cannot be compiled, and why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    warnings.warn(f"{name} {what} cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)

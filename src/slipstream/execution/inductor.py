@@ -1,0 +1,124 @@
+"""Passes as graphs made by inductor for the CPU, compared with the eager pass before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.execution.graphs import LEAST, Frozen, equate, vary, warn
+from slipstream.execution.passes import (
+    EAGERLY,
+    MOST_WIDTH,
+    Cross,
+    Parts,
+    Pass,
+    Stores,
+    compare,
+    forward,
+    sizes_of_stores,
+)
+
+INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
+
+
+@dataclass
+class Compiled:
+    """Passes as graphs made by inductor, with the weights frozen into them and a C++ wrapper (CPU).
+
+    The numbers of rows, new tokens and slots are symbols, so one graph serves every batch, another batches of one new
+    token per text, and a third single texts. A graph is made when it is first needed (some ten seconds; `progress` is
+    told), compared with the eager pass, and given up for good, with one warning, if it cannot be made or gives other
+    logits.
+    """
+
+    model: PreTrainedModel
+    name: str
+    progress: Callable[[str], object] | None = None
+    _graphs: dict[str, Any] = field(default_factory=dict)  # by what they serve, in words
+    _failed: bool = False
+
+    def width(self, rows: int, count: int) -> int:
+        """At least two columns for a single text, which cost no more than one there."""
+        return count if self._failed or rows > 1 else max(count, LEAST)
+
+    def run(self, work: Pass, stores: Stores) -> Tensor | None:
+        """See `Execution`."""
+        rows, width = work.tokens.shape
+        if self._failed or not stores or not self.width(rows, 1) <= width <= MOST_WIDTH:
+            return None
+        work = _settled(work)
+        served = "one text" if rows == 1 else "batches" if width > 1 else "batches, a token each"
+        if served not in self._graphs:
+            return self._make(served, work, stores)
+        try:
+            return self._graphs[served](work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
+        except Exception as error:  # dynamo has met something it had not seen when the graph was made
+            self._give_up(error)
+            return None
+
+    def of(self, model: PreTrainedModel, name: str) -> Compiled:
+        """See `Execution`."""
+        return Compiled(model, name, self.progress)
+
+    def _make(self, served: str, work: Pass, stores: Stores) -> Tensor:
+        if self.progress:
+            self.progress(f"compiling {self.name} for {served}")
+        eager = forward(self.model, work, stores)
+        graph = Frozen(_function(self.model), INPUTS)
+        try:
+            constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
+            vary(_sizes(work, stores), constant)
+            logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
+            compare(eager, logits)
+        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+            self._give_up(error)
+            return eager
+        self._graphs[served] = graph
+        return logits
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        warn(self.name, f"runs {EAGERLY}", error)
+
+
+def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """The pass as a function of tensors alone."""
+
+    def function(
+        tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
+    ) -> Tensor:
+        work = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
+        equate(_sizes(work, stores))
+        return forward(model, work, stores)
+
+    return function
+
+
+def _settled(work: Pass) -> Pass:
+    """The same with integers that were made in inference mode, whoever made the given ones: graphs are strict here."""
+    if work.tokens.is_inference() and work.positions.is_inference() and work.slots.is_inference():
+        return work
+    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks, work.cross)
+
+
+def _parts(work: Pass) -> Parts:
+    """What a decoder reads beside its text, as graphs take it."""
+    return (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
+
+
+def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
+    """What sizes count."""
+    cross = [(work.cross.mask, {0: "rows", 3: "source"})] if work.cross else []
+    if work.cross and work.cross.back is not None:
+        cross.append((work.cross.back, {0: "rows", 1: "new", 2: "end"}))
+    return [
+        *((tensor, {0: "rows", 1: "new"}) for tensor in (work.tokens, work.positions, work.slots)),
+        *((mask, {0: "rows", 2: "new", 3: "end"}) for mask in work.masks.values()),
+        *sizes_of_stores(stores, "slots"),
+        *sizes_of_stores(work.cross.stores if work.cross else [], "source slots"),
+        *cross,
+    ]

@@ -1,0 +1,76 @@
+"""What the new tokens of a pass see: positions, and additive masks for layers with and without windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Tree
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
+    in the cache, and `allowed` (rows, n, slots), before any window; None allows all `end` slots."""
+
+    own: Tensor
+    others: Tensor
+    allowed: Tensor | None
+    end: int
+
+    @staticmethod
+    def everything(slots: Tensor, end: int) -> Sight:
+        """One token per row that sees all there is; without windows, the positions of the others do not matter."""
+        return Sight(slots, slots, None, end)
+
+    @staticmethod
+    def chain(slots: Tensor, end: int) -> Sight:
+        """Every token sees the slots up to its own; slot and position are the same."""
+        others = torch.arange(end, device=slots.device)[None]
+        return Sight(slots, others, others[:, None] <= slots[:, :, None], end)
+
+    @staticmethod
+    def tree(slots: Tensor, end: int, tree: Tree) -> Sight:
+        """A token sees the text before the tree and its own line of ancestors."""
+        depths, seen = tree.depths.to(slots.device), tree.seen.to(slots.device)
+        base = slots[:, :1] + seen.shape[0] - depths.shape[0]  # (rows, 1): where the tree begins
+        places = torch.arange(end, device=slots.device) - base  # (rows, slots)
+        inside = places.clamp(0, depths.shape[0] - 1)
+        others = torch.where(places < 0, places + base, base + depths[inside])
+        line = seen[:, inside].transpose(0, 1) & (places < depths.shape[0])[:, None]
+        own = base + depths[depths.shape[0] - seen.shape[0] :]
+        return Sight(own, others, (places < 0)[:, None] | line, end)
+
+    @property
+    def back(self) -> Tensor:
+        """How many positions back everything lies, (rows, n, slots); negative for what is not to be seen."""
+        return self.own[:, :, None] - self.others[:, None]
+
+    def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
+        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
+        blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)
+        if self.allowed is None:
+            return blank.unsqueeze(1)
+        own, others, seen = self.own[:, :, None], self.others[:, None], self.allowed
+        if window:
+            seen = seen & (others > own - window)
+        if chunk:
+            seen = seen & (others // chunk == own // chunk)
+        return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """(window, chunk) by layer type; one entry if all layers see the same."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if not types:
+        return {"all": (window, None)}
+    rules: dict[str, tuple[int | None, int | None]] = {
+        "full_attention": (None, None),
+        "sliding_attention": (window, None),
+        "chunked_attention": (None, chunk),
+    }
+    return {kind: rules[kind] for kind in types}

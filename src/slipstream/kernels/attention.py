@@ -1,0 +1,80 @@
+"""Attention by our kernel, in the form in which transformers' models ask for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from slipstream.kernels.cpu import STEP, panel_attention
+
+NAME = "slipstream"  # of this attention, among transformers'
+
+
+UNKNOWN = ("softcap", "s_aux")  # what some models want beside it
+
+
+def attend_by_kernel(model: PreTrainedModel) -> None:
+    """Let a model that uses torch's attention use ours, where it fits; one with another keeps it."""
+    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls an attention function: (rows, heads, n, width) -> (rows, n, heads, width).
+
+    What our kernel does not know (dropout, bounded scores, a causal pattern over a cache without a mask) is torch's.
+    """
+    told = others.get("is_causal")
+    causal = (
+        attention_mask is None
+        and query.shape[2] > 1
+        and bool(getattr(module, "is_causal", True) if told is None else told)
+    )
+    more = others.get("dropout") or any(others.get(name) is not None for name in UNKNOWN)
+    known = _fits(query, key, value) and not more
+    if not known or (causal and query.shape[2] != key.shape[2]):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    added = _causal_mask(query) if causal else _additive(attention_mask, query.dtype)
+    bias = others.get("position_bias")
+    if added is not None and bias is not None:
+        bias = added + bias
+    return panel_attention(query, key, value, added if bias is None else bias, scaling or query.shape[-1] ** -0.5), None
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel knows these types and shapes."""
+    same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1]
+    return same and query.dtype in STEP and query.device.type == "cpu"
+
+
+def _causal_mask(query: Tensor) -> Tensor:
+    """(1, 1, n, n): every token sees itself and those before it."""
+    count = query.shape[2]
+    hidden = torch.full((count, count), torch.finfo(query.dtype).min, dtype=query.dtype)
+    return hidden.triu(1)[None, None]
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores; a mask of booleans is true where there is something to see."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+AttentionInterface.register(NAME, attend)
+
+
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,196 @@
+"""Linear layers and attention by kernels in C++, built for this processor when first needed and kept for later.
+
+Building takes some seconds and a C++ compiler (`CXX`, c++, g++ or clang++), as torch.compile needs one too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
+
+
+LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
+
+
+PATIENCE = 300  # seconds
+
+
+PANEL = 32  # features that lie side by side; kernel.cpp has the same number
+
+
+STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs of a feature that lie side by side
+
+
+@functools.cache
+def kernel_missing() -> str | None:
+    """Why the kernel cannot be used here, in one sentence; None: it can, and is loaded.
+
+    A compiler that fails gives a warning; having none does not.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"it is built on Linux only, and this is {sys.platform}"
+    compiler = _compiler()
+    if compiler is None:
+        return f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})"
+    try:
+        _load(compiler)
+        torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
+        torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
+        torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
+        _check()
+    except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
+        reason = _reason(error)
+        warnings.warn(
+            f"linear layers run slower than they could, their kernel: {reason}.", RuntimeWarning, stacklevel=2
+        )
+        return reason
+    return None
+
+
+def fits_panels(weight: Tensor) -> bool:
+    """Whether `into_panels` takes it: float32, or bfloat16 and an even number of inputs."""
+    return weight.dtype in STEP and weight.shape[1] % STEP[weight.dtype] == 0
+
+
+def panel_bytes(weight: Tensor) -> int:
+    """What `into_panels` takes for it."""
+    return -(-weight.shape[0] // PANEL) * PANEL * weight.shape[1] * weight.element_size()
+
+
+def into_panels(weight: Tensor) -> Tensor:
+    """(features, inputs) -> (panels, inputs / STEP, PANEL, STEP), the last panel filled up with zeros.
+
+    Raises ValueError unless it `fits_panels`.
+    """
+    features, inputs = weight.shape
+    if not fits_panels(weight):
+        raise ValueError(f"a weight of {features} x {inputs} in {weight.dtype} has no packed form.")
+    step = STEP[weight.dtype]
+    full = torch.nn.functional.pad(weight, (0, 0, 0, -features % PANEL))
+    return full.view(-1, PANEL, inputs // step, step).permute(0, 2, 1, 3).contiguous()
+
+
+def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """(..., inputs) and a packed weight -> (..., features): sums in float32, for every row in the same order."""
+    found: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
+    return found
+
+
+def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """Queries (rows, heads, n, width), keys and values (rows, as many or fewer heads, slots, width), and what is added
+    to their products, (rows or 1, heads or 1, n or 1, slots) -> (rows, n, heads, width).
+
+    A token's output does not depend on the tokens beside it, nor on slots that no token sees, whatever lies there.
+    """
+    given = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
+    added = added if added is None or added.stride(-1) == 1 else added.contiguous()
+    found: Tensor = torch.ops.slipstream.attend(*given, added, scale)
+    return found
+
+
+def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], features))
+
+
+def _linears_shape(inputs: Tensor, *layers: Any) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], sum(layers[2::3])))
+
+
+def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    rows, heads, count, width = queries.shape
+    return queries.new_empty((rows, count, heads, width))
+
+
+def _compiler() -> str | None:
+    return next((path for name in (os.environ.get("CXX"), *COMPILERS) if name and (path := shutil.which(name))), None)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without a full stop; of the system's, what it is about."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].removesuffix(".") if lines else type(error).__name__
+
+
+def _load(compiler: str) -> None:
+    """Load the library; one in the cache that is damaged is built again."""
+    library = _built(compiler)
+    try:
+        torch.ops.load_library(library)
+    except OSError:
+        library.unlink()
+        torch.ops.load_library(_built(compiler))
+
+
+def _built(compiler: str) -> Path:
+    """The library, from the cache or built now. Raises RuntimeError with the compiler's words if it cannot be, or if
+    the folder cannot be written."""
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
+    library = home / f"kernel-{_fingerprint(compiler)}.so"
+    if library.exists():
+        return library
+    with _workshop(home) as folder:  # another process may be building the same
+        part = Path(folder) / library.name
+        torch_home = Path(torch.__file__).parent
+        places = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}")
+        command = [compiler, *OPTIONS, *places, str(SOURCE), "-o", str(part), *LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+            raise RuntimeError(f"{compiler} failed: {' '.join(errors[:1])}")
+        part.replace(library)
+    return library
+
+
+def _workshop(home: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder for one build, below the one where libraries are kept."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=home)
+    except OSError as error:
+        raise RuntimeError(
+            f"{home} cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can be"
+        ) from error
+
+
+def _fingerprint(compiler: str) -> str:
+    """What a library depends on: source, options, torch, compiler and processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
+    processor = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    parts = (SOURCE.read_text(), *OPTIONS, torch.__version__, compiler, version, (processor and processor[1]) or "")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _check() -> None:
+    """Raises ValueError if the kernels do not compute what torch does."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in STEP:
+        inputs, weight = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (5, PANEL + 1))
+        product = panel_linear(inputs, into_panels(weight), None, len(weight))
+        queries, keys, values = torch.randn(3, 1, 2, 5, 64, generator=generator).to(dtype)
+        seen = panel_attention(queries, keys, values, None, 0.1).transpose(1, 2)
+        exact = (queries.double() @ keys.double().mT * 0.1).softmax(-1) @ values.double()
+        for found, right in ((product, inputs.double() @ weight.double().T), (seen, exact)):
+            if not torch.allclose(found.double(), right, rtol=0.02, atol=0.02):
+                raise ValueError(f"the kernel for {dtype} computes something else on this processor")

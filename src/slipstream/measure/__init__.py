@@ -1,0 +1,1 @@
+"""What check, bench, plan and paper share to measure: timing, replay, statistics, the machine."""

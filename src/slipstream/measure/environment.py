@@ -1,0 +1,89 @@
+"""What the figures depend on: machine, threads, versions, models, and how busy the machine was before."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.core.protocols import Scorer
+from slipstream.decoding.decoder import Decoder
+from slipstream.drafters.model import ModelDrafter
+from slipstream.engine.engine import Engine
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import PackedLinear
+
+PACKAGES = ("slipstream", "torch", "transformers")
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")
+"""Names by which Linux tells that a processor multiplies bfloat16 itself."""
+
+
+def environment(engine: Engine) -> dict[str, Any]:
+    """The facts, for a report. No folder of this machine is named."""
+    everyone = scorers(engine.decoder)
+    device, info = everyone[0].device, CPUINFO.read_text() if CPUINFO.exists() else ""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(map(without_folder, sys.argv)),
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
+        "cpu": _value(info, "model name") or platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16": _bfloat16(info),
+        "kernel": (kernel_missing() or "built") if device.type == "cpu" else None,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": [*os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "rule": engine.rule.name,
+        **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
+        **{role: _model(scorer) for role, scorer in zip(("target", "draft"), everyone, strict=False)},
+    }
+
+
+def _bfloat16(info: str) -> str | None:
+    """ "native" or "emulated", if the processor tells. Emulated, it may be slower than float32."""
+    flags = (_value(info, "flags") or _value(info, "Features")).split()
+    return ("native" if {*BFLOAT16}.intersection(flags) else "emulated") if flags else None
+
+
+def _value(info: str, name: str) -> str:
+    """The first value of a name in /proc/cpuinfo; empty if there is none."""
+    lines = (line.partition(":") for line in info.splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
+
+
+def _model(scorer: Scorer) -> dict[str, Any]:
+    model = getattr(scorer, "model", None)
+    facts = {"parameters": parameters(model), "dtype": str(model.dtype)} if model else {}
+    return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts}
+
+
+def parameters(model: Any) -> int:
+    """How many a model has, by its configuration: packed weights are no parameters any more, and tied ones are one."""
+    if not any(isinstance(module, PackedLinear) for module in model.modules()):
+        return int(model.num_parameters())
+    with torch.device("meta"):
+        return int(type(model)(model.config).num_parameters())
+
+
+def without_folder(text: str) -> str:
+    """The text without the folders of this machine; `--option=/folder/file` becomes `--option=file`."""
+    option, equals, value = text.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).expanduser().is_absolute() else value)
+
+
+def scorers(decoder: Decoder) -> list[Scorer]:
+    """The target and, if a model drafts, the draft."""
+    return [decoder.target, *([decoder.drafter.scorer] if isinstance(decoder.drafter, ModelDrafter) else [])]

@@ -1,0 +1,55 @@
+"""Feeding finished texts to the target again: the laws that plain decoding would have seen, and their distances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draws import draw
+from slipstream.core.law import Law, RowFailure
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Request, Row, Texts
+from slipstream.core.round import Context
+
+
+def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:
+    """What plain decoding makes of scores (rows, 1, vocab)."""
+    nothing = torch.empty(len(rows), 0, dtype=torch.long, device=scores.device)
+    law, faults = Context(tuple(rows), draw).law_and_faults(scores, Texts.chain(nothing, 1), model)
+    if faults:
+        raise RowFailure(faults, law)
+    return law
+
+
+def distance(left: Law, right: Law) -> Tensor:
+    """Total variation (rows, positions) between laws of the same shape, dense or not."""
+    if left.probs is not None and right.probs is not None:
+        return (left.probs - right.probs).abs().sum(-1) / 2
+    point, other = (left, right) if left.tokens is not None else (right, left)
+    assert point.tokens is not None
+    return 1 - other.of(point.tokens)
+
+
+Replayed = tuple[int, list[Row], Tensor, Law]
+
+
+def replay(target: Scorer, requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> Iterator[Replayed]:
+    """Feed given outputs to the target, one token at a time, in fresh rows: what plain decoding would have seen.
+
+    Yields, before each token: its place, the rows so far, the scores (rows, 1, vocab) and their law. Rows that have
+    ended stay, with meaningless scores.
+    """
+    rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
+    target.add(len(rows), [request.source for request in requests])
+    try:
+        target.prefill([row.tokens[:-1] for row in rows])
+        for place in range(max(map(len, outputs))):
+            pending = torch.tensor([row.tokens[-1:] for row in rows], device=target.device)
+            scores = target.extend(pending, [int(place < len(output)) for output in outputs])
+            yield place, rows, scores, plain_law(rows, scores, target.name)
+            for row, output in zip(rows, outputs, strict=True):
+                row.tokens += output[place : place + 1]
+    finally:
+        target.free(range(len(rows)))

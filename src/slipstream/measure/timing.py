@@ -1,0 +1,50 @@
+"""Timing every round of a run from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from slipstream.core.request import Request
+from slipstream.core.round import Round
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import rounds, sound
+
+
+def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round, Beat]]:
+    """Decode, timing every round from outside; the target's prefill is left out, the draft's is part of its round."""
+    seen, last = set[int](), perf_counter()
+    for round in rounds(decoder, requests):
+        wall = perf_counter() - last
+        new = [row for row in sound(round.rows) if row.index not in seen]
+        seen |= {row.index for row in new}
+        wall -= sum(row.stats.seconds["prefill"] for row in new)
+        draft, target = round.seconds["draft"], round.seconds["target"]
+        width = 1 + max(round.draft.lengths)
+        yield round, Beat(len(round.rows), len(new), width, draft, target, wall - draft - target)
+        last = perf_counter()
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One round: rows that ran, how many of them were new, tokens per row that the target saw, seconds by phase.
+
+    `rest` is all that is neither drafting nor the target's pass: laws, verification, draws, bookkeeping.
+    """
+
+    rows: int
+    new: int
+    width: int
+    draft: float
+    target: float
+    rest: float
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the round, without the target's prefill."""
+        return self.draft + self.target + self.rest
+
+    def scaled(self, by: float) -> Beat:
+        """The round on a machine that is slower by that factor."""
+        return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)

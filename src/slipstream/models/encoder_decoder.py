@@ -1,0 +1,293 @@
+"""Encoder-decoder models, unmodified, as decoders that run like causal language models.
+
+The encoder reads every source once. What its states are to the decoder, the keys and values of cross-attention, is
+fixed from then on: it lies in a `RowCache` of its own, a row per source, and only self-attention rolls back. Decoders
+count positions from one offset that all rows share; ours have lengths of their own, so `SourceDecoder` runs a twin of
+the model, with the same weights, that is told every row's positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from slipstream.cache.rows import RowCache
+from slipstream.core.source import Source, SourceForm
+from slipstream.execution.encoder_graphs import Reader
+from slipstream.execution.graphs import LEAST
+from slipstream.execution.passes import Cross, Stores
+
+
+@dataclass
+class Where:
+    """The positions (rows, n) of the pass that is running, and how far back (rows, n, end) everything in the cache
+    lies; None while nobody runs a pass of ours."""
+
+    own: Tensor | None = None
+    back: Tensor | None = None
+
+
+class RowPositions(nn.Module):
+    """Stands in for a decoder's table of positions: every row has its own."""
+
+    def __init__(self, table: Any, where: Where) -> None:
+        super().__init__()
+        self.table: Any = table
+        self.where = where
+        # M2M100's sinusoids leave out the row of padding, which they give to the padding token alone.
+        self.padding: int | None = table.padding_idx if hasattr(table, "weights") else None
+        self.offset = int(getattr(table, "offset", 0)) if self.padding is None else self.padding + 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The embeddings (rows, n, width) of the pass's own positions; without one, what the table says."""
+        if self.where.own is None:
+            return self.table(*args, **kwargs)
+        places = self.where.own + self.offset
+        if self.padding is not None:
+            places = places.where(args[0] != self.padding, self.padding)
+        weights = self.table.weight if self.padding is None else self.table.weights
+        return nn.functional.embedding(places, weights)
+
+
+class RowBias:
+    """Stands in for `compute_bias` of T5's attention: the bias of every row's own distances.
+
+    All distances from `relative_attention_max_distance` on share one bucket, so a table by distance holds them all.
+    """
+
+    def __init__(self, attention: nn.Module, where: Where) -> None:
+        self.attention: Any = attention
+        self.where = where
+        self.shared = getattr(type(attention), "compute_bias")  # noqa: B009
+        self.table: Tensor | None = None  # (distances from 0 on, heads)
+
+    def __call__(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Tensor:
+        """(rows or 1, heads, query_length, key_length)."""
+        if self.where.back is None:
+            return self.shared(self.attention, query_length, key_length, device, past_seen_tokens)
+        far = self.attention.relative_attention_max_distance
+        if self.table is None:
+            self.table = self.shared(self.attention, 1, far + 1, device, far)[0, :, 0].flip(-1).t()
+        return self.table[self.where.back.clamp(0, far)].permute(0, 3, 1, 2)
+
+
+@dataclass
+class _Layer:
+    """Keys and values of a layer of cross-attention, as models look them up."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class _Both(EncoderDecoderCache):
+    """A cache of self-attention, and keys and values of cross-attention that are ready."""
+
+    def __init__(self, own: Cache, ready: Stores) -> None:
+        super().__init__(own, _Ready(layers=[_Layer(keys, values) for keys, values in ready]))
+        self.is_updated = dict.fromkeys(range(len(ready)), True)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nobody asks: positions are told."""
+        return 0
+
+
+class _Ready(Cache):
+    """Holds layers that nobody adds to."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Projections:
+    """What makes keys and values of cross-attention from the encoder's states."""
+
+    keys: nn.Module
+    values: nn.Module
+    head: int  # the width of a head
+
+    def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, source, width) -> keys and values (rows, heads, source, head_dim)."""
+        shape = (*states.shape[:2], -1, self.head)
+        keys, values = (part(states).view(shape).transpose(1, 2) for part in (self.keys, self.values))
+        return keys, values
+
+
+class SourceDecoder(nn.Module):
+    """The decoder of an encoder-decoder, called like a causal language model with `cross` beside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.where = Where()
+        self.model = _twin(model)
+        decoder = self.model.get_decoder()
+        if hasattr(decoder, "embed_positions"):
+            decoder.embed_positions = RowPositions(decoder.embed_positions, self.where)
+        self.relative = False
+        for attention in decoder.modules():
+            if getattr(attention, "has_relative_attention_bias", False) and hasattr(attention, "compute_bias"):
+                attention.compute_bias = RowBias(attention, self.where)
+                self.relative = True
+        self._projections = _projections(decoder)
+        self.reader: Reader = self.states
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.model.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Cache,
+        cross: Cross,
+        use_cache: bool = True,
+    ) -> Any:
+        """As a causal model with explicit positions and a 4-D mask -> an output with logits (rows, n, vocab)."""
+        unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # the model only asks whether there are states
+        self.where.own, self.where.back = position_ids, cross.back
+        try:
+            return self.model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=unread),
+                attention_mask=cross.mask,
+                decoder_input_ids=input_ids,
+                decoder_attention_mask=attention_mask,
+                past_key_values=_Both(past_key_values, cross.seen),
+                use_cache=True,
+            )
+        finally:
+            self.where.own = self.where.back = None
+
+    def read(self, sources: Sequence[Source], keep: RowCache, first: int) -> None:
+        """Run the encoder, and give the rows of `keep` from `first` on the keys and values of its states."""
+        found = self.reader(*self._inputs(sources))
+        whole = found[0][0].shape[2]
+        keep.reserve(whole, first)
+        for layer, (keys, values) in enumerate(found):
+            keep.update(layer, keys, values)
+        keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
+
+    def states(self, given: Tensor, heard: Tensor | None) -> Stores:
+        """Keys and values of cross-attention by layer, for ids (rows, longest) of which some are heard, or features."""
+        states = self._encode(given, heard)
+        return [project(states) for project in self._projections]
+
+    def alone(self, tokens: Tensor, source: Source) -> Tensor:
+        """The logits (1, n, vocab) of a text (1, n) by the model's own ways, without cache."""
+        ids, heard = self._inputs([source])
+        given = BaseModelOutput(last_hidden_state=self._encode(ids, heard))
+        return self.model(encoder_outputs=given, attention_mask=heard, decoder_input_ids=tokens, use_cache=False).logits
+
+    def _encode(self, given: Tensor, heard: Tensor | None) -> Tensor:
+        """The encoder's states (rows, longest, width)."""
+        encoder = self.model.get_encoder()
+        if heard is None:
+            return encoder(given).last_hidden_state
+        return encoder(input_ids=given, attention_mask=heard).last_hidden_state
+
+    def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
+        """What the encoder reads: ids (rows, longest) and which of them are no padding, or features without."""
+        if isinstance(sources[0], Tensor):
+            features = torch.stack([source for source in sources if isinstance(source, Tensor)])
+            return features.to(self.device, self.dtype), None
+        width = max(map(len, sources))
+        ids = torch.zeros(len(sources), width, dtype=torch.long)
+        heard = torch.zeros_like(ids)
+        for row, source in enumerate(sources):
+            ids[row, : len(source)], heard[row, : len(source)] = torch.tensor(source), 1
+        return ids.to(self.device), heard.to(self.device)
+
+
+class Sources:
+    """What the decoder knows of the source of every row: keys and values of cross-attention, fixed per row."""
+
+    def __init__(self, decoder: SourceDecoder) -> None:
+        self._decoder = decoder
+        self._rows = RowCache()
+        self._rows.least = LEAST
+        self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the part of the rows
+        self.form = source_form(decoder.model)
+
+    @torch.inference_mode()
+    def add(self, rows: int, sources: Sequence[Source | None]) -> None:
+        """Read the sources of new rows. One longer than the encoder can read is cut. Raises ValueError if one lacks."""
+        given = [self.form.cut(source) for source in sources if source is not None]
+        if len(given) != rows:
+            raise ValueError(f"{type(self._decoder.model).__name__} is an encoder-decoder: every row needs a source.")
+        first = len(self._rows.lengths)
+        self._rows.add(rows)
+        self._known.clear()
+        self._decoder.read(given, self._rows, first)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self._rows.free(rows)
+        self._known.clear()
+
+    def cross(self, part: slice, back: Tensor | None) -> Cross:
+        """What a pass of some rows reads; `back` as in `Cross`."""
+        name = (part.start, part.stop)
+        if name not in self._known:
+            self._known[name] = self._cross(part)
+        return replace(self._known[name], back=back)
+
+    def _cross(self, part: slice) -> Cross:
+        self._rows.reserve(0, part.start, part.stop)
+        ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.taking_part
+        keys = stores[0][0]
+        beyond = torch.arange(self._rows.end)[None] >= ends[:, None]
+        mask = torch.zeros(beyond.shape, dtype=keys.dtype).masked_fill_(beyond, torch.finfo(keys.dtype).min)
+        return Cross(stores, mask[:, None, None].to(keys.device))
+
+
+def source_form(model: PreTrainedModel) -> SourceForm:
+    """The sources that an encoder-decoder reads."""
+    config = model.config
+    if model.main_input_name not in {"input_ids", "input_features"} or (
+        model.main_input_name == "input_features" and config.model_type != "whisper"
+    ):
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name}; encoder-decoders of text and Whisper are supported."
+        )
+    if model.main_input_name == "input_features":
+        encoder = model.get_encoder()
+        frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        return SourceForm(0, None, (config.num_mel_bins, frames))
+    longest = getattr(config, "max_position_embeddings", None)
+    return SourceForm(model.get_encoder().get_input_embeddings().num_embeddings, longest)
+
+
+def _projections(decoder: nn.Module) -> list[_Projections]:
+    """Of every layer. Raises ValueError for cross-attention that is neither written like T5's nor like BART's."""
+    found: list[_Projections] = []
+    for name, attention in decoder.named_modules():
+        parts: Any = attention
+        if name.endswith(".EncDecAttention"):
+            found.append(_Projections(parts.k, parts.v, parts.key_value_proj_dim))
+        elif name.endswith(".encoder_attn"):
+            found.append(_Projections(parts.k_proj, parts.v_proj, parts.head_dim))
+    if not found:
+        raise ValueError(
+            f"{type(decoder).__name__} has no cross-attention like T5's (EncDecAttention) or BART's (encoder_attn), "
+            "and no other kind is supported."
+        )
+    return found
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Modules of its own over the same weights: the given model stays as it is."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

@@ -1,0 +1,148 @@
+"""Finding a model's decoder layers, naming some of them, and running a model with only those."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.models.causal import CausalScorer
+
+
+def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """The layers to run, in their order: the first ones for a number. Raises ValueError for an impossible choice."""
+    if isinstance(layers, int):
+        if not 1 <= layers < count:
+            raise ValueError(f"an exit after {layers} layers is not possible: the target has {count}, leave some out.")
+        return tuple(range(layers))
+    kept = tuple(layers)
+    if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < count or len(kept) == count:
+        raise ValueError(
+            f"layers {spell(kept)!r} are not possible: name some of 0..{count - 1} in their order, each once, not all."
+        )
+    return kept
+
+
+def spell(layers: Sequence[int]) -> str:
+    """Layers as they are written: 4 for the first four, 0-2,5,9-11 for others."""
+    kept = tuple(layers)
+    if kept and kept == tuple(range(len(kept))):
+        return str(len(kept))
+    runs: list[list[int]] = []
+    for layer in kept:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + ("," if len(kept) == 1 else "")
+
+
+MOST_LAYERS = 100_000  # a number beyond it is a slip, and would be counted to
+
+
+def read_layers(text: str) -> int | tuple[int, ...]:
+    """The inverse of `spell`. Raises ValueError for anything else."""
+    try:
+        if text.isdecimal():
+            return int(text)
+        ends = [part.split("-") for part in text.removesuffix(",").split(",")]
+        runs = [range(int(first), int(*last or [first]) + 1) for first, *last in ends]
+        if max(run.stop for run in runs) > MOST_LAYERS or not all(runs):
+            raise ValueError(text)
+        return tuple(layer for run in runs for layer in run)
+    except (ValueError, TypeError):
+        raise ValueError(f"layers {text!r} cannot be read: write 4 for the first four, or 0-2,5,9-11.") from None
+
+
+# ---- a model with some of its layers ------------------------------------------------------------------------------
+
+
+def part_of(target: CausalScorer, kept: Sequence[int]) -> CausalScorer:
+    """A Scorer over the target's own weights and cache that runs only the layers `kept`.
+
+    Its lengths are the target's: what it adds has to be rolled back before the target goes on.
+    Raises ValueError if the model does not run without the other layers.
+    """
+    part = copy.copy(target)
+    name, model = f"{target.name} with layers {spell(kept)}", _with_layers(target.model, kept, target.name)
+    execution = target.execution and target.execution.of(model, name)  # the target's own graph is one of all layers
+    vars(part).update(name=name, model=model, execution=execution)
+    try:
+        with torch.inference_mode():
+            part.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ValueError(f"{target.name} does not run with layers {spell(kept)} alone: {reason}") from error
+    return part
+
+
+def find_layers(model: nn.Module, name: str) -> tuple[list[str], nn.ModuleList]:
+    """The path to the list of the model's layers, and the list. Raises ValueError if there is no such list."""
+    if _text_config(model).is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder: only causal models can draft with some of their layers.")
+    count = getattr(_text_config(model), "num_hidden_layers", None)
+    found = [
+        (path.split("."), module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and _attends(module)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{name} does not keep its {count} layers in one list, as Llama does: it cannot draft with some of them."
+        )
+    return found[0]
+
+
+def _attends(layers: nn.ModuleList) -> bool:
+    """Whether these are layers that attend: other lists (of norms, of experts) may be as long."""
+    return all(any(hasattr(module, "layer_idx") for module in layer.modules()) for layer in layers)
+
+
+def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
+    """The model without the other layers. Modules above the list are copied, all others and all weights are shared."""
+    path, layers = find_layers(model, name)
+    config = _config_of(model.config, kept)
+    top = parent = _twin(model, config, name)
+    for step in path[:-1]:
+        child = _twin(getattr(parent, step), config, name)
+        setattr(parent, step, child)
+        parent = child
+    setattr(parent, path[-1], nn.ModuleList([layers[layer] for layer in kept]))
+    return top.eval()
+
+
+def _twin(module: Any, config: Any, name: str) -> Any:
+    """A module of its own with the same children. Raises ValueError where others have replaced its `forward`."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name} is spread over devices or compiled, which ties it to all of its layers: load it in one piece."
+        )
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    if hasattr(module, "config"):
+        twin.config = config if hasattr(module.config, "num_hidden_layers") else _nested(module.config, config)
+    return twin
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def _config_of(config: Any, kept: Sequence[int]) -> Any:
+    """The text configuration with fewer layers."""
+    text = copy.deepcopy(config.get_text_config())
+    for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
+        if isinstance(values := getattr(text, entry, None), list):
+            setattr(text, entry, [values[layer] for layer in kept])
+    text.num_hidden_layers = len(kept)
+    return text
+
+
+def _nested(config: Any, text: Any) -> Any:
+    """A configuration of several parts, with another one for the text."""
+    whole = copy.copy(config)
+    whole.text_config = text
+    return whole

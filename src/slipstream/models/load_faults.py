@@ -1,0 +1,194 @@
+"""Why a model or a tokenizer cannot be loaded, in one sentence; what transformers says is often about itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+)
+from transformers.utils import cached_file
+
+from slipstream.models.families import first_sentence
+
+MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+TOKENIZER_RECORDS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+"""Files that hold one JSON object each."""
+
+
+TOKENIZER_FILES = (*TOKENIZER_RECORDS, "tokenizer.model", "spiece.model", "source.spm", "vocab.txt", "tekken.json")
+
+
+BINARIES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+PICKLES = (
+    "its weights are pickles (.bin) that are damaged or hold more than tensors, so they are not opened; "
+    "take a copy of the model in safetensors"
+)
+
+
+SHAPES = "its weights have other shapes than its config.json says: the files do not belong together"
+
+
+def refuse_missing(source: str | Path) -> None:
+    """Raises ValueError for what looks like a path and holds no model: it is no hub name with odd characters."""
+    if not isinstance(source, str | Path):
+        kind = type(source).__name__
+        raise ValueError(
+            f"a model is a hub name, a folder, or one that transformers has loaded, and not of type {kind}."
+        )
+    if not str(source).strip():
+        raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
+    path = Path(source)
+    local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir()
+    if local and (fault := _missing(path)):
+        raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
+
+
+def _missing(path: Path) -> str | None:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        return "the folder may not be read: change its permissions"
+    if not path.is_dir():
+        return "that is a file: name the folder that it lies in" if path.is_file() else "there is no such folder"
+    if (path / "config.json").is_file():
+        return None
+    if (path / "adapter_config.json").is_file():
+        return "the folder holds an adapter and no model: merge it into its model first, and name that folder"
+    return "the folder has no config.json"
+
+
+def refuse_other_kinds(source: str | Path, config: Any) -> None:
+    """Raises ValueError for a model that does not write text, before transformers lists all that do."""
+    known = any(
+        type(config) in kinds
+        for kinds in (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        )
+    )
+    masked = [name for name in getattr(config, "architectures", None) or () if name.endswith("ForMaskedLM")]
+    if masked or (not known and not getattr(config, "auto_map", None)):
+        what = masked[0] if masked else config.model_type
+        raise ValueError(
+            f"cannot load the model {str(source)!r}: it is of the kind {what}, which does not continue texts; take a "
+            "causal language model or an encoder-decoder."
+        )
+
+
+def model_fault(source: str | Path, error: Exception) -> str:
+    """Why transformers could not load a model, without a full stop."""
+    if fault := _forbidden(source) or damaged_record(source, MODEL_RECORDS):
+        return fault
+    if isinstance(error, SafetensorError):
+        return f"its weights are damaged ({first_sentence(error)}): copy or download them again"
+    if "ignore_mismatched_sizes" in str(error):
+        return SHAPES
+    if any(_found(source, name) for name in BINARIES) and not isinstance(error, OSError | ImportError | ValueError):
+        return PICKLES  # bytes that are no pickle, read as one, end in any error
+    return _sentence(error)
+
+
+def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) -> None:
+    """Raises ValueError if the files lack weights, which transformers would fill with random numbers."""
+    if missing:
+        some = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ValueError(
+            f"cannot load the model {str(source)!r}: its files lack {len(missing)} of its weights ({some}), which "
+            "would be random numbers; take a complete copy, or a model made to continue texts."
+        )
+
+
+def tokenizer_fault(source: str | Path, error: Exception) -> str:
+    """Why transformers could not load a tokenizer, without a full stop."""
+    if Path(source).is_dir() and not has_tokenizer(source):
+        return "the folder has none"
+    return _forbidden(source) or damaged_record(source, ("config.json", *TOKENIZER_RECORDS)) or _sentence(error)
+
+
+def has_tokenizer(source: str | Path) -> bool:
+    """Whether any file of a tokenizer lies with a model, sound or not."""
+    return any(_found(source, name) for name in TOKENIZER_FILES)
+
+
+def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
+    """The first of these files beside a model that holds no JSON object, and what is wrong with it."""
+    for name in names:
+        path = _found(source, name)
+        if path and (fault := _no_object(path)):
+            return f"its {name} is damaged ({fault}): copy or download it again"
+    return None
+
+
+def _forbidden(source: str | Path) -> str | None:
+    """A file of a folder that may not be read; others say that it is missing, or damaged."""
+    files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
+    found = next((file.name for file in files if not os.access(file, os.R_OK)), None)
+    return found and f"its {found} may not be read: change its permissions"
+
+
+def _no_object(path: Path) -> str | None:
+    try:
+        return None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
+    except UnicodeDecodeError:
+        return "it is no text"
+    except json.JSONDecodeError as error:
+        return f"{error.msg}, line {error.lineno} column {error.colno}"
+    except (OSError, RecursionError) as error:
+        return getattr(error, "strerror", None) or "it is nested too deeply"
+
+
+def _found(source: str | Path, name: str) -> Path | None:
+    """A file of a folder, or of a hub's model as far as it was downloaded."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("_raise_exceptions_for_gated_repo", "_raise_exceptions_for_missing_entries"), False
+    )
+    try:
+        path = cached_file(
+            str(source), name, local_files_only=True, _raise_exceptions_for_connection_errors=False, **quiet
+        )
+    except (OSError, ValueError):  # no such name
+        return None
+    return Path(path) if path else None
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of a message; of a validation error also what is wrong, which stands in the second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_sentence(error)
+    return first.removesuffix(".")
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device asked for, or the GPU if there is one. Raises ValueError if nothing can be computed on it."""
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(chosen)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={name!r} cannot be used: write cpu, cuda, cuda:1 or mps.") from error
+    if place.type == "meta":
+        raise ValueError("device='meta' cannot be used: it holds shapes without numbers, so nothing is computed.")
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = first_sentence(error)
+        if "aten::" in reason:  # a page on how torch was built
+            reason = "this torch was built without it, or it is not on this machine"
+        raise ValueError(f"device={name!r} cannot be used: {reason}.".replace("..", ".")) from error
+    return place

@@ -1,0 +1,144 @@
+"""Loading models and tokenizers by hub name or folder, with one sentence for what cannot be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from slipstream.execution.backends import execution
+from slipstream.execution.passes import EAGER, Mode
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import can_pack, packed
+from slipstream.models.causal import CausalScorer
+from slipstream.models.load_faults import (
+    has_tokenizer,
+    model_fault,
+    refuse_missing,
+    refuse_missing_weights,
+    refuse_other_kinds,
+    tokenizer_fault,
+    usable_device,
+)
+
+
+def source_name(source: Any) -> str | None:
+    """How a model is called in messages; None for a loaded one, which knows its name."""
+    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None
+
+
+EMBEDDED = Path(__file__).parents[1] / "demo"
+"""The pair that ships with the package: folders `target` and `draft`."""
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    source: str | Path | PreTrainedModel, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
+) -> PreTrainedModel:
+    """A hub name, a folder or a loaded model -> the model. `kwargs` go to `from_pretrained` (quantization, ...).
+
+    `device` defaults to the GPU if there is one. A loaded model stays where it is unless `device` is given.
+    Raises ValueError in one sentence if there is no such model.
+    """
+    place = usable_device(device)
+    if isinstance(source, PreTrainedModel):
+        return source.to(place) if device else source
+    refuse_missing(source)
+    wanted, kind = _dtype(dtype), _kind(source)
+    try:
+        model, about = kind.from_pretrained(source, dtype=wanted, output_loading_info=True, **kwargs)
+    except Exception as error:  # what lies there was written by others, and damage shows as any error
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
+    refuse_missing_weights(source, about["missing_keys"])
+    placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
+    return model if placed else model.to(place)
+
+
+def load_scorer(
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    mode: Mode = EAGER,
+    **kwargs: Any,
+) -> CausalScorer:
+    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`."""
+    name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
+    model = load_model(source, dtype, device, **kwargs)
+    pack = mode.packed
+    if pack is None:  # of a model that we loaded ourselves nobody holds the plain weights, so they can go
+        pack = mode.compiled or not isinstance(source, PreTrainedModel)
+    if pack and can_pack(model):
+        # inductor takes what BART and Marian add to oneDNN's head for the bias of one that it packed, and stops
+        biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
+        model = packed(model, keep=model.get_output_embeddings() if biased else None)
+    scorer = CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
+    if mode.compiled and mode.ahead is not None and model.device.type == "cpu":
+        scorer.fuse(mode.ahead, mode.progress)
+    return scorer
+
+
+def _kind(source: str | Path) -> Any:
+    """transformers' class for what lies there. Raises ValueError in one sentence if it cannot write text."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:  # of any kind, depending on what stands in the file
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
+    refuse_other_kinds(source, config)
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
+
+
+def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises ValueError in one sentence if there is none."""
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    if not name and isinstance(source, str):
+        raise ValueError("cannot load a tokenizer: the name of its model is empty.")
+    if not name:
+        raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of any kind, depending on what stands in the files
+        reason = tokenizer_fault(name, error)
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
+
+
+def find_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies with a model; None if there is none. Raises ValueError for a damaged one."""
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    try:
+        return load_tokenizer(source)
+    except ValueError as error:
+        if name and has_tokenizer(name):
+            raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error
+        return None
+
+
+def vocabulary(source: str | Path) -> int:
+    """The size of a model's logits by its configuration, without loading it. ValueError if there is none."""
+    try:
+        return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
+    except Exception as error:  # of any kind, depending on what stands in the file
+        reason = model_fault(source, error)
+        raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join(known)}.")
+    return known[dtype]

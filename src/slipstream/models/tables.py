@@ -1,0 +1,72 @@
+"""Scorers from plain functions and tables: the test toys whose laws can be enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Tree
+from slipstream.core.protocols import Shape
+from slipstream.core.source import Source, SourceForm
+
+Table = Callable[[tuple[int, ...]], Sequence[float]]
+"""prefix -> probabilities of the next token."""
+
+
+class TableScorer:
+    """An autoregressive process given by a function of the prefix, in float64. The cache is the text itself."""
+
+    device = torch.device("cpu")
+    source_form: SourceForm | None = None
+
+    def __init__(self, table: Table, vocab: int, name: str = "table", context: int | None = None) -> None:
+        self.table, self.vocab, self.name, self.context = table, vocab, name, context
+        self._texts: list[list[int]] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return [len(text) for text in self._texts]
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows."""
+        self._texts += [[] for _ in range(rows)]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self._texts = [text for place, text in enumerate(self._texts) if place not in set(rows)]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of each row."""
+        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
+        self._texts = [text[:length] for text, length in zip(self._texts, lengths, strict=True)]
+
+    def scrub(self) -> None:
+        """Texts leave nothing behind."""
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed tokens (rows, n) -> log probabilities (rows, n, vocab)."""
+        logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
+        for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            text = self._texts[first + r]
+            base = len(text) if tree is None else len(text) + tree.seen.shape[0] - tree.depths.shape[0]
+            for j, new in enumerate(row[:count]):
+                text.append(new)
+                line = text[base:] if tree is None else [text[base + k] for k in tree.seen[j].nonzero()[:, 0].tolist()]
+                logits[r, j] = torch.tensor(self.table((*text[:base], *line)), dtype=torch.float64).log()
+        return logits
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move what lies at starts[r] + paths[r][i] to starts[r] + i."""
+        for text, start, path in zip(self._texts, starts, paths, strict=True):
+            text[start : start + len(path)] = [text[start + place] for place in path]
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed whole texts; no logits are wanted."""
+        for text, new in zip(self._texts[first:], texts, strict=True):
+            text.extend(new)
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Tables give the same numbers in any company."""

@@ -1,0 +1,329 @@
+"""A stream of rounds -> what happened in them, for a terminal: a line per round as in the paper's Figure 1, the
+whole text coloured by where each token came from, and the figures.
+
+Without colours every kind of token carries marks instead, so the output means the same in a file. A Console with
+`record=True` also exports HTML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.core.stats import Stats
+from slipstream.text.detokenize import Decode, Detokenizer
+
+if TYPE_CHECKING:
+    from slipstream.core.request import Row
+    from slipstream.core.round import Round
+
+
+TAIL = 8
+"""Tokens before a token that may change its text: those of an unfinished character, and one for spaces."""
+
+
+INCOMPLETE = "◌"  # a token that only together with later ones makes a character
+
+
+END = "∎"  # an end-of-text token
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a kind of token appears: a rich style in colour, marks around it without."""
+
+    style: str
+    left: str
+    right: str
+    meaning: str
+
+
+LOOKS = {
+    "draft": Look("green", "", "", "accepted"),
+    "rejected": Look("dim red strike", "~", "~", "rejected"),
+    "correction": Look("bold yellow", "‹", "›", "correction"),
+    "bonus": Look("bold blue", "«", "»", "bonus"),
+    "target": Look("magenta", "{", "}", "target alone"),
+    "cut": Look("dim", "×", "×", "cut off"),
+}
+"""By `Round.source`, and `rejected` and `cut` for proposals that were not emitted."""
+
+
+LEGEND = ("draft", "rejected", "correction", "bonus", "target", "cut")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The text of one token (empty if it only begins a character) and its kind, a key of LOOKS."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One text's share of one round: the proposals that stand, those that do not, and the target's own token."""
+
+    spans: tuple[Span, ...]
+    accepted: int
+    drafted: int
+
+
+class Story:
+    """What happened to one text, round by round."""
+
+    def __init__(self, row: Row, decode: Decode) -> None:
+        self.row = row
+        self.lines: list[Line] = []
+        self.spans: list[Span] = []
+        self._decode = decode
+        self._tokens = list(row.request.prompt)
+        self._reader = _primed(decode, self._tokens)
+
+    def add(self, round: Round, place: int) -> Line:
+        """The text's row `place` in a round -> its line."""
+        accepted, emitted = round.accepted[place], round.tokens[place]
+        fate = "rejected" if len(emitted) > accepted else "cut"
+        lost = [Span(self._proposed(emitted[:depth], tokens), fate) for depth, tokens in _lost(round, place)]
+        spans = [Span(self._read(token), round.source(place, i)) for i, token in enumerate(emitted)]
+        self.spans += spans
+        shown = _closed([span.text for span in spans])
+        own = [Span(text, spans[-1].kind) for text in shown[accepted:]]
+        line = Line((Span("".join(shown[:accepted]), "draft"), *lost, *own), accepted, round.draft.lengths[place])
+        self.lines.append(line)
+        return line
+
+    def whole(self) -> Iterator[Span]:
+        """Prompt and output; a character that never got complete shows as INCOMPLETE."""
+        source = self.row.request.source
+        begin = self._decode(self.row.request.prompt)
+        yield Span(f"{self._decode(source)}\n{begin}" if isinstance(source, tuple) else begin, "prompt")
+        shown = _closed([span.text for span in self.spans])
+        yield from (Span(text, span.kind) for text, span in zip(shown, self.spans, strict=True))
+
+    def _proposed(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text of tokens that follow the text so far and `before`."""
+        reader = _primed(self._decode, [*self._tokens, *before])
+        return "".join(_closed([self._shown(reader, token) for token in tokens]))
+
+    def _read(self, token: int) -> str:
+        self._tokens.append(token)
+        return self._shown(self._reader, token)
+
+    def _shown(self, reader: Detokenizer, token: int) -> str:
+        return END if token in self.row.request.eos else reader.push(token)
+
+
+class Explanation:
+    """Listens to rounds (as `on_round`) and prints them: at once for one text, by text at the end for several.
+
+    `names` are the titles of the texts, in the order of their requests. Call `finish` after the last round.
+    """
+
+    def __init__(self, decode: Decode, console: Console, names: Sequence[str] = ("",)) -> None:
+        self._decode = decode
+        self._print = Printer(console)
+        self._names = names
+        self._stories: dict[int, Story] = {}
+
+    def __call__(self, round: Round) -> None:
+        """Take in one round."""
+        for place, row in enumerate(round.rows):
+            if row.index not in self._stories:
+                self._stories[row.index] = Story(row, self._decode)
+                if self._live:
+                    self._print.head()
+            story = self._stories[row.index]
+            line = story.add(round, place)
+            if self._live:
+                self._print.line(len(story.lines), line)
+
+    def finish(self) -> None:
+        """Print what is left: the whole texts and the figures."""
+        for index in sorted(self._stories):
+            story = self._stories[index]
+            if not self._live:
+                self._print.title(self._names[index])
+                self._print.head()
+                for number, line in enumerate(story.lines, 1):
+                    self._print.line(number, line)
+            self._print.whole(story)
+            self._print.figures(story.row.stats)
+        if len(self._stories) > 1:
+            self._print.title(f"all {len(self._stories)} texts")
+            self._print.figures(sum((story.row.stats for story in self._stories.values()), Stats()))
+
+    @property
+    def _live(self) -> bool:
+        return len(self._names) == 1
+
+
+class Printer:
+    """Puts lines, texts and figures on a Console, with colours if it has any, else with marks."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._coloured = console.color_system is not None and not console.no_color
+
+    def title(self, name: str) -> None:
+        """A rule that begins a section."""
+        self._console.rule(name, align="left")
+        self._console.print()
+
+    def head(self) -> None:
+        """The legend and the heads of the columns."""
+        legend = [self._painted(LOOKS[kind].meaning, kind) for kind in LEGEND]
+        self._put(Text("   ").join(legend), "")
+        self._console.print()
+        self._put(Text("kept of drafted", "dim"), "round  ")
+
+    def line(self, number: int, line: Line) -> None:
+        """A numbered round: how many proposals stand, and its tokens on one line, wrapped if too long."""
+        text = Text()
+        for span in line.spans:
+            text.append_text(self._painted(_visible(span.text), span.kind))
+        self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
+
+    def whole(self, story: Story) -> None:
+        """Prompt and output as they are, with their line breaks."""
+        text = Text()
+        for span in story.whole():
+            text.append_text(self._painted(_tame(span.text), span.kind))
+        self._console.print()
+        self._console.print(text, soft_wrap=True)
+        self._console.print()
+
+    def figures(self, stats: Stats) -> None:
+        """The table of figures."""
+        rows = figures(stats)
+        width = max(len(name) for name, _, _ in rows)
+        for name, value, note in rows:
+            tail = f"  {note}" if note else ""
+            self._put(Text.assemble((value, "bold"), (tail, "dim")), f"{name:{width}}  ")
+        self._console.print()
+
+    def _painted(self, text: str, kind: str) -> Text:
+        look = LOOKS.get(kind)
+        if look is None or not text:
+            return Text(text)
+        return Text(text, look.style) if self._coloured else Text(f"{look.left}{text}{look.right}")
+
+    def _put(self, text: Text, margin: str) -> None:
+        """Print text beside a margin, wrapped to the width of the console."""
+        indent = cell_len(margin)
+        lines = text.wrap(self._console, max(20, self._console.width - indent), overflow="fold")
+        for i, line in enumerate(lines or [Text()]):
+            line.rstrip()
+            before = Text(margin if i == 0 else " " * indent)
+            self._console.print(before.append_text(line), no_wrap=True, overflow="ignore", crop=False)
+
+
+def figures(stats: Stats) -> list[tuple[str, str, str]]:
+    """(name, value, note) of every figure, under the names of the house."""
+    phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats.seconds.items())
+    lines = [
+        ("alpha", _number(stats.alpha, 3), f"chance to keep a tested token; {stats.tested} tested"),
+        ("draft acceptance rate", _number(stats.draft_acceptance_rate, 3), f"{stats.accepted} of {stats.drafted}"),
+        ("mean acceptance length", _number(stats.mean_acceptance_length, 2), "tokens per target call"),
+        ("target calls", str(stats.target_calls), f"for {stats.emitted} tokens"),
+        ("acceptance by position", " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position) or "-", ""),
+        ("tokens per second", _number(stats.tokens_per_second, 1), "without prefill"),
+        ("seconds", f"{stats.total_seconds:.3f}", phases),
+    ]
+    if stats.relaxed:
+        lines.append(("relaxed", str(stats.relaxed), "tokens kept only by a lossy rule"))
+        lines.append(("mean distance", _number(stats.mean_distance, 4), "total variation from the target's law"))
+    if stats.windowed:
+        lines.append(("windowed", str(stats.windowed), "drafted from a shortened prefix"))
+    return lines
+
+
+PHASES = {
+    "prefill": "the prompt through the target",
+    "draft": "drafting",
+    "target": "the target's verifying passes",
+    "accept": "laws, acceptance and draws",
+    "rest": "bookkeeping, rolling back",
+}
+
+
+def breakdown(stats: Stats) -> Table:
+    """Where the time went: seconds by phase, their share of the rounds, and milliseconds per emitted token."""
+    table = Table("phase", box=None, header_style="dim", pad_edge=False)
+    for name in ("seconds", "of rounds", "ms per token"):
+        table.add_column(name, justify="right")
+    rounds = stats.total_seconds - stats.seconds.get("prefill", 0.0)
+    for phase, seconds in stats.seconds.items():
+        share = f"{seconds / rounds:.1%}" if rounds > 0 and phase != "prefill" else ""
+        each = f"{1000 * seconds / stats.emitted:.2f}" if stats.emitted and phase != "prefill" else ""
+        table.add_row(f"{phase}: {PHASES.get(phase, '')}".removesuffix(": "), f"{seconds:.3f}", share, each)
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _primed(decode: Decode, tokens: Sequence[int]) -> Detokenizer:
+    """A reader that stands after `tokens`."""
+    reader = Detokenizer(decode)
+    for token in tokens[-TAIL:]:
+        reader.push(token)
+    return reader
+
+
+def _lost(round: Round, place: int) -> Iterator[tuple[int, list[int]]]:
+    """What was proposed in vain, each branch of a tree by itself: accepted tokens before it, and its tokens."""
+    draft, accepted = round.draft, round.accepted[place]
+    tokens = draft.tokens[place, : draft.lengths[place]].tolist()
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
+    path = range(accepted) if round.verdict.path is None else round.verdict.path[place, :accepted].tolist()
+    nodes = [node for node, token in enumerate(tokens) if token >= 0 and node not in path]
+    inner = {parents[node] for node in nodes}
+    for leaf in (node for node in nodes if node not in inner):
+        branch = [leaf]
+        while parents[branch[0]] in nodes:
+            branch.insert(0, parents[branch[0]])
+        start = parents[branch[0]]
+        yield (path.index(start) + 1 if start >= 0 else 0), [tokens[node] for node in branch]
+
+
+def _closed(texts: list[str]) -> list[str]:
+    """Texts of tokens, with INCOMPLETE at the end if that is inside a character."""
+    return [*texts[:-1], texts[-1] or INCOMPLETE] if texts else texts
+
+
+# ---- characters -------------------------------------------------------------------------------------------------
+
+_BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C)
+
+
+_CONTROLS = {
+    **{code: chr(0x2400 + code) for code in range(32)},
+    0x7F: "␡",
+    **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)},
+    **{code: f"\\u{code:04x}" for code in (*_BIDI, 0x2028, 0x2029)},
+}
+
+
+_TAME = {code: shown for code, shown in _CONTROLS.items() if chr(code) not in "\n\t"}
+
+
+_VISIBLE = {**_CONTROLS, ord("\n"): "⏎", ord("\t"): "⇥"}
+
+
+def _tame(text: str) -> str:
+    """Text that cannot move the cursor or turn the line around; line breaks and tabs stay."""
+    return text.translate(_TAME)
+
+
+def _visible(text: str) -> str:
+    """Text on one line: breaks, tabs and runs of spaces become signs."""
+    return re.sub(r"^ +$| {2,}", lambda run: "·" * len(run.group()), text).translate(_VISIBLE)

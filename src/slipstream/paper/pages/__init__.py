@@ -1,0 +1,1 @@
+"""The page of results: sheets of figures, drawings, and the generated page."""

@@ -1,0 +1,126 @@
+"""A table or figure as one record: what is written as JSON, drawn, printed and put on the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.files import whole
+from slipstream.text.jsontext import json_text
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A head, and how many digits its numbers have."""
+
+    name: str
+    digits: int = 2
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a plot. `group` is the panel it belongs to."""
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    dashed: bool = False
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of a timeline: (start, end, who runs) in milliseconds."""
+
+    label: str
+    calls: tuple[tuple[float, float, str], ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table or figure of the paper beside ours.
+
+    `notes` are sentences below it, `text` is preformatted, `axes` name x and y of the curves, `environment` tells the
+    machine if anything was measured, and `quick` that models and texts were small.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...] = ()
+    rows: tuple[tuple[Cell, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+    text: str = ""
+    axes: tuple[str, str] = ("", "")
+    curves: tuple[Curve, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    command: str = ""
+    environment: dict[str, Any] | None = None
+    quick: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without tuples."""
+        return json.loads(json_text(asdict(self)))
+
+    @property
+    def drawn(self) -> bool:
+        """Whether there is something to draw."""
+        return bool(self.curves or self.lanes)
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text."""
+        return [
+            [shown(cell, column.digits) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows
+        ]
+
+
+def sheet(record: dict[str, Any]) -> Sheet:
+    """The sheet of a JSON object."""
+    parts = {
+        "columns": tuple(Column(**column) for column in record["columns"]),
+        "rows": tuple(map(tuple, record["rows"])),
+        "curves": tuple(Curve(**{**c, "x": tuple(c["x"]), "y": tuple(c["y"])}) for c in record["curves"]),
+        "lanes": tuple(Lane(lane["label"], tuple(map(tuple, lane["calls"]))) for lane in record["lanes"]),
+        "notes": tuple(record["notes"]),
+        "axes": tuple(record["axes"]),
+    }
+    return Sheet(**{**record, **parts})
+
+
+def shown(cell: Cell, digits: int) -> str:
+    """A cell as text; nothing for None."""
+    if cell is None:
+        return ""
+    return f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell)
+
+
+def ratio(ours: float | None, theirs: float | None) -> float | None:
+    """Ours over the paper's, where both are known."""
+    return ours / theirs if ours is not None and theirs else None
+
+
+def markdown(sheet: Sheet) -> list[str]:
+    """A table in Markdown, numbers to the right."""
+    if not sheet.rows:
+        return []
+    numeric = [all(not isinstance(row[place], str) for row in sheet.rows) for place in range(len(sheet.columns))]
+    heads = [column.name for column in sheet.columns]
+    marks = ["--:" if right else "---" for right in numeric]
+    return ["| " + " | ".join(cells) + " |" for cells in (heads, marks, *sheet.cells())]
+
+
+def write_json(record: Any, file: Path) -> None:
+    """A JSON file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with whole(file) as part:
+        part.write_text(json_text(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_sheets(folder: Path, names: Sequence[str]) -> list[Sheet]:
+    """The sheets that are there, in this order."""
+    files = [folder / f"{name}.json" for name in names]
+    return [sheet(json.loads(file.read_text(encoding="utf-8"))) for file in files if file.is_file()]

@@ -1,0 +1,1 @@
+"""The runs behind the paper's tables: acceptance along texts, speeds, quality."""

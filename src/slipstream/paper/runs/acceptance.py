@@ -1,0 +1,184 @@
+"""Acceptance along texts that the target wrote (Corollary 3.6): alpha of models and n-grams, strict and lenient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.law import Law, fit
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Request, Row
+from slipstream.decoding import acceptance
+from slipstream.decoding.generate import generate, sound
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.measure.environment import environment
+from slipstream.measure.replay import plain_law, replay
+from slipstream.measure.statistics import bootstrap_ratio
+from slipstream.paper.published import LENIENCES
+from slipstream.paper.runs import expected_rounds as walks
+from slipstream.paper.runs.subjects import Subject
+
+Outputs = Sequence[Sequence[int]]
+
+
+Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
+"""Walks along given outputs: q (rows, 1, vocab) before every token."""
+
+
+BATCH = 32
+
+
+TIMES = 8  # that a source is taken at most
+
+
+LAGS, RUN, PLACES = 5, 6, 12
+
+
+REPLICATES = 200
+
+
+GAMMAS, ENDLESS = range(1, 17), range(1, 17)
+
+
+class Trail:
+    """How a draft fares at every position of some texts: beta, and the chance that the token written there is kept."""
+
+    def __init__(self) -> None:
+        self.betas: list[list[float]] = []
+        self.chances: list[list[float]] = []
+        self.lenient = dict.fromkeys(LENIENCES, 0.0)  # sums over positions
+
+    def begin(self, texts: int) -> None:
+        """Texts that are walked together."""
+        self.betas += [[] for _ in range(texts)]
+        self.chances += [[] for _ in range(texts)]
+
+    def step(self, texts: Sequence[int], p: Law, q: Law, written: Tensor) -> None:
+        """One position of some of the texts; `written` (rows, 1) stands there."""
+        beta = acceptance.beta(p, q)
+        chance = beta if p.point else (q.of(written) / p.of(written)).clamp(max=1)
+        for text, kept, kept_here in zip(texts, beta[:, 0].tolist(), chance[:, 0].tolist(), strict=True):
+            self.betas[text].append(min(1.0, kept))
+            self.chances[text].append(kept_here)
+        for lenience in self.lenient:
+            self.lenient[lenience] += float(lenient_beta(p, q, lenience).clamp(max=1).sum())
+
+    def figures(self) -> dict[str, Any]:
+        """What tables and figures are made of."""
+        positions = sum(map(len, self.betas))
+        pairs = [(math.fsum(betas), len(betas)) for betas in self.betas if betas]
+        one = walks.endless(self.chances)
+        return {
+            "alpha": asdict(bootstrap_ratio(pairs, replicates=REPLICATES)),
+            "positions": positions,
+            "mean_length": positions / len(pairs),
+            "lenient": {f"{lenience:g}": total / positions for lenience, total in self.lenient.items()},
+            "by_place": walks.by_place(self.chances, PLACES),
+            "after": [walks.after(self.chances, kept) for kept in range(RUN)],
+            "autocorrelation": [walks.autocorrelation(self.chances, lag) for lag in range(1, LAGS + 1)],
+            "tokens_per_round": {str(gamma): walks.tokens_per_round(self.chances, gamma) for gamma in GAMMAS},
+            "endless_tokens_per_round": {str(gamma): walks.tokens_per_round(one, gamma) for gamma in ENDLESS},
+            "oracle": walks.oracle(one),
+        }
+
+
+def lenient_beta(p: Law, q: Law, lenience: float) -> Tensor:
+    """alpha_l at each position (rows, positions): sum_x min(p/l, q), greedily whether p(x) >= l max p (section A.5)."""
+    if p.tokens is None:
+        return torch.minimum(p.dense / lenience, q.dense).sum(-1)
+    assert p.scores is not None and q.tokens is not None
+    scores = p.scores.gather(-1, q.tokens.unsqueeze(-1)).squeeze(-1)
+    return ((q.tokens == p.tokens) | (scores >= p.scores.amax(-1) + math.log(lenience))).float()
+
+
+def write(
+    subject: Subject, temperature: float, tokens: int, say: Callable[[str], object]
+) -> tuple[list[Request], Outputs]:
+    """The target's own texts, about `tokens` in all; at a temperature, sources are taken again if they are too few."""
+    decoder, requests, outputs = replace(subject.plain, batch_size=BATCH), list[Request](), list[list[int]]()
+    places, written = range(len(subject.sources)), 0
+    for seed in range(TIMES if temperature else 1):
+        for start in places[::BATCH]:
+            if written >= tokens:
+                return requests, outputs
+            some = subject.requests(temperature, places[start : start + BATCH], seed)
+            requests += some
+            outputs += [row.output for row in sound(generate(decoder, some))]
+            written = sum(map(len, outputs))
+            say(f"{subject.name} at temperature {temperature:g}: {min(written, tokens)} of {tokens} tokens")
+    return requests, outputs
+
+
+def tables(subject: Subject) -> dict[str, NgramModel]:
+    """Unigrams and bigrams of the text that a subject's models learned from."""
+    vocab, known = subject.engine.decoder.target.vocab, subject.known()
+    opened = [[*subject.begin, *text] for text in known]
+    return {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
+
+
+def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Scout]:
+    """n-grams and the drafts of a subject."""
+    vocab = subject.engine.decoder.target.vocab
+    found: dict[str, Scout] = {name: _table(model, name) for name, model in counted.items()}
+    return found | {name: _model(subject.lend(name), vocab) for name in subject.drafts}
+
+
+def _model(draft: Scorer, vocab: int) -> Scout:
+    def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
+        for _, rows, scores, _ in replay(draft, requests, outputs):
+            yield plain_law(rows, fit(scores, vocab), draft.name)
+
+    return walk
+
+
+def _table(model: NgramModel, name: str) -> Scout:
+    def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
+        rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
+        for place in range(max(map(len, outputs))):
+            laws = np.stack([model.law(model.state(row.tokens[-model.order :])) for row in rows])
+            yield plain_law(rows, torch.from_numpy(np.log(laws))[:, None], f"the {name} model")
+            for row, output in zip(rows, outputs, strict=True):
+                row.tokens += output[place : place + 1]
+
+    return walk
+
+
+@torch.inference_mode()
+def follow(
+    subject: Subject, found: Mapping[str, Scout], requests: Sequence[Request], outputs: Outputs
+) -> dict[str, Trail]:
+    """Walk along the target's texts with every scout."""
+    trails = {name: Trail() for name in found}
+    for start in range(0, len(outputs), BATCH):
+        some, texts = requests[start : start + BATCH], outputs[start : start + BATCH]
+        for trail in trails.values():
+            trail.begin(len(texts))
+        others = {name: scout(some, texts) for name, scout in found.items()}
+        for place, _, _, p in replay(subject.engine.decoder.target, some, texts):
+            alive = torch.tensor([row for row, text in enumerate(texts) if place < len(text)])
+            written = torch.tensor([[texts[row][place]] for row in alive])
+            for name, other in others.items():
+                here, there = p.select(alive.to(p.device)), next(other).to(p.device).select(alive.to(p.device))
+                trails[name].step([start + row for row in alive.tolist()], here, there, written.to(p.device))
+    return trails
+
+
+def measure(
+    subject: Subject, temperature: float, tokens: int, counted: Mapping[str, NgramModel], say: Callable[[str], object]
+) -> dict[str, Any]:
+    """Acceptance of n-grams and drafts along about so many tokens of the target's, as a JSON object."""
+    requests, outputs = write(subject, temperature, tokens, say)
+    say(f"{subject.name} at temperature {temperature:g}: acceptance along {sum(map(len, outputs))} tokens")
+    found = follow(subject, scouts(subject, counted), requests, outputs)
+    return {
+        "subject": subject.name,
+        "environment": environment(subject.engine),
+        **subject.models,
+        "drafts": {name: trail.figures() for name, trail in found.items()},
+    }

@@ -1,0 +1,52 @@
+"""BLEU of the target's translations, and that speculation leaves them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, sound
+from slipstream.measure.environment import environment
+from slipstream.paper.runs.acceptance import BATCH
+from slipstream.paper.runs.subjects import Subject
+
+GAMMA = 5
+
+
+def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callable[[str], object]) -> dict[str, Any]:
+    """sacrebleu of plain and speculative translations of the held-out sources, and how many texts are the same.
+
+    Above temperature 0 only with the first draft.
+    """
+    try:
+        import sacrebleu
+    except ImportError:
+        raise ValueError("BLEU needs sacrebleu: pip install 'slipstream[paper]'.") from None
+    metric, references = sacrebleu.BLEU(), list(subject.references[:most])
+    rows: list[dict[str, Any]] = []
+    decoders = {"plain": subject.plain, **{name: subject.drafted(name, GAMMA) for name in subject.drafts}}
+    for temperature in temperatures:
+        plain: list[str] = []
+        for name, decoder in list(decoders.items())[: 2 if temperature else None]:
+            say(f"BLEU at temperature {temperature:g}: {name}")
+            texts = _translate(subject, decoder, temperature, len(references))
+            plain = plain or texts
+            score = metric.corpus_score(texts, [references], n_bootstrap=200)
+            same = sum(map(str.__eq__, texts, plain))
+            interval = {"low": score._mean - score._ci, "high": score._mean + score._ci}
+            rows.append({"decoding": name, "temperature": temperature, "bleu": score.score, "same": same, **interval})
+    return {
+        "subject": subject.name,
+        **subject.models,
+        "rows": rows,
+        "texts": len(references),
+        "signature": str(metric.get_signature()),
+        "environment": environment(subject.engine),
+    }
+
+
+def _translate(subject: Subject, decoder: Decoder, temperature: float, most: int) -> list[str]:
+    rows = sound(generate(replace(decoder, batch_size=BATCH), subject.requests(temperature, range(most))))
+    return [subject.engine.decode([token for token in row.output if token not in subject.engine.eos]) for row in rows]

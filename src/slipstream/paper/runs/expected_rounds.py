@@ -1,0 +1,103 @@
+"""What chances of acceptance along a text say: cost of every gamma and of an oracle, and how far betas are i.i.d.
+
+A chance is min(1, q(x)/p(x)) at a token x that the target wrote (greedy: whether the draft's choice is x). Given the
+text, tests are independent coins with these chances (Algorithm 1), so sums over them are exact for that text: no i.i.d.
+assumption, no sampling of drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+
+from slipstream.theory import LIMIT
+
+Chances = Sequence[float]
+
+
+NEGLIGIBLE = 1e-9
+
+
+def cost(chances: Chances, gamma: int, price: Callable[[int], float]) -> float:
+    """Expected cost of all rounds of a text decoded with gamma; `price(n)` is that of a round that keeps n tokens.
+
+    A round that keeps n < gamma tokens is corrected at the next one, one that keeps gamma adds a bonus, and one whose
+    draft ends the text adds nothing. price = 1 counts the rounds.
+    """
+    end = len(chances)
+    rest = [0.0] * (end + 1)
+    for start in reversed(range(end)):
+        alive = 1.0
+        for kept in range(min(gamma, end - start) + 1):
+            place = start + kept
+            if place == end:
+                rest[start] += alive * price(kept)
+                break
+            stops = alive if kept == gamma else alive * (1 - chances[place])
+            rest[start] += stops * (price(kept) + rest[place + 1])
+            alive -= stops
+            if alive < NEGLIGIBLE:
+                break
+    return rest[0]
+
+
+def tokens_per_round(texts: Sequence[Chances], gamma: int) -> float:
+    """Tokens over expected rounds, pooled over texts; the last round of a text may be cut."""
+    return sum(map(len, texts)) / sum(cost(text, gamma, lambda kept: 1.0) for text in texts)
+
+
+def oracle(texts: Sequence[Chances]) -> tuple[float, float]:
+    """Target runs and drafted tokens, each per token of the texts, of an oracle that drafts just what will be kept.
+
+    Section 3.5; the target still runs once a round (footnote 4). So the oracle's factor at c is 1 / (runs + c drafted).
+    """
+    tokens = sum(map(len, texts))
+    runs = sum(cost(text, LIMIT, lambda kept: 1.0) for text in texts)
+    return runs / tokens, sum(cost(text, LIMIT, float) for text in texts) / tokens
+
+
+def best(per_round: Mapping[int, float], c: float) -> tuple[int, float]:
+    """From tokens per round by gamma: the fastest fixed gamma and its factor, a target run costing 1 and a draft run c.
+
+    0 if none is faster than plain decoding.
+    """
+    factors = {0: 1.0, **{gamma: tokens / (1 + gamma * c) for gamma, tokens in per_round.items()}}
+    gamma = max(factors, key=lambda gamma: (factors[gamma], -gamma))
+    return gamma, factors[gamma]
+
+
+def endless(texts: Sequence[Chances]) -> list[Chances]:
+    """All texts as one, so that no round is cut by an end."""
+    return [list(chain.from_iterable(texts))]
+
+
+def autocorrelation(texts: Sequence[Chances], lag: int) -> float | None:
+    """Correlation of acceptance at two positions `lag` apart, 0 if betas were independent; None if nothing varies.
+
+    Tests are independent given the text, so their covariance is that of the chances; their variance is a (1 - a).
+    """
+    pairs = [(text[place], text[place + lag]) for text in texts for place in range(len(text) - lag)]
+    mean = math.fsum(chain.from_iterable(texts)) / max(1, sum(map(len, texts)))
+    if not pairs or not 0 < mean < 1:
+        return None
+    return math.fsum((x - mean) * (y - mean) for x, y in pairs) / len(pairs) / (mean * (1 - mean))
+
+
+def after(texts: Sequence[Chances], kept: int) -> float | None:
+    """Chance that a token is kept after exactly `kept` accepted ones, themselves after a refusal; None if never seen.
+
+    With i.i.d. betas it is alpha for every `kept`.
+    """
+    above = below = 0.0
+    for text in texts:
+        for place in range(kept + 1, len(text)):
+            weight = (1 - text[place - kept - 1]) * math.prod(text[place - kept : place])
+            above, below = above + weight * text[place], below + weight
+    return above / below if below > 0 else None
+
+
+def by_place(texts: Sequence[Chances], places: int) -> list[float]:
+    """Mean chance at the first, second, ... token of the texts."""
+    columns = ([text[place] for text in texts if len(text) > place] for place in range(places))
+    return [math.fsum(column) / len(column) for column in columns if column]

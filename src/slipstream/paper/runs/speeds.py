@@ -1,0 +1,188 @@
+"""Speed against our own plain decoding and transformers, beside what Theorem 3.8 and all costs let expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from slipstream.bench import PLAIN, SPECULATIVE, Contender, Report, Settings, Task
+from slipstream.bench.contenders import ours, untouched
+from slipstream.bench.peers import generate
+from slipstream.bench.race import run_race
+from slipstream.core.request import Request
+from slipstream.core.round import Round
+from slipstream.decoding.decoder import Decoder
+from slipstream.measure.environment import environment
+from slipstream.measure.timing import Beat, beats
+from slipstream.models.causal import CausalScorer
+from slipstream.paper.published import GAMMAS
+from slipstream.paper.runs.subjects import Subject
+from slipstream.theory import tokens_per_round, walltime_factor
+
+
+@dataclass(frozen=True)
+class Course:
+    """How much is run: texts of the pilot, which finds costs, and of the race, and how often that is repeated."""
+
+    pilot: int = 8
+    texts: int = 24
+    repetitions: int = 5
+
+
+@dataclass
+class Log:
+    """Rounds of one contender and what its texts took before the first round."""
+
+    beats: list[Beat] = field(default_factory=list)
+    prefills: list[float] = field(default_factory=list)
+
+    def play(self, decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
+        """Decode, noting the time of every round."""
+        for round, beat in beats(decoder, requests):
+            self.beats.append(beat)
+            self.prefills += [row.stats.seconds["prefill"] for row in round.rows] * bool(beat.new)
+            yield round
+
+    def costs(self, gamma: int) -> Costs:
+        """Medians of what was noted. A draft's first round of a text also reads its source, so it counts apart."""
+        later = [beat for beat in self.beats if not beat.new] or self.beats
+        first = [beat for beat in self.beats if beat.new]
+        draft = median(beat.draft for beat in later)
+        return Costs(
+            median(beat.target for beat in later),
+            draft / gamma if gamma else 0.0,
+            median(beat.rest for beat in later),
+            median(self.prefills),
+            max(0.0, median(beat.draft for beat in first) - draft),
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: a target run, a draft run, what else a round takes, what the target (its encoder, or the prompt) and
+    what the draft takes once per text."""
+
+    target: float
+    draft: float
+    rest: float
+    target_once: float
+    draft_once: float
+
+    def per_text(self, gamma: int, rounds: float) -> float:
+        """Seconds of a text that takes so many rounds."""
+        return self.target_once + self.draft_once + rounds * (self.target + gamma * self.draft + self.rest)
+
+
+def race(
+    subject: Subject,
+    temperature: float,
+    alphas: Mapping[str, Any],
+    raced: Mapping[str, Any],
+    course: Course,
+    say: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Measure every draft at the gamma that theory chooses -> a JSON object.
+
+    `alphas` are the figures of `trails` at this temperature by draft, `raced` those of the sources that run here. A
+    pilot measures the costs of gamma 3, 5 and 7; the one that lets expect the least time runs. All run in turns, text
+    by text; ratios are taken within a repetition and their median is told.
+    """
+    pilot = _pilot(subject, temperature, course.pilot, say)
+    gammas = {name: chosen(alphas[name], pilot[name]) for name in subject.drafts}
+    logs = {PLAIN: Log(), **{name: Log() for name in gammas}}
+    contenders = [ours(PLAIN, subject.plain, play=logs[PLAIN].play)]
+    for name, gamma in gammas.items():
+        made = ours(SPECULATIVE, subject.drafted(name, gamma), gamma, play=logs[name].play)
+        contenders.append(replace(made, draft=name))
+    target = subject.engine.decoder.target
+    assert isinstance(target, CausalScorer)
+    contenders.append(generate(untouched(target), subject.begin))
+    report = _run(subject, temperature, course, contenders, say)
+    costs = {name: log.costs(gammas.get(name, 0)) for name, log in logs.items()}
+    rows = {row.draft: row for row in report.rows if row.contender == SPECULATIVE}
+    whole = {
+        name: _row(rows[name], gamma, alphas[name], raced[name], (costs[name], costs[PLAIN]))
+        for name, gamma in gammas.items()
+    }
+    return {
+        "subject": subject.name,
+        "temperature": temperature,
+        "environment": report.environment,
+        **subject.models,
+        "texts": course.texts,
+        "repetitions": course.repetitions,
+        "plain": asdict(costs[PLAIN]),
+        "drafts": whole,
+        "results": [asdict(row) for row in report.rows],
+    }
+
+
+def chosen(alphas: Mapping[str, Any], costs: Mapping[int, Costs]) -> int:
+    """The gamma of those in Table 2 with the least time per text, at the costs of each and at the tokens per round that
+    real texts give."""
+    rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in GAMMAS}
+    return min(GAMMAS, key=lambda gamma: costs[gamma].per_text(gamma, rounds[gamma]))
+
+
+def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]) -> dict[str, dict[int, Costs]]:
+    """Costs of every draft and gamma, by turns; a first text of each warms up."""
+    decoders = {(name, gamma): subject.drafted(name, gamma) for name in subject.drafts for gamma in GAMMAS}
+    logs = {run: Log() for run in decoders}
+    texts = min(texts, len(subject.sources))
+    for place in range(texts):
+        say(f"{subject.name} at temperature {temperature:g}: pilot, text {place + 1} of {texts}")
+        for run, decoder in decoders.items():
+            log = Log() if place == 0 and texts > 1 else logs[run]
+            for _ in log.play(decoder, subject.requests(temperature, [place])):
+                pass
+    return {name: {gamma: logs[name, gamma].costs(gamma) for gamma in GAMMAS} for name in subject.drafts}
+
+
+def _run(
+    subject: Subject, temperature: float, course: Course, contenders: Sequence[Contender], say: Callable[[str], Any]
+) -> Report:
+    settings = Settings((3,), (1,), (temperature,), subject.length, course.repetitions, ignore_eos=False)
+    report = Report(environment(subject.engine), settings)
+    texts = tuple(subject.engine.encode(source) for source in subject.sources[: course.texts])
+    task = Task(texts, 1, temperature, subject.length, subject.engine.eos, 0)
+    run_race(report, task, contenders, lambda name: say(f"{subject.name} at temperature {temperature:g}: {name}"))
+    return report
+
+
+def _row(
+    result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[Costs, Costs]
+) -> dict[str, Any]:
+    """One draft: what was expected from ever more of the costs (`found`: its own and plain ones), and what came."""
+    costs, plain = found
+    alpha, c, verify = alphas["alpha"]["value"], costs.draft / plain.target, costs.target / plain.target
+
+    def expected(length: float, tokens_per_round: float) -> float:
+        return plain.per_text(0, length) / costs.per_text(gamma, length / tokens_per_round)
+
+    def walked(figures: Mapping[str, Any]) -> float:
+        return expected(figures["mean_length"], figures["tokens_per_round"][str(gamma)])
+
+    return {
+        "gamma": gamma,
+        "alpha": alpha,
+        "c": c,
+        "verify": verify,
+        "once_share": plain.target_once / plain.per_text(0, raced["mean_length"]),
+        "costs": asdict(costs),
+        "theorem": walltime_factor(alpha, gamma, c),
+        "theorem_verify": walltime_factor(alpha, gamma, c, lambda rows: verify),
+        "all_costs": expected(alphas["mean_length"], tokens_per_round(alpha, gamma)),
+        "real_texts": walked(alphas),
+        "raced_texts": walked(raced),
+        "over_plain": result.ratio_to_plain,
+        "over_generate": result.ratio_to_transformers,
+        "tokens_per_call": result.mean_acceptance_length,
+        "tokens_per_call_equation_1": tokens_per_round(alpha, gamma),
+        "tokens_per_call_walk": alphas["tokens_per_round"][str(gamma)],
+        "tokens_per_call_raced": raced["tokens_per_round"][str(gamma)],
+        "alpha_in_rounds": result.alpha,
+        "matches_plain": result.matches_plain,
+        "prompts": result.prompts,
+    }

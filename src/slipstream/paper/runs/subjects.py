@@ -1,0 +1,134 @@
+"""What is measured: a target, its drafts from the smallest on, and the texts they are asked to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.draws import request_key
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Request
+from slipstream.core.source import framed
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.rules import TOKEN
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.specification import Site, drafter
+from slipstream.engine.engine import Engine
+from slipstream.engine.load import load
+from slipstream.execution.passes import Mode
+from slipstream.measure.environment import parameters
+from slipstream.models.loading import EMBEDDED
+from slipstream.paper.published import GAMMAS, WRITING
+from slipstream.paper.standins import python_prompts as writing
+from slipstream.paper.standins.corpora import Pairs
+
+DRAFT = "embedded draft"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target (as an engine without a draft), `drafts` by name, `sources` as text, the `references` they should
+    give (or none), and `known()`, the token ids that n-grams are counted in."""
+
+    name: str
+    engine: Engine
+    drafts: Mapping[str, Scorer]
+    sources: tuple[str, ...]
+    known: Callable[[], list[list[int]]]
+    length: int
+    references: tuple[str, ...] = ()
+    _drafters: dict[str, ModelDrafter] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Decoder:
+        """The target alone."""
+        alone = replace(self.engine.decoder, drafter=NoDraft(), controller=Fixed(0), batch_size=1)
+        return replace(alone, verifier=TOKEN.verify, seam=TOKEN.seam)
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """How the decoder of an encoder-decoder begins; nothing for a causal model."""
+        return self.engine.frame.begin if self.engine.frame else ()
+
+    def drafted(self, draft: str, gamma: int) -> Decoder:
+        """The target with a draft, by Algorithm 1."""
+        if draft not in self._drafters:
+            self._drafters[draft] = ModelDrafter(self.drafts[draft], self.engine.decoder.target.vocab)
+        return replace(self.plain, drafter=self._drafters[draft], controller=Fixed(gamma))
+
+    def lend(self, draft: str) -> Scorer:
+        """A draft's model for other work than drafting, without the rows that drafting left in its cache."""
+        self._drafters.pop(draft, None)
+        self.drafts[draft].free(range(len(self.drafts[draft].lengths)))
+        return self.drafts[draft]
+
+    def requests(self, temperature: float, places: Sequence[int], seed: int = 0) -> list[Request]:
+        """Of some of the sources; one that is taken again draws other numbers."""
+        sampler, copies, made = Sampling(temperature=temperature), dict[int, int](), list[Request]()
+        for place in places:
+            copies[place] = copies.get(place, -1) + 1
+            prompt, source = framed(self.engine.frame, self.engine.encode(self.sources[place]))
+            key = request_key((place, *prompt), copies[place])
+            made.append(Request(prompt, sampler, self.length, self.engine.eos, seed, key, source=source))
+        return made
+
+    @property
+    def models(self) -> dict[str, dict[str, Any]]:
+        """What a report tells of every model, by name."""
+        scorers = {"target": self.engine.decoder.target, **self.drafts}
+        found = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
+        return {
+            "parameters": {name: parameters(model) for name, model in found.items()},
+            "dtypes": {name: str(model.dtype).removeprefix("torch.") for name, model in found.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded."""
+
+    compile: bool = False
+    device: str | None = None
+    dtype: str = "float32"
+    draft_dtype: str | None = None  # None: as the target's
+    progress: Callable[[str], object] | None = None
+    task: str | None = None  # for models that know several, as for `slipstream.load`
+
+
+def embedded(length: int, how: Loading) -> Subject:
+    """The pair that ships with the package, writing Python."""
+    engine, drafts = _loaded(EMBEDDED / "target", {DRAFT: EMBEDDED / "draft"}, how)
+
+    def known() -> list[list[int]]:
+        return [engine.tokenizer(text, verbose=False)["input_ids"] for text in writing.texts()]
+
+    return Subject(WRITING, engine, drafts, tuple(writing.prompts()), known, length)
+
+
+def family(pairs: Pairs, target: str | Path, drafts: Mapping[str, str | Path], length: int, how: Loading) -> Subject:
+    """Models that answer sources: stand-ins from their folders, or others by their hub names."""
+    engine, found = _loaded(target, drafts, how)
+    sources, references = zip(*pairs.held_out, strict=True)
+
+    def known() -> list[list[int]]:
+        return engine.tokenizer([target for _, target in pairs.train])["input_ids"]
+
+    return Subject(pairs.name, engine, found, sources, known, length, references)
+
+
+def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
+    named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
+    engine = load(target, dtype=how.dtype, device=how.device, **named)
+    mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
+    site = Site(engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode)
+    found = dict[str, Scorer]()
+    for name, source in drafts.items():
+        made = drafter(str(source), site)
+        if not isinstance(made, ModelDrafter):
+            raise ValueError(f"draft {name} does not share the target's tokenizer, as the paper's drafts do.")
+        found[name] = made.scorer
+    return engine, found

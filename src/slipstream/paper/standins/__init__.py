@@ -1,0 +1,1 @@
+"""Stand-ins for the paper's models: their corpora, training and files."""

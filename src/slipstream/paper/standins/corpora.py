@@ -1,0 +1,165 @@
+"""Pairs of source and target text that the stand-ins learn from: captions with translations, passages with leads."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from slipstream.text.documents import DATASET, read
+
+SENTENCE = re.compile(r"(?<=[.!?])[\"']?\s+(?=[\"'(]?[A-Z])")
+
+
+LEAD_SENTENCES = 2
+
+
+PASSAGE_WORDS, LEAD_WORDS = 90, 45
+
+
+MOST_ARTICLES = 1000  # of a dataset
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Aligned texts, and what the task is called."""
+
+    name: str
+    train: tuple[tuple[str, str], ...]  # (source, target)
+    held_out: tuple[tuple[str, str], ...]
+
+    def texts(self) -> list[str]:
+        """All text to learn from, both sides."""
+        return [text for pair in self.train for text in pair]
+
+    def first(self, most: int | None) -> Pairs:
+        """Only so many to learn from; None: all."""
+        return replace(self, train=self.train[:most])
+
+
+def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
+    """Line-aligned files whose names hold `train` or `test` and end in .en/.de or .en.gz/.de.gz, as Multi30k's.
+
+    `place` is their folder, or `dataset:NAME[:CONFIG]` with such splits and a field per language. Raises ValueError if
+    they are not there or of different length.
+    """
+    return Pairs("translation", *(_aligned(place, part, source, target) for part in ("train", "test")))
+
+
+def crossed(texts: Sequence[str], count: int, seed: int = 0) -> list[str]:
+    """New texts of two halves: one goes on where another has the same word."""
+    rng, known = random.Random(seed), [text.split() for text in texts]
+    places: dict[str, list[tuple[int, int]]] = {}
+    for name, words in enumerate(known):
+        for place in _inner(words):
+            places.setdefault(words[place], []).append((name, place))
+    found: list[str] = []
+    long = [words for words in known if _inner(words)]
+    for words in rng.choices(long, k=count if long else 0):
+        cut = rng.choice(_inner(words))
+        other, place = rng.choice(places[words[cut]])
+        found.append(" ".join(words[:cut] + known[other][place:]))
+    return found
+
+
+def _inner(words: Sequence[str]) -> range:
+    """Where a text can be cut so that something is left on both sides."""
+    return range(2, len(words) - 2)
+
+
+def _aligned(place: str, part: str, source: str, target: str) -> tuple[tuple[str, str], ...]:
+    sides = [
+        _column(f"{place}:{part}", language) if place.startswith(DATASET) else _lines(Path(place), part, language)
+        for language in (source, target)
+    ]
+    if len(sides[0]) != len(sides[1]):
+        raise ValueError(
+            f"the {part} files in {place} have {len(sides[0])} lines in {source!r} and {len(sides[1])} in {target!r}: "
+            "they must be aligned line by line."
+        )
+    return tuple((a, b) for a, b in zip(*sides, strict=True) if a and b)
+
+
+def _column(dataset: str, field: str, most: int | None = None) -> list[str]:
+    """A field of a dataset as texts."""
+    return [str(text).strip() for _, text in islice(read([dataset], field), most)]
+
+
+def _lines(folder: Path, part: str, language: str) -> list[str]:
+    files = sorted(file for end in ("", ".gz") for file in folder.glob(f"*{part}*.{language}{end}"))
+    if not files:
+        raise ValueError(f"there is no file *{part}*.{language} or *{part}*.{language}.gz in {folder}.")
+    return [line.strip() for file in files for line in _read(file).splitlines()]
+
+
+def leads(articles: str, texts: Sequence[str], held_out: int = 50) -> Pairs:
+    """Passages and their first sentences: what a summary of news amounts to at this size of model.
+
+    `articles` is a JSON list of objects with `article`, or `dataset:NAME[:CONFIG][:SPLIT]` with that field; the
+    passages of its last `held_out` are only measured on. `texts` are plain files, whose paragraphs are more passages to
+    learn from. Raises ValueError if there are too few articles.
+    """
+    news = _articles(articles)
+    if len(news) <= held_out:
+        raise ValueError(f"{articles} has {len(news)} articles: {held_out} are measured on, give more than these.")
+    train = [text for article in news[:-held_out] for text in _passages(article)]
+    train += [text for file in texts for part in _paragraphs(_read(Path(file))) for text in _passages(part)]
+    pairs = [pair for text in train if (pair := _lead(text))]
+    random.Random(0).shuffle(pairs)
+    firsts, others = list[tuple[str, str]](), list[tuple[str, str]]()
+    for article in news[-held_out:]:
+        found = [_lead(passage) for passage in _passages(article)]
+        firsts += [pair for pair in found[:1] if pair]
+        others += [pair for pair in found[1:] if pair]
+    return Pairs("lead", tuple(pairs), (*firsts, *others))
+
+
+def _articles(source: str) -> list[str]:
+    if source.startswith(DATASET):
+        return _column(source, "article", MOST_ARTICLES)
+    try:
+        return [str(item["article"]) for item in json.loads(_read(Path(source)))]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f'{source} is no JSON list of objects with "article" ({error}).') from error
+
+
+def _paragraphs(text: str) -> list[str]:
+    parts = [" ".join(part.split()) for part in re.split(r"\n\s*\n|<\|endoftext\|>|\n(?= )", text)]
+    return [part.replace(" ,", ",").replace(" .", ".").replace(" 's", "'s").replace(" @-@ ", "-") for part in parts]
+
+
+def _passages(text: str) -> list[str]:
+    """Runs of whole sentences of about `PASSAGE_WORDS` words, each beginning half a passage after the last."""
+    sentences, starts = [part.strip() for part in SENTENCE.split(" ".join(text.split())) if part.strip()], [0]
+    passages: list[str] = []
+    for start in range(len(sentences)):
+        if start < starts[-1]:
+            continue
+        words, end = 0, start
+        while end < len(sentences) and words + len(sentences[end].split()) <= PASSAGE_WORDS:
+            words += len(sentences[end].split())
+            end += 1
+        if end - start > LEAD_SENTENCES:
+            passages.append(" ".join(sentences[start:end]))
+        starts.append(max(start + 1, start + (end - start) // 2))
+    return passages
+
+
+def _lead(passage: str) -> tuple[str, str] | None:
+    sentences = SENTENCE.split(passage)
+    lead = " ".join(sentences[:LEAD_SENTENCES])
+    if len(sentences) <= LEAD_SENTENCES or not 4 <= len(lead.split()) <= LEAD_WORDS:
+        return None
+    return passage, lead
+
+
+def _read(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}.")
+    data = file.read_bytes()
+    return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")

@@ -1,0 +1,234 @@
+"""Which layers of a target should draft for it: every choice is measured, and so is decoding without a draft.
+
+1. `first_layers` and `thinned` name the choices: exits after the first layers, and sets from which layers are left out,
+   one after the other, always the one that alpha misses least.
+2. Every choice decodes the prompts at one gamma; its alpha and its times predict its best gamma and speed (Theorem 3.8
+   of arXiv 2211.17192 with a measured verify cost).
+3. The best of them race at their own gamma against plain decoding. What wins is measured; if plain decoding wins, the
+   answer is not to draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import add
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.request import Request
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain, sound
+from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import find_layers, part_of, spell
+from slipstream.theory import best_gamma, walltime_factor
+
+FINALISTS, LAPS, MOST = 3, 3, 8
+"""How many choices race against plain decoding, how often, and the largest gamma."""
+
+
+Layers = tuple[int, ...]
+
+
+Watch = Callable[[str], None]
+"""Called with a line about each piece of work done."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A choice of layers at a gamma: what was measured, and what that predicts for its best gamma.
+
+    `factor` is the predicted speed over plain decoding at `best_gamma`; 0 as the best gamma says not to draft.
+    """
+
+    layers: Layers
+    gamma: int
+    alpha: float
+    mean_acceptance_length: float
+    acceptance_by_position: tuple[float, ...]
+    tokens_per_second: float
+    best_gamma: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A choice in the race: median over the laps of its speed, and of its ratio to plain decoding in the same lap."""
+
+    layers: Layers
+    gamma: int
+    tokens_per_second: float
+    over_plain: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found. `best` is None if plain decoding is the fastest."""
+
+    plain: float  # tokens per second
+    trials: tuple[Trial, ...]
+    race: tuple[Finish, ...]
+
+    @property
+    def best(self) -> Finish | None:
+        """The fastest choice, if it is faster than plain decoding."""
+        first = max(self.race, key=lambda finish: finish.over_plain, default=None)
+        return first if first and first.over_plain > 1 else None
+
+    @property
+    def layers(self) -> Layers:
+        """Of the best choice; none = do not draft."""
+        return self.best.layers if self.best else ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: layers are spelled as `--draft exit:LAYERS` takes them."""
+
+        def shown(found: Trial | Finish) -> dict[str, Any]:
+            return {**asdict(found), "layers": spell(found.layers)}
+
+        return {
+            "plain_tokens_per_second": self.plain,
+            "trials": [shown(trial) for trial in self.trials],
+            "race": [shown(finish) for finish in self.race],
+            "best": shown(self.best) if self.best else None,
+        }
+
+
+def search_exit(
+    decoder: Decoder,
+    requests: Sequence[Request],
+    choices: Sequence[Layers] | None = None,
+    gamma: int = 3,
+    watch: Watch = lambda line: None,
+) -> Search:
+    """Measure which layers of the decoder's target should draft, on requests like those to come.
+
+    Without `choices`: all exits and thinned sets. Raises ValueError if the target cannot run with some of its layers,
+    or if nothing was decoded to measure on.
+    """
+    target = decoder.target
+    assert isinstance(target, CausalScorer), "a model from `models`"
+    if choices is None:
+        choices = [*first_layers(target), *thinned(target, texts_of(decoder, requests), watch)]
+    base = _pooled(decoder, requests, None)
+    trials = []
+    for layers in choices:
+        trials.append(_trial(decoder, requests, layers, gamma, base))
+        watch(f"layers {spell(layers)}: alpha {trials[-1].alpha:.3f}, {trials[-1].tokens_per_second:.1f} tokens/s")
+    promising = sorted((trial for trial in trials if trial.best_gamma), key=lambda trial: -trial.factor)[:FINALISTS]
+    speed, race = _race(decoder, requests, promising, watch)
+    return Search(speed, tuple(trials), race)
+
+
+def first_layers(target: CausalScorer) -> list[Layers]:
+    """An exit after each layer but the last."""
+    return [tuple(range(count)) for count in range(1, _count(target))]
+
+
+def thinned(target: CausalScorer, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
+    """Sets of ever fewer layers, down to a quarter. `texts` are tokens, judged behind their first ones (a prompt).
+
+    Left out is what alpha misses least, one layer after the other: greedy, so not the best set of a size.
+    """
+    laws = [(start, torch.tensor([text], device=target.device)) for start, text in texts]
+    wanted = [_laws_behind(target, start, tokens) for start, tokens in laws]
+    kept, found = tuple(range(_count(target))), []
+    while len(kept) > max(2, _count(target) // 4):
+        smaller = [tuple(layer for layer in kept if layer != gone) for gone in kept]
+        alphas = [_agreement(part_of(target, layers), laws, wanted) for layers in smaller]
+        best = max(range(len(smaller)), key=alphas.__getitem__)
+        kept = smaller[best]
+        watch(f"layers {spell(kept)}: alpha about {alphas[best]:.3f}")
+        if spell(kept) != str(len(kept)):  # else it is an exit
+            found.append(kept)
+    return found
+
+
+def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
+    """What the target writes: the length of each prompt, and the whole text."""
+    return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
+
+
+def _count(target: CausalScorer) -> int:
+    return len(find_layers(target.model, target.name)[1])
+
+
+@torch.inference_mode()
+def _laws_behind(scorer: CausalScorer, start: int, tokens: Tensor) -> Tensor:
+    logits = scorer.model(input_ids=tokens, use_cache=False).logits[0, start - 1 : -1]
+    return logits.float().softmax(-1)
+
+
+def _agreement(part: CausalScorer, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
+    """Mean of sum_x min(p(x), q(x)) over the texts, each read once; drafting sees the target's keys behind a gap."""
+    kept = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(texts, wanted, strict=True)]
+    return float(torch.cat(kept).mean())
+
+
+def _pooled(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
+    """One run -> its statistics, all rows added up. Raises ValueError if there was nothing to measure."""
+    if layers is None:
+        rows = sound(plain(decoder, requests))
+    else:
+        assert isinstance(decoder.target, CausalScorer)
+        rows = sound(generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests))
+    stats = reduce(add, [row.stats for row in rows], Stats())
+    if not stats.tokens_per_second:
+        raise ValueError("there is nothing to measure on: give at least one prompt that can be continued.")
+    return stats
+
+
+def _trial(decoder: Decoder, requests: Sequence[Request], layers: Layers, gamma: int, base: Stats) -> Trial:
+    """One run at `gamma`; draft and verify times over a plain step give the best gamma and its speed."""
+    stats = _pooled(replace(decoder, controller=Fixed(gamma)), requests, layers)
+    step = _seconds(base) / base.target_calls
+    c = stats.seconds["draft"] / max(1, stats.drafted) / step
+    slope = ((_seconds(stats) - stats.seconds["draft"]) / stats.target_calls / step - 1) / gamma
+
+    def verify(rows: int) -> float:
+        return max(1.0, 1 + slope * (rows - 1))
+
+    alpha = min(1.0, stats.alpha or 0.0)
+    best = best_gamma(alpha, c, MOST, verify)
+    return Trial(
+        layers,
+        gamma,
+        alpha,
+        stats.mean_acceptance_length or 1.0,
+        tuple(stats.acceptance_by_position),
+        stats.tokens_per_second or 0.0,
+        best,
+        walltime_factor(alpha, best, c, verify) if best else 0.0,
+    )
+
+
+def _seconds(stats: Stats) -> float:
+    """Of all rounds."""
+    return stats.total_seconds - stats.seconds.get("prefill", 0.0)
+
+
+def _race(
+    decoder: Decoder, requests: Sequence[Request], trials: Sequence[Trial], watch: Watch
+) -> tuple[float, tuple[Finish, ...]]:
+    """Laps in which everybody decodes once, plain decoding too -> its speed, and how the others finished."""
+    laps = [list(_lap(decoder, requests, trials)) for _ in range(LAPS)]
+    race = []
+    for place, trial in enumerate(trials, 1):
+        speed, ratio = median(lap[place] for lap in laps), median(lap[place] / lap[0] for lap in laps)
+        race.append(Finish(trial.layers, trial.best_gamma, speed, ratio))
+        watch(f"layers {spell(trial.layers)}, gamma {trial.best_gamma}: {speed:.1f} tokens/s, {ratio:.2f} x plain")
+    return median(lap[0] for lap in laps), tuple(race)
+
+
+def _lap(decoder: Decoder, requests: Sequence[Request], trials: Sequence[Trial]) -> Iterator[float]:
+    yield _pooled(decoder, requests, None).tokens_per_second or 0.0
+    for trial in trials:
+        own = replace(decoder, controller=Fixed(trial.best_gamma))
+        yield _pooled(own, requests, trial.layers).tokens_per_second or 0.0

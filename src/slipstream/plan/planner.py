@@ -1,0 +1,228 @@
+"""The whole of planning: measure, predict, choose, run the choice against plain decoding, and report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from slipstream.core.protocols import Drafter
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.sampling import Sampling
+from slipstream.engine.engine import Engine
+from slipstream.engine.plan_file import Plan
+from slipstream.engine.requests import Prompt
+from slipstream.measure.environment import environment
+from slipstream.plan.measure import Speed, Task, memory, race, sweep, using
+from slipstream.plan.predict import Outline, Outlook, Prediction, predict
+from slipstream.text.jsontext import json_text
+
+TOLERANCE = 0.1
+"""A measured speed-up further than this from the predicted one is said to be off."""
+
+
+Progress = Callable[[int, int, str], None]
+"""Told before every run: how many are done, how many there are, and what begins."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to plan for. `most` is the greatest gamma tried, or `gammas` are the only ones; `batches` are numbers of
+    rows that run together. Raises ValueError for what is impossible."""
+
+    most: int = 10
+    gammas: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1,)
+    max_new_tokens: int = 128
+    repetitions: int = 3
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"most": 1, "gammas": 1, "batches": 1, "max_new_tokens": 2, "repetitions": 1}
+        for name, allowed in least.items():
+            given = getattr(self, name)
+            if min(given if isinstance(given, tuple) else (given,), default=allowed) < allowed:
+                raise ValueError(f"{name}={given} cannot be planned for: use {allowed} or more.")
+        if self.gammas:
+            object.__setattr__(self, "most", max(self.gammas))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the chains that a compiled draft makes in one graph: few, for every graph takes its time to be made."""
+        return self.gammas or tuple(sorted({-(-self.most // part) for part in (1, 2, 4)}))
+
+    @property
+    def outline(self) -> Outline:
+        """What predictions need to know of it."""
+        return Outline(self.most, self.max_new_tokens, self.seed, gammas=self.gammas)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The choice against plain decoding: medians over repetitions of ratios taken within one.
+
+    `factor` is speed over plain speed, `tokens_per_call` and `round` (seconds of a round over those of a plain step)
+    are its two parts; each as predicted and as measured.
+    """
+
+    rows: int
+    draft: str
+    gamma: int
+    predicted: Prediction
+    factors: tuple[float, ...]
+    tokens_per_call: float
+    round: float
+
+    @property
+    def factor(self) -> float:
+        """The measured speed-up."""
+        return median(self.factors)
+
+    @property
+    def difference(self) -> float:
+        """Measured over predicted, minus 1."""
+        return self.factor / self.predicted.factor - 1
+
+    @property
+    def off(self) -> bool:
+        """Whether the prediction missed by more than the tolerance."""
+        return abs(self.difference) > TOLERANCE
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "factor": self.factor, "difference": self.difference, "off": self.off}
+
+
+@dataclass
+class Report:
+    """What was measured, what follows, and how it went. `outlooks` holds one Outlook per number of rows and draft."""
+
+    environment: dict[str, Any]
+    settings: Settings
+    prompt_tokens: tuple[int, int]
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
+    verifications: list[Verification] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def draft(self) -> str:
+        """The draft with the largest factor over all numbers of rows, where 1 is plain decoding."""
+        names = list(next(iter(self.outlooks.values())))
+        return max(names, key=lambda name: (self._gain(name), self._factor(name)))
+
+    def _gain(self, name: str) -> float:
+        return math.prod(found[name].best.factor if found[name].worth else 1.0 for found in self.outlooks.values())
+
+    def _factor(self, name: str) -> float:
+        return math.prod(found[name].best.factor for found in self.outlooks.values())
+
+    @property
+    def gammas(self) -> dict[int, int]:
+        """Number of rows -> gamma of the chosen draft; 0: do not speculate."""
+        return {rows: found[self.draft].gamma for rows, found in self.outlooks.items()}
+
+    def plan(self, target: str | None, vocab: int, dtype: str, compile: bool = False) -> Plan:
+        """The choice as a plan for the target as it was given to `load`."""
+        draft = self.draft if any(self.gammas.values()) else None
+        how: dict[str, Any] = {"verify": self.environment["rule"], "dtype": dtype, "compile": compile}
+        how |= {"temperature": self.settings.sampling.temperature, "machine": self.environment}
+        return Plan(target, draft, self.gammas, vocab, figures=self.figures(), **how)
+
+    def figures(self) -> dict[str, Any]:
+        """All that was measured, predicted and verified, as JSON knows it."""
+        settings = {**asdict(replace(self.settings, sampling=Sampling()))}
+        settings["sampling"] = {"temperature": self.settings.sampling.temperature}
+        outlooks = {
+            str(rows): {name: one.as_dict() for name, one in found.items()} for rows, found in self.outlooks.items()
+        }
+        found = {
+            "settings": settings,
+            "prompt_tokens": self.prompt_tokens,
+            "memory": self.memory,
+            "outlooks": outlooks,
+            "draft": self.draft,
+            "gammas": self.gammas,
+            "verifications": [each.as_dict() for each in self.verifications],
+            "interrupted": self.interrupted,
+        }
+        return json.loads(json_text(found))
+
+
+def make(
+    engine: Engine,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    on_step: Progress | None = None,
+) -> Report:
+    """Plan for an engine's target and rule with the named drafters.
+
+    Ctrl-C during the verification ends it early: the report says `interrupted` and keeps the predictions. Raises
+    ValueError if prompts, models and settings disagree, or if there is nothing to draft with.
+    """
+    texts = tuple(engine.encode(prompt) for prompt in prompts)
+    _check(engine, drafters, texts, settings)
+    decoder = replace(engine.decoder, verifier=engine.rule.verify, seam=engine.rule.seam)
+    report = Report(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
+    how = (settings.max_new_tokens, settings.sampling, settings.seed, decoder.frame)
+    tasks = [Task(texts, rows, *how) for rows in settings.batches]
+    step = _steps(tasks, len(drafters), settings, on_step)
+    for task in tasks:
+        plain, records = sweep(decoder, list(drafters.values()), task, settings.most, step)
+        report.outlooks[task.rows] = {
+            name: predict(record.tallies, record.costs(plain), settings.outline)
+            for name, record in zip(drafters, records, strict=True)
+        }
+    tokens = (report.prompt_tokens[1] + settings.max_new_tokens) * max(settings.batches)
+    report.memory = {"target": memory(decoder.target, tokens)}
+    report.memory |= {name: memory(getattr(each, "scorer", None), tokens) for name, each in drafters.items()}
+    try:
+        for task in tasks:
+            report.verifications.append(verify(decoder, drafters[report.draft], task, report, step))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def verify(decoder: Decoder, drafter: Drafter, task: Task, report: Report, step: Callable[[str], None]) -> Verification:
+    """Run the best gamma of the chosen draft and plain decoding by turns, also where the plan is not to speculate."""
+    best = report.outlooks[task.rows][report.draft].best
+    decoders = [using(decoder, NoDraft(), Fixed(0), task.rows), using(decoder, drafter, Fixed(best.gamma), task.rows)]
+    pairs = []
+    for number in range(report.settings.repetitions):
+        step(f"plain and gamma {best.gamma}")
+        pairs.append(race(decoders, task, 1 + number))
+    return Verification(
+        task.rows,
+        report.draft,
+        best.gamma,
+        best,
+        tuple(ours.per_second / plain.per_second for plain, ours in pairs),
+        sum((ours for _, ours in pairs), Speed()).per_call,
+        median(ours.per_round / plain.per_round for plain, ours in pairs),
+    )
+
+
+def _check(engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequence[int]], settings: Settings) -> None:
+    if not drafters:
+        raise ValueError("there is nothing to plan without a draft: give --draft.")
+    if len(texts) < (least := max(2, *settings.batches)):
+        raise ValueError(f"a plan needs {least} prompts or more here, but there are {len(texts)}.")
+    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
+    longest, context = begin + settings.max_new_tokens, engine.decoder.target.context
+    if context and longest > context:
+        name = engine.decoder.target.name
+        raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")
+
+
+def _steps(tasks: Sequence[Task], drafters: int, settings: Settings, on_step: Progress | None) -> Callable[[str], None]:
+    """A counter of everything that will run."""
+    count = sum((1 + drafters) * (1 + len(task.parts())) + settings.repetitions for task in tasks)
+    done = iter(range(count))
+    return lambda name: on_step(next(done), count, name) if on_step else None

@@ -1,0 +1,85 @@
+"""Tokens -> text while they come: complete characters only, and an end where a stop string appears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
+
+
+BROKEN = "\ufffd"  # what decoders print for a character whose bytes are not all there
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into pieces of text whose concatenation is the whole text.
+
+    A token may be part of a character, and a token's text may depend on the one before it (leading spaces), so a
+    piece is the difference between two decodings of a short tail; a tail that ends in a broken character waits.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._start = 0  # where the decoded tail begins
+        self._done = 0  # tokens whose text has been given out
+
+    def push(self, token: int) -> str:
+        """The text that became complete with this token, perhaps empty."""
+        self._tokens.append(token)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """The rest, broken or not."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        before = self._decode(self._tokens[self._start : self._done])
+        after = self._decode(self._tokens[self._start :])
+        if len(after) <= len(before) or (after.endswith(BROKEN) and not final):
+            return ""
+        self._start, self._done = self._done, len(self._tokens)
+        return after[len(before) :]
+
+
+class Transcript:
+    """The text of one output as its tokens are emitted, and the judge of its stop strings.
+
+    `text` ends before the stop string. Text that may turn out to be the beginning of one is held back from `take`.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.stopped = False
+        self.stops = tuple(stops)
+        self._detokenizer = Detokenizer(decode)
+        self._taken = 0
+
+    def push(self, token: int) -> str | None:
+        """Add an emitted token; "stop" if a stop string is complete."""
+        self._append(self._detokenizer.push(token))
+        return "stop" if self.stopped else None
+
+    def finish(self) -> None:
+        """No more tokens: complete the text."""
+        if not self.stopped:
+            self._append(self._detokenizer.flush())
+
+    def take(self, final: bool = False) -> str:
+        """The text that is certain and was not taken before."""
+        end = len(self.text) - (0 if final or self.stopped else self._held())
+        piece, self._taken = self.text[self._taken : end], max(self._taken, end)
+        return piece
+
+    def _append(self, piece: str) -> None:
+        start = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += piece
+        ends = [found for stop in self.stops if (found := self.text.find(stop, start)) >= 0]
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        lengths = range(min(len(self.text), max(map(len, self.stops), default=1) - 1), 0, -1)
+        tails = ((length, self.text[-length:]) for length in lengths)
+        return next((length for length, tail in tails if any(stop.startswith(tail) for stop in self.stops)), 0)

@@ -1,0 +1,131 @@
+"""Documents as people keep them, in text files, JSON lines, folders and arrays -> texts and token ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DATASET = "dataset:"
+
+
+Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
+"""A text, or token ids (length,)."""
+
+
+def read(sources: Sequence[str], field: str | None = None) -> Iterator[tuple[str, Document]]:
+    """(where it is from, document) of files and folders, in order.
+
+    `.jsonl` (also `.gz`) has a document per line: in `field`, or the first of "text", "tokens" and "messages", of
+    which every assistant's content is one. `.npy` holds token ids, a document per row if it has two dimensions.
+    Any other file is one text. Of a folder all files are read but hidden ones and those that are no text.
+    `dataset:NAME`, `dataset:NAME:SPLIT` and `dataset:NAME:CONFIG:SPLIT` stream a dataset of the `datasets` library,
+    whose rows are as those of JSON lines; the split is "train" unless given.
+
+    Raises ValueError in one sentence for what is named and cannot be read.
+    """
+    for source in sources:
+        if not source:
+            raise ValueError("a source has no name: give a file or a folder.")
+        path = Path(source)
+        if source.startswith(DATASET):
+            yield from _dataset(source.removeprefix(DATASET), field)
+        elif path.is_dir():
+            yield from _folder(path, field)
+        elif path.is_file():
+            yield from _file(path, field)
+        else:
+            raise ValueError(f"cannot read {source}: there is no such file or folder.")
+
+
+def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"dataset {name!r} needs the datasets library: install it with pip install slipstream[datasets]."
+        ) from None
+    source, *rest = name.split(":")
+    config, split = (None, *rest, "train")[:2] if len(rest) < 2 else rest[:2]
+    try:
+        for number, record in enumerate(load_dataset(source, config, split=split, streaming=True), 1):
+            where = f"{DATASET}{name}:{number}"
+            yield from ((where, found) for found in _found(record, field, where))
+    except (OSError, LookupError, ImportError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
+
+
+def _folder(folder: Path, field: str | None) -> Iterator[tuple[str, Document]]:
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and (path.suffix == ".npy" or _is_text(path)):
+            yield from _file(path, field)
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file of a folder is meant: text does not hold the zero byte."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return b"\0" not in head or path.name.endswith(".jsonl.gz")
+
+
+def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
+    if path.suffix == ".npy":
+        yield from _arrays(path)
+        return
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: byte {error.start + 1} is not UTF-8.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot read {path}: {error}.") from error
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield from ((f"{path}:{number}", found) for found in _record(line, field, f"{path}:{number}"))
+    elif text:
+        yield str(path), text
+
+
+def _arrays(path: Path) -> Iterator[tuple[str, Document]]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"cannot read {path}: it is no array of numbers ({error}).") from error
+    if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
+        raise ValueError(f"{path} has shape {array.shape} of {array.dtype}: token ids have one or two dimensions.")
+    for number, row in enumerate(array if array.ndim == 2 else [array]):
+        yield f"{path}[{number}]", row
+
+
+def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
+    """The documents of a JSON line."""
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where}: this is not JSON ({error}).") from error
+    yield from _found(record, field, where)
+
+
+def _found(record: Any, field: str | None, where: str) -> Iterator[Document]:
+    """The documents of one record."""
+    names = [field] if field else ["text", "tokens", "messages"]
+    name = next((name for name in names if isinstance(record, dict) and name in record), None)
+    if name is None:
+        wanted = " or ".join(f'"{name}"' for name in names)
+        raise ValueError(f"{where}: the line must be a JSON object with {wanted}; --field names another one.")
+    found = record[name]
+    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
+        contents = [message.get("content") for message in found if message.get("role") == "assistant"]
+        yield from (content for content in contents if isinstance(content, str) and content)
+    elif isinstance(found, str) or (isinstance(found, list) and all(type(token) is int for token in found)):
+        yield found
+    else:
+        raise ValueError(f'{where}: "{name}" must be a text, a list of token ids, or the messages of a chat.')

@@ -1,0 +1,1 @@
+"""Training drafts on a frozen target."""

@@ -1,0 +1,225 @@
+"""RowCache against a naive reference: a list of token names per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from torch import Tensor
+
+from slipstream.cache.rows import FIRST_SLOTS, RowCache
+
+LAYERS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 3, 2  # keys and values may differ in size
+
+
+def stored(names: Sequence[Sequence[int]], layer: int, dim: int, sign: int) -> Tensor:
+    """What a layer stores for tokens of these names: (rows, heads, n, dim), different for every coordinate."""
+    tokens = torch.tensor(names, dtype=torch.float64)[:, None, :, None] * 100
+    heads = torch.arange(HEADS, dtype=torch.float64)[None, :, None, None] * 10
+    return sign * (tokens + heads + torch.arange(dim) + 5 * layer)
+
+
+def run_pass(cache: RowCache, names: Sequence[Sequence[int]], first: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Place tokens after each row from `first` on and store them in every layer -> what the layers see."""
+    cache.place(len(names[0]), first)
+    return [
+        cache.update(layer, stored(names, layer, KEY_DIM, 1), stored(names, layer, VALUE_DIM, -1))
+        for layer in range(LAYERS)
+    ]
+
+
+def assert_seen(seen: list[tuple[Tensor, Tensor]], texts: Sequence[Sequence[int]]) -> None:
+    """Every layer sees the texts, row by row, from slot 0 on."""
+    for layer, (keys, values) in enumerate(seen):
+        assert keys.shape[0] == values.shape[0] == len(texts)
+        assert keys.shape[2] == values.shape[2] >= max(map(len, texts))
+        for row, text in enumerate(texts):
+            for got, dim, sign in ((keys, KEY_DIM, 1), (values, VALUE_DIM, -1)):
+                want = stored([text], layer, dim, sign)[0]
+                torch.testing.assert_close(got[row, :, : len(text)], want, rtol=0, atol=0)
+
+
+class Orders(RuleBasedStateMachine):
+    """Any order of adding, freeing, extending (also late rows alone), rolling back and keeping a tree's path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = RowCache()
+        self.cache._slots = 2  # so that it grows often
+        self.texts: list[list[int]] = []
+        self.next = 1
+
+    def names(self, rows: int, count: int) -> list[list[int]]:
+        """Fresh token names."""
+        start, self.next = self.next, self.next + rows * count
+        return [[start + r * count + j for j in range(count)] for r in range(rows)]
+
+    @rule(rows=st.integers(1, 3))
+    def add(self, rows: int) -> None:
+        self.cache.add(rows)
+        self.texts += [[] for _ in range(rows)]
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(range(len(self.texts))), unique=True)) if self.texts else []
+        self.cache.free(gone)
+        self.texts = [text for place, text in enumerate(self.texts) if place not in gone]
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def extend(self, data: st.DataObject, count: int) -> None:
+        if not self.texts:
+            return
+        first = data.draw(st.integers(0, len(self.texts) - 1))
+        rows = len(self.texts) - first
+        counts = data.draw(st.lists(st.integers(0, count), min_size=rows, max_size=rows))
+        names = self.names(rows, count)
+        seen = run_pass(self.cache, names, first)
+        assert_seen(seen, [[*text, *new] for text, new in zip(self.texts[first:], names, strict=True)])
+        self.cache.advance(counts)
+        for text, new, kept in zip(self.texts[first:], names, counts, strict=True):
+            text += new[:kept]
+
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject) -> None:
+        lengths = [data.draw(st.integers(0, len(text))) for text in self.texts]
+        self.cache.rollback(lengths)
+        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        starts = [data.draw(st.integers(0, len(text))) for text in self.texts]
+        paths = [
+            sorted(data.draw(st.sets(st.integers(0, len(text) - start - 1)))) if start < len(text) else []
+            for text, start in zip(self.texts, starts, strict=True)
+        ]
+        self.cache.keep(starts, paths)
+        self.texts = [
+            [*text[:start], *(text[start + place] for place in path)]
+            for text, start, path in zip(self.texts, starts, paths, strict=True)
+        ]
+        self.cache.rollback([len(text) for text in self.texts])
+
+    @invariant()
+    def same_lengths(self) -> None:
+        assert self.cache.lengths == [len(text) for text in self.texts]
+
+    @invariant()
+    def stores_follow(self) -> None:
+        """Whatever has grown, moved or gone since they were looked at last."""
+        if self.texts:
+            assert_seen(self.cache.stores, self.texts)
+
+    def teardown(self) -> None:
+        """All that is left, read through one more pass."""
+        if self.texts:
+            names = self.names(len(self.texts), 1)
+            seen = run_pass(self.cache, names)
+            assert_seen(seen, [[*text, *new] for text, new in zip(self.texts, names, strict=True)])
+
+
+TestOrders = Orders.TestCase
+TestOrders.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+
+
+def test_growth_keeps_what_was_stored() -> None:
+    """Over several doublings of the slots, and of the rows, with rows of different length."""
+    cache, texts = RowCache(), [list(range(1, 4)), list(range(50, 150)), [7]]
+    cache.add(3)
+    for row, text in enumerate(texts):
+        run_pass(cache, [text] * (3 - row), first=row)
+        cache.advance([len(text), 0, 0][: 3 - row])
+    cache.add(4)
+    new = [list(range(1000 * r, 1000 * r + 3 * FIRST_SLOTS)) for r in range(1, 8)]
+    seen = run_pass(cache, new)
+    assert_seen(seen, [[*text, *more] for text, more in zip([*texts, [], [], [], []], new, strict=True)])
+    assert cache.lengths == [3, 100, 1, 0, 0, 0, 0]
+
+
+def test_late_rows_are_filled_without_touching_the_others() -> None:
+    cache = RowCache()
+    cache.add(2)
+    run_pass(cache, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    cache.advance([5, 2])
+    cache.add(2)
+    seen = run_pass(cache, [[11, 12], [13, 14]], first=2)
+    assert [keys.shape[2] for keys, _ in seen] == [2, 2]  # they need not look as far as the old rows
+    assert_seen(seen, [[11, 12], [13, 14]])
+    cache.advance([1, 2])
+    assert cache.lengths == [5, 2, 1, 2]
+    seen = run_pass(cache, [[20], [21], [22], [23]])
+    assert_seen(seen, [[1, 2, 3, 4, 5, 20], [6, 7, 21], [11, 22], [13, 14, 23]])
+
+
+def test_a_row_can_begin_with_what_another_cache_holds() -> None:
+    """In a cache with rows already and in a fresh one; and it grows for a long text, of which it gets the end."""
+    for used in (True, False):
+        cache, long = RowCache(), list(range(300))
+        cache.add(2)
+        if used:
+            run_pass(cache, [[1, 2], [3, 4]])
+            cache.rollback([0, 0])
+        for row, text in enumerate(([5, 6, 7], long)):
+            layers = {
+                layer: (stored([text[-200:]], layer, KEY_DIM, 1)[0], stored([text[-200:]], layer, VALUE_DIM, -1)[0])
+                for layer in range(LAYERS)
+            }
+            cache.fill(row, layers, len(text))
+        assert cache.lengths == [3, 300]
+        seen = run_pass(cache, [[8], [9]])
+        assert_seen([(keys[:1], values[:1]) for keys, values in seen], [[5, 6, 7, 8]])
+        for layer, (keys, _) in enumerate(seen):
+            assert torch.equal(keys[1:, :, 100:301], stored([[*long[100:], 9]], layer, KEY_DIM, 1))
+
+
+def test_no_pass_looks_at_every_slot_there_is() -> None:
+    """At 128, 256, ... tokens all slots would be in use, and a graph made for a part of them would be made anew."""
+    rows = RowCache()
+    rows.add(1)
+    for _ in range(3 * FIRST_SLOTS):
+        rows.place(1)
+        rows.update(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        assert rows.stores[0][0].shape[2] > rows.end
+        rows.advance([1])
+
+
+def test_places_are_each_rows_own_slots() -> None:
+    cache = RowCache()
+    cache.add(3)
+    run_pass(cache, [[1, 1, 1], [2, 2, 2], [3, 3, 3]])
+    cache.advance([3, 0, 1])
+    assert cache.place(2).tolist() == [[3, 4], [0, 1], [1, 2]] and (cache.past, cache.end) == (3, 5)
+    assert cache.place(2, first=1).tolist() == [[0, 1], [1, 2]] and (cache.past, cache.end) == (1, 3)
+
+
+def test_a_new_row_finds_no_nan_that_another_left_behind() -> None:
+    """A mask gives leftovers the weight zero, but zero times NaN is NaN: one damaged text would damage the next."""
+    cache = RowCache()
+    cache.add(2)
+    damaged = torch.full((2, HEADS, 6, KEY_DIM), torch.nan)
+    cache.place(6)
+    cache.update(0, damaged, damaged)
+    cache.advance([6, 6])
+    cache.free([0, 1])
+    cache.add(1)
+    cache.place(6)
+    cache.update(0, torch.zeros_like(damaged[:1]), torch.zeros_like(damaged[:1]))
+    cache.advance([6])
+    cache.add(1)  # short beside a long row: it looks past its own end
+    cache.place(1)
+    seen = cache.update(0, torch.ones(2, HEADS, 1, KEY_DIM), torch.ones(2, HEADS, 1, KEY_DIM))
+    assert [part.shape[2] for part in seen] == [7, 7]
+    assert all(torch.isfinite(part).all() for part in seen)
+
+
+@pytest.mark.parametrize("lengths", [[1, 4], [-1, 2], [1]])
+def test_rollback_only_shortens_and_names_every_row(lengths: list[int]) -> None:
+    cache = RowCache()
+    cache.add(2)
+    run_pass(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.advance([3, 3])
+    with pytest.raises(AssertionError):
+        cache.rollback(lengths)

@@ -1,0 +1,701 @@
+"""The exactness certificate: it passes what is exact, fails what is not, and says when it cannot tell."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from slipstream.check import Report, check, chi2
+from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, apart, deep, normed, rule_law, wide
+from slipstream.cli import app as cli
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draws import draw, draw_coupled
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter, Scorer, Verifier
+from slipstream.core.request import Row, Texts
+from slipstream.core.round import Context, Key, Round
+from slipstream.decoding import acceptance
+from slipstream.decoding import speculate as decoding
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule, lenient
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.tree import TreeDrafter
+from slipstream.engine.engine import Engine
+from slipstream.engine.load import load
+from slipstream.models.tables import Table, TableScorer
+from toys import FAMILIES, PAIRS, VOCAB, dirichlet_table, scorer, tiny
+
+PROMPTS = [(0, 2), (1,), (2, 2, 1, 0)]
+FEW = {"samples": 256, "max_new_tokens": 24}
+Draw = Callable[..., Tensor]
+
+
+def engine(
+    pair: tuple[Table, Table] = PAIRS["generic"],
+    drafter: Callable[[Scorer], Drafter] = ModelDrafter,
+    target: Callable[[Table], Scorer] = scorer,
+    eos: frozenset[int] = frozenset(),
+) -> Engine:
+    """Two tables, gamma 2."""
+    decoder = Decoder(target(pair[0]), drafter(scorer(pair[1], "draft")), controller=Fixed(2))
+    return Engine(decoder, eos=eos)
+
+
+def run(made: Engine | None = None, **options: Any) -> Report:
+    """A small check; only sampling, unless asked otherwise."""
+    return check(made or engine(), PROMPTS, **{"temperature": 1.0, **FEW, **options})
+
+
+def failed(report: Report) -> set[str]:
+    """The names of the tests that failed."""
+    return {test.name for part in report.parts for test in part.tests if not test.passed}
+
+
+# ---- what is exact passes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH, COUPLED], ids=lambda rule: rule.name)
+def test_exact_rules_pass_greedy_and_sampled(rule: Rule) -> None:
+    report = check(engine(), PROMPTS, verify=rule, **FEW)
+    assert report.verdict == "pass", report.text()
+    assert report.greedy and report.sampling
+    assert all(control.caught_by for control in report.controls) and len(report.controls) == 5
+    names = [test.name for test in report.sampling.tests]
+    assert ("same seed" in names) == (rule is COUPLED)
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "block"}, {"verify": "coupled", "top_k": 40}], ids=str)
+def test_a_pair_of_models_passes(options: dict[str, Any]) -> None:
+    target, draft = (tiny(FAMILIES["llama"], seed, initializer_range=0.3) for seed in (0, 1))
+    made = load(target, draft, gamma=3, tokenizer=Nobody())
+    report = check(made, [(5, 6, 7), (9,)], samples=128, max_new_tokens=16, repetition_penalty=1.2, **options)
+    assert report.verdict == "pass", report.text()
+    assert report.greedy and report.greedy.tests[1].figures["whole"] is not None
+
+
+def test_one_shape_leaves_no_rounding() -> None:
+    target, draft = (tiny(FAMILIES["llama"], seed, initializer_range=0.3) for seed in (0, 1))
+    made = load(target, draft, gamma=2, batch_size=4, tokenizer=Nobody(), exact_shape=True)
+    report = check(made, [(5, 6, 7), (9,)], samples=96, max_new_tokens=12)
+    assert report.verdict == "pass" and report.greedy, report.text()
+    tokens, scores = report.greedy.tests[:2]
+    assert scores.figures["noise"] == 0 and tokens.figures["allowed_gap"] == 0
+
+
+class Nobody:
+    """A tokenizer without words."""
+
+    eos_token_id = None
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return " ".join(map(str, tokens))
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH, COUPLED], ids=lambda rule: rule.name)
+def test_trees_pass(rule: Rule) -> None:
+    made = engine(drafter=lambda small: TreeDrafter(small, (2, 2)))
+    report = check(made, PROMPTS, verify=rule, **FEW)
+    assert report.verdict == "pass", report.text()
+
+
+class Copier:
+    """Drafts 0, 1, 0, 1, ... as point masses."""
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        if not any(gammas):
+            return Draft.empty(len(gammas), torch.device("cpu"))
+        tokens = (torch.arange(max(gammas, default=0)) % 2).expand(len(gammas), -1)
+        return Draft(tokens, Law(tokens=tokens), tuple(gammas))
+
+    def observe(self, round: Round) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH], ids=lambda rule: rule.name)
+def test_copied_drafts_pass(rule: Rule) -> None:
+    report = check(engine(drafter=lambda small: Copier()), PROMPTS, verify=rule, **FEW)
+    assert report.verdict == "pass", report.text()
+
+
+@pytest.mark.parametrize("pair", ["zeros", "points"])
+def test_laws_with_zeros_pass(pair: str) -> None:
+    report = run(engine(PAIRS[pair]))
+    assert report.verdict == "pass", report.text()
+
+
+# ---- injected faults ----------------------------------------------------------------------------------------------
+
+
+def accept_all(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    if draft.law is None:
+        return TOKEN.verify(p, draft, draw)
+    counts = torch.tensor(draft.lengths)
+    return Verdict(counts, p.at(counts), acceptance.beta(p, draft.law))
+
+
+def no_residual(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    verdict = TOKEN.verify(p, draft, draw)
+    return replace(verdict, law=p.at(verdict.accepted))
+
+
+def early_bonus(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """The bonus comes from the position before."""
+    verdict = TOKEN.verify(p, draft, draw)
+    full = (verdict.accepted == torch.tensor(draft.lengths)) & (verdict.accepted > 0)
+    early = p.at((verdict.accepted - 1).clamp(min=0))
+    return replace(verdict, law=Law.join([verdict.law, early], 1).at(full.long()))
+
+
+def tokenwise_block(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """The products of ratios are tested one after the other, with the ordinary residual."""
+    if draft.law is None:
+        return TOKEN.verify(p, draft, draw)
+    keep = acceptance.survival(p, draft)[:, 1:]
+    passed = draw(Law(probs=torch.stack([keep, 1 - keep], -1)), "accept") == 0
+    inside = torch.arange(passed.shape[1]) < torch.tensor(draft.lengths)[:, None]
+    accepted = (passed & inside).long().cumprod(-1).sum(-1)
+    refused = (accepted < torch.tensor(draft.lengths))[:, None, None]
+    here, q = p.at(accepted), draft.law.at(accepted.clamp(max=draft.law.positions - 1))
+    law = torch.where(refused, acceptance.residual(here, q).dense, here.dense)
+    return Verdict(accepted, Law(probs=law), acceptance.beta(p, draft.law))
+
+
+def impatient_block(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Block verification that stops at the first test that fails."""
+    coins: list[Tensor] = []
+
+    def keeping(law: Law, purpose: str, start: Any = 0) -> Tensor:
+        coins.append(draw(law, purpose, start))
+        return coins[-1].cummax(-1).values
+
+    return acceptance.block(p, draft, keeping)
+
+
+@pytest.mark.parametrize("verify", [accept_all, no_residual, early_bonus, tokenwise_block, impatient_block])
+def test_a_wrong_verifier_is_caught_by_the_exact_law(verify: Verifier) -> None:
+    report = run(verify=Rule("mine", verify))
+    assert report.verdict == "fail" and "rule" in failed(report), report.text()
+
+
+@pytest.mark.parametrize("verify", [accept_all, no_residual])
+def test_a_wrong_verifier_is_caught_by_the_samples(verify: Verifier) -> None:
+    assert "samples" in failed(run(verify=Rule("mine", verify), samples=1000))
+
+
+class Boaster:
+    """Reports a softened law. Draws through its own seam if it is to go unseen."""
+
+    def __init__(self, inner: Drafter, hidden: bool) -> None:
+        self.inner, self.hidden = inner, hidden
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        seam = _private if self.hidden else context.seam
+        draft = self.inner.propose(replace(context, seam=seam), gammas)
+        if draft.law is None:
+            return draft
+        weights = draft.law.dense**0.3
+        return replace(draft, law=Law(probs=weights / weights.sum(-1, keepdim=True)))
+
+    def observe(self, round: Round) -> None:
+        self.inner.observe(round)
+
+
+def _private(law: Law, key: Key) -> Tensor:
+    return draw(law, replace(key, purpose="private"))
+
+
+@pytest.mark.parametrize(("hidden", "caught"), [(False, "wiring"), (True, "samples")])
+def test_a_law_that_was_not_sampled_from_is_caught(hidden: bool, caught: str) -> None:
+    made = engine(drafter=lambda small: Boaster(ModelDrafter(small), hidden))
+    report = run(made, samples=1000)
+    assert report.verdict == "fail" and caught in failed(report), report.text()
+    assert "rule" not in failed(report)
+
+
+def test_a_seam_that_draws_from_another_law_is_caught() -> None:
+    def sharpened(law: Law, key: Key) -> Tensor:
+        return draw(Law(probs=law.dense**1.5) if key.purpose == "next" and not law.point else law, key)
+
+    report = run(verify=Rule("mine", TOKEN.verify, sharpened), samples=1000)
+    assert failed(report) == {"samples"}, report.text()
+
+
+def test_impossible_tokens_are_caught_where_all_is_nearly_certain() -> None:
+    """A certain law has no variance, so chi-squared does not see them."""
+
+    def slipping(law: Law, key: Key) -> Tensor:
+        tokens = draw(law, key)
+        slips = torch.tensor([[request % 9 == 0] for request in key.requests])
+        return tokens.where(~slips, (tokens + 1) % VOCAB) if key.purpose == "next" else tokens
+
+    def certain(prefix: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(float(len(prefix) % VOCAB == token) for token in range(VOCAB))
+
+    report = run(engine((certain, PAIRS["generic"][1])), verify=Rule("mine", TOKEN.verify, slipping))
+    assert "samples" in failed(report) and report.sampling
+    figures = report.sampling.tests[1].figures
+    assert figures["freedom"] == 0 and figures["rare"] > 10 and figures["rare_expected"] == 0
+
+
+def test_a_last_token_from_another_law_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def soft(context: Context, verdict: Verdict) -> Tensor:
+        law = verdict.law if verdict.law.point else Law(probs=verdict.law.dense**0.9)
+        return context.draw(law, "next", verdict.accepted.tolist())[:, 0]
+
+    monkeypatch.setattr(decoding, "_next", soft)
+    assert "wiring" in failed(run())
+
+
+def test_penalties_that_do_not_move_inside_the_block_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [{"repetition_penalty": 2.0}, {"frequency_penalty": 0.5, "temperature": 0.0}]
+    assert [run(**each).verdict for each in options] == ["pass", "pass"]
+    monkeypatch.setattr(Texts, "of", lambda self, row, place, position: torch.tensor(row.tokens))
+    assert all("wiring" in failed(run(**each)) for each in options)
+
+
+def test_a_text_that_goes_on_after_its_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
+        row.tokens += tokens
+        row.finish_reason = decoding._finish(row, row.tokens[-1])
+        return tuple(tokens)
+
+    monkeypatch.setattr(decoding, "_emit", blind)
+    assert "endings" in failed(run(temperature=0.0))
+
+
+@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({1})])
+def test_a_text_that_ends_too_early_is_caught(monkeypatch: pytest.MonkeyPatch, eos: frozenset[int]) -> None:
+    def hasty(row: Row, new: int) -> str | None:
+        return "stop" if new in row.request.eos else "length" if row.room <= 1 else None
+
+    assert not failed(run(engine(eos=eos), max_new_tokens=4))
+    monkeypatch.setattr(decoding, "_finish", hasty)
+    assert "endings" in failed(run(engine(eos=eos), max_new_tokens=4))
+
+
+def test_tokens_that_are_neither_accepted_nor_drawn_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    emit = decoding._emit
+    monkeypatch.setattr(decoding, "_emit", lambda row, tokens: emit(row, [*tokens[:-1], 0]))
+    assert {"wiring", "samples"} <= failed(run())
+
+
+class Shifted(TableScorer):
+    """Scores of a block are those of one position earlier."""
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Any = None) -> Tensor:
+        return super().extend(tokens, counts, first, tree).roll(1, 1)
+
+
+class Stale(TableScorer):
+    """Takes one step back too few, so that a rejected token is seen."""
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        kept = [text[length] if len(text) > length else None for text, length in zip(self._texts, lengths, strict=True)]
+        super().rollback(lengths)
+        for text, token in zip(self._texts, kept, strict=True):
+            if token is not None:
+                text[-1] = token
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [Shifted, Stale])
+def test_scores_of_wrong_positions_are_caught(kind: type[TableScorer], temperature: float) -> None:
+    report = run(engine(target=lambda table: kind(table, VOCAB, "target")), temperature=temperature)
+    assert report.verdict == "fail" and "scores" in failed(report), report.text()
+
+
+class Rewritten(TableScorer):
+    """Has a model of its own, whose logits without a cache are off."""
+
+    def __init__(self, table: Table, off: float) -> None:
+        super().__init__(table, VOCAB, "rewritten")
+        self.off = off
+
+    def alone(self, text: Sequence[int], source: Any = None) -> Tensor:
+        laws = [self.table(tuple(text[: i + 1])) for i in range(len(text))]
+        logits = torch.tensor(laws, dtype=torch.float64).log()[None]
+        logits[..., 0] += self.off
+        return logits
+
+
+@pytest.mark.parametrize(("off", "faults"), [(0.0, set()), (1e-3, set()), (0.5, {"scores"})])
+def test_plain_steps_that_differ_from_the_model_itself_are_caught(off: float, faults: set[str]) -> None:
+    made = engine(target=lambda table: Rewritten(table, off))
+    report = run(made, temperature=0.0)
+    assert failed(report) == faults and report.greedy
+    assert report.greedy.tests[1].figures["whole"] == pytest.approx(off, abs=1e-9)
+
+
+def test_a_greedy_token_that_nobody_verified_is_caught() -> None:
+    def trusting(p: Law, draft: Draft, draw: Draw) -> Verdict:
+        verdict = TOKEN.verify(p, draft, draw)
+        accepted = verdict.accepted.clamp(min=min(1, min(draft.lengths)))
+        return replace(verdict, accepted=accepted, law=p.at(accepted))
+
+    report = run(verify=Rule("mine", trusting), temperature=0.0)
+    assert failed(report) == {"tokens"} and report.greedy
+    worst = max(report.greedy.differences, key=lambda difference: difference.gap)
+    assert worst.source == "draft" and worst.gap > worst.allowed and not worst.near_tie
+    assert "DIFFERENCE" in report.text()
+
+
+def test_a_coupled_rule_that_is_not_coupled_is_caught() -> None:
+    """Its law is the target's, but not its text."""
+    calls = iter(range(10**9))
+
+    def fresh(law: Law, key: Key) -> Tensor:
+        return draw_coupled(law, replace(key, requests=tuple(next(calls) for _ in key.requests)))
+
+    report = run(verify=Rule("mine", MATCH.verify, fresh))
+    assert report.verdict == "pass"
+    broken = Rule("coupled", BLOCK.verify, draw_coupled)
+    assert "same seed" in failed(run(verify=broken))
+
+
+@pytest.mark.parametrize("leniency", [0.3, 0.9])
+def test_lossy_rules_fail_and_the_distance_is_told(leniency: float) -> None:
+    report = run(verify=lenient(leniency))
+    assert report.verdict == "fail" and report.sampling
+    assert report.sampling.tests[0].figures["mean_per_token"] > 1e-3
+    assert run(verify=lenient(1.0)).verdict == "pass"
+
+
+# ---- near-ties ----------------------------------------------------------------------------------------------------
+
+
+class Noisy(TableScorer):
+    """Blocks are scored with a little noise, as by another kernel."""
+
+    def __init__(self, table: Table, noise: float) -> None:
+        super().__init__(table, VOCAB, "noisy")
+        self.noise = noise
+
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Any = None) -> Tensor:
+        scores = super().extend(tokens, counts, first, tree)
+        if tokens.shape[1] > 1:
+            scores[..., 1] += self.noise
+        return scores
+
+
+def tied(ahead: float) -> tuple[Table, Table]:
+    """Tokens 0 and 1 are almost equally likely; the draft prefers one of the three by the text."""
+    best = 0.4 * math.exp(ahead)
+
+    def p(prefix: tuple[int, ...]) -> tuple[float, ...]:
+        return (best, 0.4, 0.6 - best) if len(prefix) % 4 == 0 else (0.1, 0.2, 0.7)
+
+    return p, dirichlet_table(4)
+
+
+def test_a_near_tie_is_told_from_a_fault() -> None:
+    made = engine(tied(2e-6), target=lambda table: Noisy(table, 5e-6))
+    report = run(made, temperature=0.0)
+    assert report.verdict == "pass" and report.greedy, report.text()
+    first = report.greedy.differences[0]
+    assert (first.plain, first.emitted, first.near_tie) == (0, 1, True)
+    assert first.gap == pytest.approx(2e-6, rel=1e-3) and first.allowed == pytest.approx(2e-5, rel=1e-3)
+    assert first.position % 4 == (4 - len(PROMPTS[first.prompt])) % 4
+    assert first.source in {"draft", "correction", "bonus"} and 1 <= first.round <= 24
+    assert "near-tie" in report.text()
+    strict = run(made, temperature=0.0, gap=1e-6)
+    assert failed(strict) == {"tokens"}
+
+
+def test_rounding_does_not_excuse_a_rule_that_prefers_the_second_best() -> None:
+    """The tokens are within a near-tie of plain decoding, but not the best of their own round."""
+    pair = tied(2e-6)
+    made = engine((pair[0], lambda prefix: (0.05, 0.9, 0.05)), target=lambda table: Noisy(table, 5e-7))
+    assert run(made, temperature=0.0).verdict == "pass"
+    report = run(made, temperature=0.0, verify=lenient(1 - 1e-5), gap=1.0)
+    assert failed(report) == {"tokens"}, report.text()
+
+
+def test_coupled_sampling_has_near_ties_too() -> None:
+    for noise, verdicts in ((1e-3, {"pass"}), (0.2, {"fail"})):
+        made = engine(target=lambda table, noise=noise: Noisy(table, noise))
+        report = run(made, verify=COUPLED, max_new_tokens=400)
+        assert report.sampling and {report.verdict} == verdicts, report.text()
+        same = next(test for test in report.sampling.tests if test.name == "same seed")
+        assert same.figures["different"] > 0
+        assert same.passed or noise > 0.1
+
+
+def test_noise_beyond_rounding_is_a_fault_of_the_scores() -> None:
+    made = engine(target=lambda table: Noisy(table, 0.1))
+    assert "scores" in failed(run(made, temperature=0.0))
+
+
+# ---- what cannot be judged ----------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_equals_its_target_cannot_be_judged() -> None:
+    report = check(engine(PAIRS["same"]), PROMPTS, **FEW)
+    assert report.verdict == "cannot judge", report.text()
+    assert report.greedy and report.greedy.verdict == "cannot judge" and not failed(report)
+    assert "CANNOT JUDGE" in report.text()
+
+
+def test_texts_without_room_for_drafts_cannot_be_judged() -> None:
+    assert run(temperature=0.0, max_new_tokens=1).verdict == "cannot judge"
+
+
+def test_too_few_samples_cannot_judge() -> None:
+    report = run(samples=4)
+    assert report.verdict == "cannot judge" and report.sampling
+    assert report.sampling.blind == ["no broken rule was noticed by 'samples'"]
+    assert report.text().splitlines()[-1] == report.as_dict()["remedy"] == "To judge, give --samples 1500."
+    assert run(samples=1500, temperature=1.0).remedy is None
+
+
+def test_what_cannot_be_judged_for_want_of_drafts_ends_with_what_helps() -> None:
+    report = check(engine(PAIRS["same"]), PROMPTS, **FEW)
+    assert report.remedy and report.text().splitlines()[-1] == report.remedy
+    assert report.remedy.endswith("and longer texts (--max-new-tokens), other prompts or a weaker draft.")
+    short = run(temperature=0.0, max_new_tokens=1).text().splitlines()[-1]
+    assert short == "To judge, give longer texts (--max-new-tokens), other prompts or a weaker draft."
+
+
+# ---- the faces ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [({}, ["greedy", "sampling"]), ({"temperature": 0.0}, ["greedy"]), ({"temperature": 0.7}, ["sampling"])],
+)
+def test_the_temperature_chooses_the_parts(options: dict[str, Any], parts: list[str]) -> None:
+    report = check(engine(), PROMPTS, samples=8, max_new_tokens=8, **options)
+    found = report.as_dict()
+    assert [name for name in ("greedy", "sampling") if found[name]] == parts
+    if "temperature" in options:
+        assert found["environment"]["temperature"] == f"{options['temperature']:g}"
+
+
+class Learner:
+    """Drafts from the frequencies of what was emitted after the same text; q is fixed before it is sampled."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[int, ...], Tensor] = {}
+
+    def law(self, text: Sequence[int]) -> Tensor:
+        counts = self.counts.get(tuple(text), torch.zeros(VOCAB)).double() + 0.2
+        return counts / counts.sum()
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        if not max(gammas, default=0):
+            return Draft.empty(len(gammas), torch.device("cpu"))
+        law = Law(probs=torch.stack([self.law(row.tokens) for row in context.rows]).unsqueeze(1))
+        return Draft(context.draw(law, "draft"), law, tuple(min(gamma, 1) for gamma in gammas))
+
+    def observe(self, round: Round) -> None:
+        for row, new in zip(round.rows, round.tokens, strict=True):
+            for place in range(len(row.tokens) - len(new), len(row.tokens)):
+                counts = self.counts.setdefault(tuple(row.tokens[:place]), torch.zeros(VOCAB))
+                counts *= 0.7
+                counts[row.tokens[place]] += 1
+
+
+def test_a_draft_that_learns_raises_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its law tells which tokens were emitted, so cells by q/p would not follow from the text before a token."""
+    report = run(engine(drafter=lambda small: Learner()), samples=600)
+    assert report.verdict == "pass" and report.sampling, report.text()
+    assert report.sampling.tests[1].figures["learned"]
+    monkeypatch.setattr("slipstream.check.samples.LEARNED", 2.0)
+    assert failed(run(engine(drafter=lambda small: Learner()), samples=600)) == {"samples"}
+
+
+def test_the_report_survives_json() -> None:
+    for rule in (TOKEN, Rule("mine", accept_all)):
+        found = check(engine(), PROMPTS, verify=rule, samples=32, max_new_tokens=8).as_dict()
+        assert json.loads(json.dumps(found, allow_nan=False)) == found
+        assert set(found) == {"verdict", "remedy", "greedy", "sampling", "controls", "environment", "seconds"}
+    assert found["greedy"]["differences"] and found["verdict"] == "fail"
+
+
+def test_the_text_begins_with_the_verdict() -> None:
+    lines = run(samples=8, verify=TOKEN).text().splitlines()
+    assert lines[0].startswith("CANNOT JUDGE: ") and "rule token" in lines[1]
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_a_check_repeats() -> None:
+    first, second = (run(samples=64).as_dict() for _ in range(2))
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
+    assert first["sampling"] != run(samples=64, seed=1).as_dict()["sampling"]
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    run(samples=100, on_progress=lambda *what: told.append(what))
+    assert len({what for what, _, _ in told}) >= 5
+    assert all(0 <= done <= of for _, done, of in told)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"verify": "best"}, ValueError),
+        ({"samples": 0}, ValueError),
+        ({"gamma": 0}, ValueError),
+        ({"temperature": -1.0}, ValueError),
+        ({"stop": "x"}, TypeError),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run(**options)
+
+
+def test_nothing_to_check_is_refused() -> None:
+    with pytest.raises(ValueError, match="no prompt"):
+        check(engine(), [])
+    with pytest.raises(ValueError, match="no draft"):
+        check(Engine(Decoder(scorer(PAIRS["generic"][0]))), PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("pair", "arguments", "code"),
+    [
+        ("generic", [], 0),
+        ("generic", ["--verify", "lenient:0.5"], 1),
+        ("same", [], 3),
+        ("generic", ["--verify", "best"], 2),
+        ("generic", ["--top-p", "0"], 2),
+        ("generic", ["--gamma", "0"], 2),
+    ],
+)
+def test_the_command_exits_with_the_verdict(
+    pair: str, arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = engine(PAIRS[pair])
+    monkeypatch.setattr("slipstream.engine.load.load", lambda *_, **__: made)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"tokens": prompt}) + "\n" for prompt in PROMPTS))
+    fixed = ["check", "--prompts", str(file), "--samples", "256", "--max-new-tokens", "16", "--gamma", "2"]
+    result = CliRunner().invoke(cli.app, [*fixed, *arguments, "--json"])
+    assert result.exit_code == code, result.output
+    if code != 2:
+        found = json.loads(result.stdout)
+        assert found["verdict"] == {0: "pass", 1: "fail", 3: "cannot judge"}[code]
+        assert found["greedy"] and found["sampling"] and found["environment"]["gamma"] == 2
+        words = CliRunner().invoke(cli.app, [*fixed, "--temperature", "0", *arguments])
+        assert words.stdout.startswith(found["verdict"].upper()) and "sampling" not in words.stdout
+
+
+# ---- false alarms -------------------------------------------------------------------------------------------------
+
+
+def test_no_false_alarm_in_twenty_seeds() -> None:
+    """Each has a chance of 1e-4; so do all together of 2e-3."""
+    values = []
+    for seed in range(20):
+        report = run(samples=64, seed=seed, max_new_tokens=8)
+        assert not failed(report), report.text()
+        assert report.sampling
+        values.append(report.sampling.tests[1].figures["p_value"])
+    assert len(set(values)) > 10 and 0.3 < sum(values) / 20 < 0.8
+
+
+def test_tails_are_those_of_the_tables() -> None:
+    assert chi2.tail(18.307, 10) == pytest.approx(0.05, rel=1e-4)
+    assert chi2.tail(29.588, 10) == pytest.approx(0.001, rel=1e-3)
+    assert chi2.critical(0.05, 1) == pytest.approx(3.8415, rel=1e-4)
+    assert chi2.tail(0, 3) == 1
+
+
+@pytest.mark.parametrize(("x", "freedom", "shift"), [(10.0, 4, 5.0), (60.0, 12, 30.0), (150.0, 3, 120.0)])
+def test_noncentral_tails_are_those_of_shifted_normals(x: float, freedom: int, shift: float) -> None:
+    torch.manual_seed(0)
+    draws = torch.randn(200_000, freedom)
+    draws[:, 0] += math.sqrt(shift)
+    seen = float((draws.square().sum(-1) > x).double().mean())
+    assert chi2.tail(x, freedom, shift) == pytest.approx(seen, abs=5e-3)
+
+
+def _tally(count: int, bias: float, seed: int) -> chi2.Tally:
+    """Tokens whose cells have changing chances; half of the mass of cell 0 and 1 moves by the bias."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.tensor([[5.0, 3.0, 1.5, 0.5], [1.0, 4.0, 3.0, 0.1]])[torch.arange(count) % 2]
+    chances = shape / shape.sum(-1, keepdim=True)
+    real = chances.clone()
+    real[:, 0] -= bias
+    real[:, 1] += bias
+    tally = chi2.Tally(4)
+    tally.add(chances, torch.multinomial(real, 1, generator=generator)[:, 0])
+    return tally
+
+
+def _p_values(bias: float, runs: int) -> list[float]:
+    return [chi2.tail(*_tally(1000, bias, seed).test()) for seed in range(runs)]
+
+
+def test_p_values_are_uniform_without_a_bias() -> None:
+    values = _p_values(0.0, 500)
+    for bar in (0.02, 0.1, 0.5, 0.9):
+        share = sum(value < bar for value in values) / len(values)
+        assert abs(share - bar) < 4 * math.sqrt(bar * (1 - bar) / len(values))
+
+
+def test_the_promised_bias_is_seen() -> None:
+    """`detectable` is an upper bound: that bias is seen at least as often as it says, a much smaller one is not."""
+    freedom = _tally(1000, 0.0, 0).test()[1]
+    assert freedom == 3
+    bias = chi2.detectable(1000, freedom, 1e-3, 0.9)
+    assert sum(value < 1e-3 for value in _p_values(bias, 300)) / 300 > 0.86
+    assert sum(value < 1e-3 for value in _p_values(bias / 4, 300)) / 300 < 0.2
+
+
+# ---- the enumeration ----------------------------------------------------------------------------------------------
+
+
+@cache
+def pairs(copied: bool = False) -> list[Pair]:
+    generator = torch.Generator().manual_seed(0)
+
+    def law() -> Tensor:
+        return normed((torch.randn(40, generator=generator) * 2).softmax(-1))
+
+    made = []
+    for _ in range(24):
+        p, q = law(), law()
+        q = torch.nn.functional.one_hot(q.argmax(), 40).double() if copied else (p + q) / 2
+        made.append(Pair(p, q, law(), copied))
+    return made
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH], ids=lambda rule: rule.name)
+def test_the_enumerated_law_of_exact_rules_is_the_targets(rule: Rule, copied: bool) -> None:
+    for parents, cells in ((None, CHAIN_CELLS), (TREE, 3)):
+        process = deep(pairs(copied), cells)
+        law = rule_law(rule.verify, process, parents)
+        assert float(law.sum()) == pytest.approx(1, abs=1e-12)
+        assert apart(law, process.law) < 1e-12
+
+
+def test_the_enumerated_law_of_accepting_everything_is_the_drafts() -> None:
+    process = deep(pairs(), CHAIN_CELLS)
+    want = process.q[0][:, None, None] * process.q[1][:, :, None] * process.p[2]
+    assert apart(rule_law(accept_all, process, None), want) < 1e-12
+    one = wide(pairs()[0])
+    assert apart(rule_law(accept_all, one, None).sum(1), one.q[0]) < 1e-12
+
+
+def test_pooling_keeps_the_mass() -> None:
+    pooled = pairs()[0].pooled(5)
+    top = torch.maximum(pairs()[0].p, pairs()[0].q).topk(4).indices
+    assert torch.equal(pooled.p[:4], pairs()[0].p[top])
+    assert all(float(law.sum()) == pytest.approx(1) and law.shape == (5,) for law in pooled.laws)

@@ -1,0 +1,604 @@
+"""The command line, on a tiny random pair whose tokens are bytes, and on an engine that only writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.text import Text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import Result
+
+import slipstream
+from slipstream.cli import app as cli
+from slipstream.cli.app import say
+from slipstream.core.stats import Stats
+from slipstream.engine.engine import Completion, Interrupted, Piece
+from slipstream.engine.load import load
+from terminal import run
+
+CONTEXT = 64
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+
+
+def save_tokenizer(folder: Path, template: str | None = None) -> None:
+    """A byte-level tokenizer: 256 tokens and the end of text."""
+    vocab = {sign: number for number, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab={**vocab, "<eos>": 256}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target, which has a chat template, and of a draft."""
+    folders = []
+    for seed, name in enumerate(("target", "draft")):
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=257,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=CONTEXT,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        save_tokenizer(folder, TEMPLATE if name == "target" else None)
+        folders.append(str(folder))
+    return folders[0], folders[1]
+
+
+@pytest.fixture
+def generate(pair: tuple[str, str]) -> Callable[..., Result]:
+    """`slipstream generate` with the pair and 12 tokens."""
+
+    def call(*arguments: str, **rest: Any) -> Result:
+        fixed = ["--target", pair[0], "--draft", pair[1], "--max-new-tokens", "12"]
+        return run("generate", *fixed, *arguments, **rest)
+
+    return call
+
+
+def completions(pair: tuple[str, str], *prompts: Any, **options: Any) -> list[Completion]:
+    """What the library itself answers."""
+    return load(*pair).generate(prompts, **{"max_new_tokens": 12, **options})
+
+
+def by_index(result: Result) -> list[dict[str, Any]]:
+    """The JSON lines, which come as prompts finish, in the order of the prompts."""
+    return sorted(map(json.loads, result.stdout.splitlines()), key=lambda line: line["index"])
+
+
+def complaints(result: Result) -> list[str]:
+    """The lines on stderr, without the loading bars of transformers, which other tests may have switched on."""
+    lines = re.split(r"[\r\n]+", result.stderr)
+    return [line for line in lines if line and not line.startswith("Loading weights")]
+
+
+# ---- output -----------------------------------------------------------------------------------------------------
+
+
+def test_text_follows_the_prompt(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    result = generate("def f")
+    assert result.exit_code == 0
+    assert result.stdout == f"def f{completions(pair, 'def f')[0].text}\n"
+    assert complaints(result) == []
+
+
+def test_several_prompts_have_headings(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    one, two = completions(pair, "a", "b")
+    result = generate("a", "b")
+    assert result.stdout == f"==> prompt 1 <==\na{one.text}\n\n==> prompt 2 <==\nb{two.text}\n"
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+def test_stream_prints_the_same(generate: Callable[..., Result], prompts: list[str]) -> None:
+    whole, stream = generate(*prompts), generate(*prompts, "--stream")
+    assert stream.exit_code == 0
+    assert stream.stdout == whole.stdout
+
+
+def test_json_lines(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    result = generate("a", "日本", "--json", "--temperature", "0.9", "--seed", "3")
+    lines = by_index(result)
+    expected = completions(pair, "a", "日本", temperature=0.9, seed=3)
+    assert [line["index"] for line in lines] == [0, 1]
+    for line, completion in zip(lines, expected, strict=True):
+        assert line["text"] == completion.text
+        assert tuple(line["tokens"]) == completion.tokens
+        assert (line["finish_reason"], line["prompt_tokens"]) == ("length", completion.prompt_tokens)
+        assert line["stats"].keys() == completion.stats.as_dict().keys()
+        assert line["stats"]["emitted"] == 12
+
+
+def test_plain_drafts_nothing(generate: Callable[..., Result]) -> None:
+    plain, drafted = (json.loads(generate("a", "--json", *more).stdout) for more in (["--plain"], []))
+    assert plain["stats"]["drafted"] == 0 < drafted["stats"]["drafted"]
+    assert plain["tokens"] == drafted["tokens"]
+
+
+def test_a_target_alone(pair: tuple[str, str]) -> None:
+    result = run("generate", "a", "--target", pair[0], "--max-new-tokens", "3", "--json")
+    assert json.loads(result.stdout)["stats"]["drafted"] == 0
+
+
+@pytest.mark.parametrize(("prompts", "no_color"), [(["a"], None), (["a", "b"], None), (["a"], "1")])
+def test_explain_in_a_file_has_marks_and_no_escapes(
+    generate: Callable[..., Result], prompts: list[str], no_color: str | None
+) -> None:
+    colour = {"NO_COLOR": no_color, "FORCE_COLOR": "1"} if no_color else {}
+    result = generate(*prompts, "--explain", **colour)
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert "round  kept of drafted" in result.stdout and "draft acceptance rate" in result.stdout
+    assert ("prompt 2 ──" in result.stdout) is (len(prompts) > 1)
+
+
+def test_explain_on_a_terminal_has_colours(generate: Callable[..., Result]) -> None:
+    assert "\x1b[32m" in generate("a", "--explain", FORCE_COLOR="1").stdout
+
+
+def test_a_person_who_watches_gets_figures(generate: Callable[..., Result]) -> None:
+    result = generate("a", FORCE_COLOR="1", NO_COLOR="1")
+    assert re.search(r"12 tokens, \d\.\d\d per target call, [\d.]+ per second", result.stderr)
+    assert "12 tokens," not in result.stdout
+
+
+# ---- prompts ----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_in_every_form(generate: Callable[..., Result], pair: tuple[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "hi"}]
+    records = [{"prompt": "a"}, {"messages": chat}, {"tokens": [64, 65]}]
+    file.write_text("\n".join(map(json.dumps, records)))
+    result = generate("--prompts", str(file), "--json")
+    assert result.exit_code == 0
+    texts = [json.loads(line)["text"] for line in result.stdout.splitlines()]
+    assert texts == [completion.text for completion in completions(pair, "a", chat, [64, 65])]
+
+
+def test_human_output_of_every_form(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    engine = load(*pair)
+    ids = list(engine.encode("abc"))
+    chat = [{"role": "user", "content": "hi"}]
+    text, reply = (completion.text for completion in completions(pair, "abc", chat))
+    assert generate("--prompts", "-", stdin=json.dumps({"tokens": ids})).stdout == f"abc{text}\n"
+    assert generate("--prompts", "-", stdin=json.dumps({"messages": chat})).stdout == f"{reply}\n"
+    assert generate("--chat", "hi").stdout == f"{reply}\n"
+
+
+def test_stdin_as_one_prompt(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    result = generate("-", stdin="a\nb\n")
+    assert result.stdout == f"a\nb{completions(pair, 'a' + chr(10) + 'b')[0].text}\n"
+
+
+def test_bad_prompts_do_not_take_the_others_with_them(
+    generate: Callable[..., Result], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "p.jsonl"
+    lines = ['{"prompt": "a"}', "{oops", json.dumps({"prompt": "x" * 200}), '{"tokens": [999]}', '{"prompt": "b"}']
+    file.write_text("\n".join(lines))
+    result = generate("--prompts", str(file), "--json")
+    assert result.exit_code == 2
+    found = by_index(result)
+    one, two = completions(pair, "a", "b")
+    assert [found[0]["text"], found[4]["text"]] == [one.text, two.text]
+    errors = [line["error"] for line in found[1:4]]
+    assert [line["index"] for line in found] == [0, 1, 2, 3, 4]
+    assert complaints(result) == [f"slipstream: {error}" for error in errors]
+    assert errors[0].startswith(f"{file}:2: this is not JSON")
+    assert errors[1].startswith(f"{file}:3: the prompt has 200 tokens, but")
+    assert errors[2].startswith(f"{file}:4: the prompt has token ids outside 0..256")
+    human = generate("--prompts", str(file))
+    assert human.exit_code == 2
+    assert human.stdout == f"==> {file}:1 <==\na{one.text}\n\n==> {file}:5 <==\nb{two.text}\n"
+
+
+@pytest.mark.parametrize("mode", [[], ["--stream"], ["--explain"]])
+def test_only_bad_prompts(mode: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.engine.load.load", lambda *_, **__: pytest.fail("nothing to load for"))
+    result = run("generate", "", *mode)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert complaints(result) == ["slipstream: prompt 1: the prompt is empty."]
+
+
+def test_a_chat_template_may_refuse(pair: tuple[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "strict"
+    LlamaForCausalLM.from_pretrained(pair[0]).save_pretrained(folder)
+    save_tokenizer(folder, "{{ raise_exception('only one turn, please') }}")
+    result = run("generate", "--chat", "hi", "--target", str(folder))
+    assert result.exit_code == 2
+    said = "the chat template refuses these messages: only one turn, please"
+    assert complaints(result) == [f"slipstream: prompt 1: {said}"]
+
+
+def test_no_chat_template(pair: tuple[str, str]) -> None:
+    result = run("generate", "--chat", "hi", "--target", pair[1])
+    assert result.exit_code == 2
+    assert "has no chat template" in complaints(result)[0]
+
+
+# ---- what is wrong is one sentence ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bogus"], "No such command 'bogus'."),
+        (["generate", "x", "--gama", "3"], "No such option: --gama"),
+        (["generate", "x", "--gamma", "-1"], "Invalid value for '--gamma'"),
+        (["generate", "x", "--gamma", "many"], "Invalid value for '--gamma'"),
+        (["generate", "x", "--max-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+        (["generate", "x", "--temperature", "-1"], "Invalid value for '--temperature'"),
+        (["generate", "x", "--top-p", "2"], "Invalid value for '--top-p'"),
+        (["generate", "x", "--top-p", "0"], "top_p=0.0 is not possible"),
+        (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty=0.0 is not possible"),
+        (["generate", "x", "--presence-penalty", "nan"], "--presence-penalty nan is not a finite number."),
+        (["generate", "x", "--dtype", "int3"], "Invalid value for '--dtype': 'int3' is not one of 'auto'"),
+        (["generate", "x", "--seed"], "Option '--seed' requires an argument."),
+        (["generate", "x", "--stop", ""], "--stop is empty"),
+        (["generate", "x", "--json", "--stream"], "--stream and --json exclude each other: choose one."),
+        (["generate", "x", "--json", "--explain"], "--explain and --json exclude each other: choose one."),
+        (["generate"], "there is no prompt"),
+        (["generate", "-", "-"], "stdin (-) can be read only once"),
+        (["generate", "--prompts", "missing.txt"], "cannot read missing.txt: No such file or directory."),
+        (["generate", "x", "--target", "no/such-model"], "cannot load the model 'no/such-model'"),
+        (["generate", "x", "--target", "."], "cannot load the model '.'"),
+        (["generate", "x", "--tree", "1000,1000,1000"], "a tree of shape (1000, 1000, 1000) is too large"),
+        (["generate", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
+        (["check", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
+        (["check", "--samples", "999999999999"], "samples=999999999999 cannot be checked: use 1000000 or fewer"),
+        (["generate", "x", "--device", "meta"], "device='meta' cannot be used"),
+        (["datastore", "build", "", "x"], "the datastore has no name"),
+        (["datastore", "info", ""], "the datastore has no name"),
+    ],
+)
+def test_errors(arguments: list[str], sentence: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(complaints(result)) == 1
+    assert complaints(result)[0].startswith(f"slipstream: {sentence}")
+    assert "Traceback" not in result.output
+
+
+def test_a_device_that_is_not_there(generate: Callable[..., Result]) -> None:
+    result = generate("x", "--device", "bogus")
+    assert result.exit_code == 2
+    assert complaints(result)[0].startswith("slipstream: device='bogus' cannot be used: ")
+
+
+def test_greedy_ignores_top_p_and_says_so(generate: Callable[..., Result]) -> None:
+    result = generate("a", "--top-p", "0.9", "--min-p", "0.1", "--json")
+    assert result.exit_code == 0
+    assert complaints(result) == ["slipstream: note: --temperature 0 is greedy and ignores --top-p, --min-p."]
+    assert complaints(generate("a", "--top-p", "0.9", "--temperature", "1", "--json")) == []
+
+
+# ---- an engine that writes down ---------------------------------------------------------------------------------
+
+
+def completion(text: str, reason: str = "length") -> Completion:
+    return Completion(text, tuple(text.encode()), reason, Stats(emitted=len(text), target_calls=1), 1)
+
+
+class Recorder:
+    """Stands for the engine and for `load`."""
+
+    def __init__(self) -> None:
+        self.loaded: tuple[Any, ...] = ()
+        self.asked: dict[str, Any] = {}
+        self.error: BaseException | None = None
+        self.notes: tuple[str, ...] = ()
+
+    def __call__(self, *models: Any, **settings: Any) -> Recorder:
+        self.loaded = (*models, settings)
+        return self
+
+    frame = None
+
+    def encode(self, prompt: Any) -> tuple[int, ...]:
+        return (1,)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "?"
+
+    def generate(
+        self, prompts: Any, skip: Any = (), on_round: Any = None, on_completion: Any = None, **options: Any
+    ) -> list[Completion]:
+        self.asked = options
+        if self.error:
+            raise self.error
+        done = {place: completion("ok") for place in range(len(prompts)) if place not in skip}
+        for place in reversed(done):
+            if on_completion:
+                on_completion(place, done[place])
+        return [*done.values()]
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
+        self.asked = options
+        yield Piece("he", 1, "draft")
+        if self.error:
+            raise self.error
+        yield Piece("llo", 2, "bonus", completion("hello"))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr("slipstream.engine.load.load", recorder)
+    return recorder
+
+
+def test_defaults(engine: Recorder) -> None:
+    assert run("generate", "x").stdout == "xok\n"
+    settings = {"gamma": 5, "tree": None, "verify": "block", "exact_shape": False, "compile": False, "progress": say}
+    settings["task"] = None
+    assert engine.loaded == (None, None, {"dtype": "auto", "device": None, "batch_size": 8, **settings})
+    assert engine.asked == {
+        "max_new_tokens": 128,
+        "lossless": False,
+        "stop": [],
+        "seed": 0,
+        "plain": False,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+
+def test_every_option_arrives(engine: Recorder) -> None:
+    models = "--target big --draft small --dtype float32 --device cpu --gamma 3 --batch-size 2 --plain"
+    rules = "--tree 3,2,1 --verify token --lossless --exact-shape --compile --task summarize"
+    sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --typical-p 0.8 --seed 7 --max-new-tokens 9"
+    penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3"
+    stops = ["--stop", r"\n\n", "--stop", r"a\\n\t", "--stop", "é\\"]
+    result = run("generate", "x", *models.split(), *rules.split(), *sampling.split(), *penalties.split(), *stops)
+    assert result.exit_code == 0
+    settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True, "compile": True}
+    settings |= {"progress": say, "task": "summarize"}
+    assert engine.loaded == ("big", "small", {"dtype": "float32", "device": "cpu", "batch_size": 2, **settings})
+    assert engine.asked == {
+        "lossless": True,
+        "max_new_tokens": 9,
+        "stop": ["\n\n", "a\\n\t", "é\\"],
+        "seed": 7,
+        "plain": True,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "typical_p": 0.8,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+    }
+
+
+def test_names_of_other_engines(engine: Recorder) -> None:
+    run("generate", "x", "--model", "a", "--draft-model", "b", "--num_speculative_tokens", "2", "--max-tokens", "3")
+    assert engine.loaded[:2] == ("a", "b") and engine.loaded[2]["gamma"] == 2
+    assert engine.asked["max_new_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "stdout"),
+    [
+        ([], "==> prompt 1 <==\nxall\n\n==> prompt 2 <==\nypar\n"),
+        (["--json"], None),
+        (["--explain"], ""),
+    ],
+)
+def test_ctrl_c_prints_what_there_is(engine: Recorder, mode: list[str], stdout: str | None) -> None:
+    done = [completion("all"), completion("par", "interrupted"), completion("", "interrupted")]
+    engine.error = Interrupted(done)
+    result = run("generate", "x", "y", "z", *mode)
+    assert (result.exit_code, result.stderr) == (130, "")
+    if stdout is None:
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [(line["text"], line["finish_reason"]) for line in lines] == [
+            ("all", "length"),
+            ("par", "interrupted"),
+            ("", "interrupted"),
+        ]
+    else:
+        assert result.stdout == stdout
+
+
+def test_ctrl_c_while_streaming(engine: Recorder) -> None:
+    engine.error = KeyboardInterrupt()
+    result = run("generate", "x", "--stream")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "xhe\n", "")
+
+
+def test_ctrl_c_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.engine.load.load", interrupt)
+    result = run("generate", "x")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_damaged_weights_are_one_sentence(engine: Recorder) -> None:
+    engine.error = FloatingPointError("big gives non-finite logits\nfor position 3.")
+    result = run("generate", "x")
+    assert (result.exit_code, result.stderr) == (2, "slipstream: big gives non-finite logits for position 3.\n")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: DefaultCPUAllocator: can't allocate memory: y")])
+def test_too_little_memory_is_one_sentence(engine: Recorder, error: Exception) -> None:
+    engine.error = error
+    result = run("generate", "x")
+    assert result.exit_code == 2 and complaints(result)[-1].startswith("slipstream: there is not enough memory: take")
+
+
+def test_a_bug_of_ours_is_not_hidden(engine: Recorder) -> None:
+    engine.error = AssertionError("ours")
+    with pytest.raises(AssertionError, match="ours"):
+        run("generate", "x")
+
+
+# ---- the command itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_a_short_name(command: str) -> None:
+    assert run(command, "-h").stdout == run(command, "--help").stdout
+
+
+def test_help_groups_the_options() -> None:
+    text = run("generate", "--help").stdout
+    places = [text.index(f"─ {panel} ─") for panel in ("Models", "Sampling", "Output")]
+    assert places == sorted(places)
+
+
+def test_alone_it_shows_its_help() -> None:
+    result = run()
+    assert result.exit_code == 0 and "Usage: " in result.stdout and "generate" in result.stdout
+
+
+def test_version_stands_in_one_place() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "slipstream.version.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", slipstream.__version__) and "__version__" in dir(slipstream)
+    assert run("--version").stdout == f"slipstream {slipstream.__version__}\n"
+
+
+def every_command() -> Iterator[tuple[list[str], Any]]:
+    """The words and the command of everything that can be called, groups too."""
+
+    def below(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
+        yield words, command
+        for name, one in getattr(command, "commands", {}).items():
+            yield from below([*words, name], one)
+
+    yield from below([], typer.main.get_command(cli.app))
+
+
+EVERY_COMMAND = list(every_command())
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY_COMMAND, ids=[" ".join(words) for words, _ in EVERY_COMMAND])
+def test_help_has_examples_and_says_all_that_is_written(words: list[str], command: Any) -> None:
+    shown = run(*words, "--help", COLUMNS="1000").stdout
+    assert f"Example: slipstream {' '.join(words)}".rstrip() in shown
+    for parameter in command.params:
+        text = getattr(parameter, "help", None) or ""
+        assert Text.from_markup(text).plain.count("[") == text.replace("\\[", "[").count("["), text
+    if words == ["plan"]:
+        assert "needs slipstream[plot]." in shown
+
+
+def test_shell_completion() -> None:
+    assert "--install-completion" in run("--help").stdout and "--show-completion" in run("--help").stdout
+    script = as_process(["--show-completion", "bash"])
+    assert script.returncode == 0 and "_SLIPSTREAM_COMPLETE=complete_bash" in script.stdout
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ngram ", "COMP_CWORD": "2"}
+    assert as_process([], asked).stdout.split() == ["build", "info"]
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream generate --max", "COMP_CWORD": "2"}
+    assert as_process([], asked).stdout.split() == ["--max-new-tokens"]
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
+    done = as_process(["--install-completion", "bash"], {"HOME": str(tmp_path)})
+    assert done.returncode == 0 and not done.stderr
+    assert "slipstream" in (tmp_path / ".bashrc").read_text()
+
+
+def as_process(arguments: list[str], more: dict[str, str] | None = None, **streams: Any) -> Any:
+    """`python -m slipstream ARGUMENTS` as a process of its own."""
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, **(more or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    command = [sys.executable, "-m", "slipstream", *arguments]
+    return subprocess.run(command, env=environment, text=True, timeout=120, **streams)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--alpha", "0.8", "--cost", "0.1", "--json"]])
+def test_a_full_disk_behind_standard_output(arguments: list[str], buffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = as_process(arguments, {"PYTHONUNBUFFERED": buffered}, stdout=full)
+    assert (done.returncode, done.stderr) == (
+        cli.BROKEN_PIPE,
+        "slipstream: cannot write to standard output: No space left on device.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "sentence"),
+    [
+        (">&-", cli.BROKEN_PIPE, "slipstream: standard output is closed: send it to a file, or to /dev/null.\n"),
+        ("2>&-", 0, ""),
+        ("<&-", 0, ""),
+    ],
+)
+def test_streams_that_were_closed_before(closed: str, code: int, sentence: str) -> None:
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
+    command = ["sh", "-c", f'exec "{sys.executable}" -m slipstream --version {closed}']
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (code, sentence)
+    assert done.stdout == ("" if code else f"slipstream {slipstream.__version__}\n")
+
+
+def test_our_warnings_are_notes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "c++").write_text("#!/bin/sh\n")
+    (tmp_path / "c++").chmod(0o755)
+    broken = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "file"), "CXX": str(tmp_path / "c++")}
+    done = as_process(["generate", "a", "--max-new-tokens", "1", "--plain"], broken)
+    assert done.returncode == 0
+    if sys.platform.startswith("linux"):
+        assert done.stderr.startswith("slipstream: note: linear layers run slower") and done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_goes_away() -> None:
+    """`slipstream --help | true`, as a process: no traceback, not even at exit."""
+    read, write = os.pipe()
+    os.close(read)
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
+    command = [sys.executable, "-m", "slipstream", "--help"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("shape", ["", "3,x", "2;1", "0,1"])
+def test_a_tree_that_is_none(generate: Callable[..., Result], shape: str) -> None:
+    result = generate("x", "--tree", shape)
+    assert result.exit_code == 2
+    assert "tree" in complaints(result)[0]
+
+
+def test_lossless_refuses_lenience(generate: Callable[..., Result]) -> None:
+    result = generate("x", "--verify", "lenient:0.5", "--lossless")
+    assert result.exit_code == 2
+    assert "refuses" in complaints(result)[0]

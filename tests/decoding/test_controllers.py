@@ -1,0 +1,415 @@
+"""Controllers: gammas per row, and the exactness of any choice that is made before anything is drafted."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import slipstream
+from slipstream.core.draft import Draft
+from slipstream.core.protocols import Controller, Drafter
+from slipstream.core.request import Row
+from slipstream.core.round import Round, Seam
+from slipstream.decoding.adaptive import Adaptive, Learned
+from slipstream.decoding.controllers import Fixed, Planned, controller
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate
+from slipstream.decoding.round_estimates import Acceptance, Costs, Curve
+from slipstream.decoding.rules import BLOCK, TOKEN, Rule
+from slipstream.drafters.choice import Ucb
+from slipstream.drafters.model import ModelDrafter
+from toys import (
+    EXACT,
+    PAIRS,
+    WRONG,
+    Altered,
+    Distribution,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    row,
+    scorer,
+    total_variation,
+)
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "controllers.py"
+
+
+def load_script() -> ModuleType:
+    """benchmarks/controllers.py, whose replay of traces the tests use too."""
+    spec = importlib.util.spec_from_file_location("controllers_benchmark", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_script()
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A controller that asks a function of a row; the state is the last round."""
+
+    choose: Callable[[Row, Round | None], int]
+    most: int = 2
+
+    def init(self) -> Round | None:
+        """Nothing was seen."""
+        return None
+
+    def gammas(self, state: Round | None, rows: Sequence[Row]) -> list[int]:
+        """The function, row by row."""
+        return [self.choose(row, state) for row in rows]
+
+    def update(self, state: Round | None, round: Round) -> Round:
+        """The round itself."""
+        return round
+
+
+def by_text(row: Row, last: Round | None) -> int:
+    """Depends on everything that a controller may know: the text, and what was accepted."""
+    return (sum(row.tokens) + (sum(last.accepted) if last else 1)) % 3
+
+
+def law(
+    pair: str,
+    rule: Rule,
+    wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
+    chooser: Controller = Chooser(by_text),
+) -> Distribution:
+    """The joint law of the first three tokens."""
+
+    def run(seam: Seam) -> tuple[int, ...]:
+        target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
+        decoder = Decoder(target, wrap(ModelDrafter(draft)), rule.verify, chooser, seam=seam)
+        (row,) = generate(decoder, [request((0, 2), 3)])
+        return tuple(row.output)
+
+    return enumerate_outcomes(run)
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gammas_that_depend_on_the_past_leave_the_law_exact(pair: str, rule: Rule) -> None:
+    assert total_variation(law(pair, rule), plain_law(PAIRS[pair][0], (0, 2), 3)) < EXACT
+
+
+def less_when_unlikely(draft: Draft) -> Draft:
+    """The mistake: gamma is chosen after a look at the drafted tokens, so an unlikely one is taken back."""
+    if draft.law is None or draft.law.probs is None:
+        return draft
+    chances = draft.law.probs.gather(-1, draft.tokens.unsqueeze(-1))[0, :, 0].tolist()
+    kept = next((place for place, chance in enumerate(chances) if chance < 0.3), len(chances))
+    return replace(draft, lengths=(min(kept, draft.lengths[0]),))
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
+def test_a_gamma_chosen_after_a_look_at_the_draft_is_caught(rule: Rule) -> None:
+    wrong = law("generic", rule, lambda drafter: Altered(drafter, less_when_unlikely))
+    assert total_variation(wrong, plain_law(PAIRS["generic"][0], (0, 2), 3)) > WRONG
+
+
+def test_rows_of_one_round_draft_as_many_tokens_as_each_was_given() -> None:
+    seen: list[Round] = []
+
+    def choose(row: Row, last: Round | None) -> int:
+        seen.extend([last] if last else [])
+        return row.index
+
+    target, draft = PAIRS["generic"]
+    requests = [request((index, 2), 12, key=index) for index in range(3)]
+
+    def texts(controller: Chooser | Fixed) -> list[list[int]]:
+        decoder = Decoder(scorer(target, "target"), ModelDrafter(scorer(draft, "draft")), controller=controller)
+        rows = generate(decoder, requests)
+        if isinstance(controller, Chooser):
+            assert [row.stats.drafted > 0 for row in rows] == [False, True, True]
+            assert [len(row.stats.drafted_by_position) for row in rows] == [0, 1, 2]
+        return [row.output for row in rows]
+
+    mixed = texts(Chooser(choose))
+    assert seen[0].gammas == seen[0].draft.lengths == (0, 1, 2)
+    # A row's text depends on its own gammas alone.
+    assert mixed == [texts(Fixed(gamma))[gamma] for gamma in range(3)]
+
+
+# ---- planned ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_gives_each_number_of_rows_its_gamma() -> None:
+    plan = Planned({8: 0, 1: 5, 4: 2})
+    given = [plan.gammas(plan.init(), [row([1])] * count) for count in (1, 2, 4, 5, 8, 9)]
+    assert [gammas[0] for gammas in given] == [5, 2, 2, 0, 0, 0]
+    assert [len(gammas) for gammas in given] == [1, 2, 4, 5, 8, 9]
+    assert plan.most == 5
+
+
+@pytest.mark.parametrize("by_rows", [{}, {0: 5}, {1: -1}, {1: 3, -2: 3}], ids=str)
+def test_an_impossible_plan_is_refused(by_rows: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"^the plan .* is not possible: give a gamma of 0"):
+        Planned(by_rows)
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    given = {1: 5}
+    plan = Planned(given)
+    given[1] = 9
+    assert plan.most == 5
+    with pytest.raises(TypeError):
+        plan.by_rows[1] = 9  # type: ignore[index]
+
+
+# ---- adaptive: exactness ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`Adaptive` in the middle of its work, on a clock that the emitted tokens drive: the worst that time can do."""
+
+    inner: Adaptive
+    state: Learned
+    chosen: set[tuple[tuple[int, ...], int]]
+    most: int = 2
+
+    def init(self) -> Learned:
+        """What was learned before."""
+        return self.state
+
+    def gammas(self, state: Learned, rows: Sequence[Row]) -> Sequence[int]:
+        """Its choice, noted with the text."""
+        found = self.inner.gammas(state, rows)
+        self.chosen.add((tuple(rows[0].tokens), found[0]))
+        return found
+
+    def update(self, state: Learned, round: Round) -> Learned:
+        """Time as the tokens say."""
+        slow = 1.0 + sum(round.tokens[0])
+        return self.inner.update(state, replace(round, seconds={"draft": 0.3 * len(round.tokens[0]), "target": slow}))
+
+
+def on_the_edge() -> Learned:
+    """A state in which one round decides whether and how far to speculate."""
+    curve = Curve().add(0, 1.0).add(1, 1.1).add(2, 1.2)
+    costs = Costs({1: Curve().add(1, 0.4).add(2, 0.75)}, {1: curve})
+    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, rounds=9, wait=1)
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_law_is_exact_when_gamma_adapts(pair: str, rule: Rule) -> None:
+    adaptive = Adaptive(2, 1, 1)
+    learned = on_the_edge()
+    chooser = Prepared(adaptive, learned, set())
+    assert total_variation(law(pair, rule, chooser=chooser), plain_law(PAIRS[pair][0], (0, 2), 3)) < EXACT
+    later = {gamma for text, gamma in chooser.chosen if len(text) == 3}
+    if pair == "generic":
+        assert len(later) > 1, "the choice did not depend on what was emitted"
+
+
+# ---- adaptive: speed, on synthetic traces -----------------------------------------------------------------------
+
+
+def text(alpha: float, length: int, seed: int) -> list[bool]:
+    """A synthetic trace: would the draft say the same, position by position."""
+    rng = random.Random(f"{alpha} {seed}")
+    return [rng.random() < alpha for _ in range(length)]
+
+
+def machine(c: float, widening: float = 0.02, **noise: Any) -> Any:
+    """A draft step costs `c` plain steps, verifying one token more `widening`."""
+    steps = range(17)
+    noise = {"noise": 0.05, "stalls": 50} | noise
+    return bench.Machine([c * k for k in steps], [1 + widening * k for k in steps], missing=c / 20, **noise)
+
+
+def seconds(chooser: Controller, texts: Sequence[Sequence[bool]], on: Any, batch: int = 1) -> float:
+    """The time that the texts take."""
+    return bench.replay(chooser, texts, on, batch).seconds
+
+
+def best_fixed(texts: Sequence[Sequence[bool]], on: Any, batch: int = 1) -> float:
+    """The time of the best fixed gamma in hindsight, plain decoding included."""
+    return min(seconds(Fixed(gamma), texts, on, batch) for gamma in range(9))
+
+
+@pytest.mark.parametrize(("c", "alpha"), [(0.05, 0.5), (0.05, 0.9), (0.2, 0.1), (0.2, 0.7), (0.4, 0.7), (0.4, 0.9)])
+def test_within_5_percent_of_the_best_fixed_gamma_on_stationary_text(c: float, alpha: float) -> None:
+    texts = [text(alpha, 600, seed) for seed in range(4)]
+    assert seconds(Adaptive(), texts, machine(c)) < 1.05 * best_fixed(texts, machine(c))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("c", [0.05, 0.2, 0.4])
+def test_better_than_any_fixed_gamma_where_the_text_changes_character(c: float, batch: int) -> None:
+    """Code, then random words, then copying."""
+    texts = [text(0.7, 400, seed) + text(0.02, 400, seed) + text(0.98, 400, seed) for seed in range(batch)]
+    assert seconds(Adaptive(), texts, machine(c), batch) < best_fixed(texts, machine(c), batch)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.02])
+@pytest.mark.parametrize("c", [0.05, 0.2, 0.5, 1.0])
+def test_never_5_percent_slower_than_plain_over_500_tokens_of_a_useless_draft(c: float, alpha: float) -> None:
+    for seed in range(3):
+        useless, on = [text(alpha, 500, seed)], machine(c, stalls=0, noise=0.02)
+        assert seconds(Adaptive(), useless, on) < 1.05 * seconds(Fixed(0), useless, on)
+        assert seconds(Fixed(5), useless, on) > 1.05 * seconds(Fixed(0), useless, on), "the draft costs nothing"
+
+
+# ---- adaptive: parts --------------------------------------------------------------------------------------------
+
+
+def test_a_curve_takes_medians_and_never_falls() -> None:
+    curve = Curve().add(1, 9.0).add(1, 1.0).add(1, 1.1)  # the first run of a shape is slow
+    assert curve.at(1) == curve.at(0) == 1.1
+    curve = curve.add(3, 2.1)
+    assert [curve.at(tokens) for tokens in (2, 3, 4)] == pytest.approx([1.6, 2.1, 2.6])
+    fallen = curve.add(5, 0.9)
+    assert fallen.at(3) == fallen.at(5) == pytest.approx(1.5)
+    assert Curve().at(4) == 0.0
+
+
+def test_an_unknown_batch_size_borrows_the_shape_of_the_nearest() -> None:
+    known = Curve().add(0, 1.0).add(4, 2.0)
+    assert Costs({}, {1: known}).of(3)[1].at(4) == 2.0
+    assert Costs({}, {1: known, 4: Curve().add(0, 3.0)}).of(3)[1].at(4) == 6.0
+
+
+def test_it_switches_off_and_comes_back_on() -> None:
+    """Within a few dozen tokens of the change, on a trace that is all wrong and then all right."""
+    trace = [False] * 200 + [True] * 200
+    played = bench.replay(Adaptive(), [trace], machine(0.2, noise=0.0, stalls=0))
+    emitted, drafted = 0, list[tuple[int, int]]()
+    for (gamma,), stood in zip(played.gammas, played.accepted, strict=True):
+        drafted.append((emitted, gamma))
+        emitted += stood + 1
+    assert sum(gamma for place, gamma in drafted if 30 < place < 200) < 20
+    assert all(gamma >= 4 for place, gamma in drafted if 260 < place < 390)
+
+
+def test_a_row_without_hope_drafts_less_than_its_neighbours() -> None:
+    traces = [[True] * 300, [False] * 300]
+    played = bench.replay(Adaptive(), traces, machine(0.2), batch=2)
+    together = [pair for pair in played.gammas if len(pair) == 2]
+    assert sum(pair[1] for pair in together) < 0.6 * sum(pair[0] for pair in together)
+
+
+# ---- adaptive: whatever happens ---------------------------------------------------------------------------------
+
+
+NONSENSE = (0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308)
+TIMES = st.sampled_from(NONSENSE) | st.floats(1e-6, 100.0)
+TURNS = st.lists(st.tuples(st.integers(1, 33), st.integers(0, 8), st.integers(0, 8), TIMES, TIMES), max_size=30)
+CONTROLLERS = (Adaptive(), Adaptive(1, 1, 1), Adaptive(credit=0.0, allowance=0.0), Planned({1: 3, 4: 0}), Fixed(2))
+
+
+def turn(asked: Sequence[int], depths: Sequence[int], stood: int, draft: float, target: float, start: int = 0) -> Round:
+    """A round whose rows draft so many tokens at most, of which at most `stood` stand."""
+    depths = tuple(map(min, asked, depths))
+    accepted = tuple(min(each, stood) for each in depths)
+    rows = tuple(row([1], index=start + place) for place in range(len(asked)))
+    tokens = tuple((1,) * (each + 1) for each in accepted)
+    proposed = Draft(torch.empty(len(asked), max(depths)), None, depths)
+    return Round(
+        rows, proposed, bench.NOTHING, tokens, accepted, tuple(asked), {"draft": draft, "target": target, "rest": 0.0}
+    )
+
+
+@given(st.sampled_from(CONTROLLERS), TURNS)
+def test_a_controller_never_ends_a_call(chooser: Controller, turns: list[tuple[int, int, int, float, float]]) -> None:
+    """Whatever number of rows runs, whatever they draft and accept, and whatever the clock says."""
+    state = chooser.init()
+    for place, (count, depth, stood, draft, target) in enumerate(turns):
+        asked = chooser.gammas(state, [row([1], index=place + other) for other in range(count)])
+        assert len(asked) == count
+        assert all(0 <= gamma <= chooser.most for gamma in asked)
+        depths = [(depth + other) % 9 for other in range(count)]
+        round = turn(asked, depths, stood, draft, target, place)
+        round.rows[0].finish_reason = "length"
+        state = chooser.update(state, round)
+        if isinstance(state, Learned):
+            assert math.isfinite(state.credit)
+            assert 0 < state.costs.load < math.inf
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), TIMES), max_size=30))
+def test_a_choice_by_speed_never_ends_a_call(turns: list[tuple[int, float]]) -> None:
+    settings = Ucb(hold=2)
+    state = settings.init(3)
+    for tokens, seconds in turns:
+        state = settings.update(settings.choose(state), tokens, seconds)
+        assert all(0 <= arm.speed < math.inf for arm in state.arms)
+        assert not any(math.isnan(bound) for bound in settings.bounds(state))
+
+
+@pytest.mark.parametrize("seconds", NONSENSE)
+def test_times_that_cannot_be_true_teach_nothing(seconds: float) -> None:
+    adaptive, known = Adaptive(2, 1, 1), on_the_edge()
+    state = adaptive.update(known, turn([1], [1], 1, 0.4, seconds))
+    assert (state.costs, state.rounds) == (known.costs, known.rounds + 1)
+    assert state.credit >= known.credit
+    assert state.acceptance != known.acceptance, "what was accepted holds, whatever the clock says"
+    pulls = Ucb().init(2)
+    assert Ucb().update(pulls, 3, seconds) == pulls
+
+
+def test_what_was_never_timed_is_measured_first() -> None:
+    """While rows end, one is left, of whose like nothing is known: a plain step, then a probe."""
+    adaptive = Adaptive()
+    state = adaptive.init()
+    for count in (8, 4, 2):
+        asked = adaptive.gammas(state, [row([1])] * count)
+        state = adaptive.update(state, turn(asked, asked, 8, 0.1 * asked[0], 1.0))
+    asked = []
+    for _ in range(8):
+        asked += adaptive.gammas(state, [row([1])])
+        state = adaptive.update(state, turn(asked[-1:], asked[-1:], 8, 0.1 * asked[-1], 1.0))
+    assert asked[:2] == [0, adaptive.probe]
+    assert max(asked) == adaptive.most, "a draft that always stands is not used"
+
+
+@pytest.mark.parametrize(
+    ("draft", "prompts", "options"),
+    [
+        ("embedded", [f"x{index} =" for index in range(25)], {"max_new_tokens": 1}),
+        ("lookup", [[10 + 3 * n, 7 + n, 40 + 5 * n] for n in range(9)], {"max_new_tokens": 4, "temperature": 1.0}),
+        ("lookup||plain", [[10 + 3 * n, 7 + n, 40 + 5 * n] for n in range(9)], {"max_new_tokens": 4}),
+        ("lookup||embedded||plain", [[5 + n] for n in range(25)], {"max_new_tokens": 1}),
+    ],
+)
+def test_batches_that_shrink_before_anything_is_known(draft: str, prompts: list[Any], options: dict[str, Any]) -> None:
+    engine = slipstream.load(draft=draft, gamma="auto")
+    found = engine.generate(prompts, **options)
+    if not options.get("temperature"):
+        assert [one.tokens for one in found] == [one.tokens for one in engine.generate(prompts, plain=True, **options)]
+    assert len(found) == len(prompts)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"start": 9}, {"probe": 0}, {"most": 0}, {"credit": -1.0}, {"allowance": math.nan}]
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"not possible|must be 0 or more"):
+        Adaptive(**settings)
+
+
+def test_what_users_give_becomes_a_controller() -> None:
+    assert controller(3) == Fixed(3)
+    assert controller("auto") == Adaptive()
+    assert controller("auto", most=2) == Adaptive(2, 2, 2)
+    assert controller(Planned({1: 2})).most == 2
+    with pytest.raises(ValueError, match=r'^gamma=\'some\' is not possible: give a number of tokens, "auto" or'):
+        controller("some")

@@ -1,0 +1,296 @@
+"""Every acceptance rule, on chains and trees, has exactly the target's law: all draws enumerated, nothing by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict, ancestors
+from slipstream.core.draws import draw_coupled
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter, Scorer, Verifier
+from slipstream.core.round import Key, Seam
+from slipstream.decoding import acceptance, rules
+from slipstream.decoding import tree_acceptance as trees
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.tree import TreeDrafter, tree_parents
+from toys import (
+    EXACT,
+    GREEDY,
+    PAIRS,
+    SAMPLE,
+    VOCAB,
+    WRONG,
+    Cycle,
+    Distribution,
+    enumerate_outcomes,
+    first_tokens,
+    plain_law,
+    request,
+    scorer,
+)
+from toys import total_variation as tv
+
+PROMPT = (0, 2)
+
+
+Make = Callable[[Scorer], Drafter]
+
+
+def law(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int) -> Distribution:
+    """The joint law of the first `count` tokens."""
+
+    def decoder(seam: Seam) -> Decoder:
+        target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
+        return Decoder(target, make(draft), verifier, Cycle(gammas), seam=seam)
+
+    return first_tokens(decoder, PROMPT, count, count + 1)
+
+
+def distance(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int = 2) -> float:
+    """Total variation of the first tokens from the target's law."""
+    return tv(law(pair, verifier, make, gammas, count), plain_law(PAIRS[pair][0], PROMPT, count))
+
+
+def tree(*shape: int, replacement: bool = False) -> Make:
+    return lambda draft: TreeDrafter(draft, shape, replacement=replacement)
+
+
+@pytest.mark.parametrize("gammas", [(0,), (1,), (2,), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_block_verification_is_exact(pair: str, gammas: tuple[int, ...]) -> None:
+    assert distance(pair, rules.BLOCK.verify, ModelDrafter, gammas, count=3) < EXACT
+
+
+# Sample-and-match draws at every position, so its trees of outcomes are wide: fewer tokens, the same claim.
+@pytest.mark.parametrize("gammas", [(0,), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("pair", ["zeros", "disjoint", "points"])
+def test_sample_and_match_is_exact(pair: str, gammas: tuple[int, ...]) -> None:
+    assert distance(pair, rules.MATCH.verify, ModelDrafter, gammas) < EXACT
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
+def test_trees_are_exact(rule: rules.Rule, pair: str, shape: tuple[int, ...]) -> None:
+    assert distance(pair, rule.verify, tree(*shape), (2, 1)) < EXACT
+
+
+@pytest.mark.parametrize(("pair", "shape"), [("zeros", (2, 1)), ("generic", (2,)), ("points", (2,)), ("same", (3,))])
+def test_sample_and_match_on_trees_is_exact(pair: str, shape: tuple[int, ...]) -> None:
+    assert distance(pair, rules.MATCH.verify, tree(*shape), (2,), count=1 if len(shape) > 1 else 2) < EXACT
+
+
+@pytest.mark.parametrize("pair", ["generic", "zeros", "same"])
+def test_trees_with_replacement_are_exact(pair: str) -> None:
+    assert distance(pair, rules.TOKEN.verify, tree(2, 1, replacement=True), (2,)) < EXACT
+
+
+# ---- controls: each of these is a mistake that was made somewhere -----------------------------------------------
+
+
+def token_wise_block(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """Block ratios tested like token verification: stop at the first failure, ordinary residual."""
+    if draft.law is None:
+        return acceptance.token(p, draft, draw)
+    b = acceptance.survival(p, draft)[:, 1:]
+    passed = draw(Law(probs=torch.stack([b, 1 - b], -1)), "accept") == 0
+    accepted = acceptance._leading(passed, draft)
+    return Verdict(accepted, acceptance._next_law(p, draft, accepted), acceptance.beta(p, draft.law))
+
+
+def ordinary_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """Block verification that draws the correction from (p - q)+ instead of (b p - q)+."""
+    verdict = acceptance.block(p, draft, draw)
+    if draft.law is None:
+        return verdict
+    return replace(verdict, law=acceptance._next_law(p, draft, verdict.accepted))
+
+
+def test_block_faults_are_caught() -> None:
+    for fault in (token_wise_block, ordinary_residual):
+        assert max(distance(pair, fault, ModelDrafter, (2,), count=3) for pair in ("generic", "zeros")) > WRONG / 2
+
+
+def independent_candidates(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """Candidates of one position tested against the same p: mass is counted twice."""
+    walk = trees._Walk(p, draft, draw)
+    here = walk.everyone
+    for child, (token, q, present) in walk.candidates(trees.ROOT):
+        p_x, q_x = (x.gather(-1, token.unsqueeze(-1)).squeeze(-1) for x in (walk.p(trees.ROOT), q))
+        passed = walk.toss(torch.minimum(p_x, q_x), (q_x - p_x).clamp(min=0), here & present, child)
+        walk.settle(child, passed, walk.p(child))
+        here = here & ~passed
+    walk.settle(trees.ROOT, here, acceptance.residual(p.first(1), draft.law.first(1)).dense[:, 0])  # type: ignore[union-attr]
+    return walk.verdict()
+
+
+def test_independent_candidates_are_caught() -> None:
+    assert distance("generic", independent_candidates, tree(2), (1,)) > WRONG
+
+
+def test_a_verifier_for_chains_refuses_trees() -> None:
+    with pytest.raises(AssertionError, match="chains"):
+        distance("generic", acceptance.token, tree(2), (1,))
+
+
+# ---- how much is accepted ---------------------------------------------------------------------------------------
+
+
+def accepted(p: list[float], q: list[float], verifier: Verifier, gamma: int) -> float:
+    """Expected accepted tokens of one round on laws without memory, by enumeration."""
+
+    def run(seam: Seam) -> int:
+        target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
+        decoder = Decoder(target, ModelDrafter(draft), verifier, Cycle((gamma,)), seam=seam)
+        return next(iter(rounds(decoder, [request(PROMPT, gamma + 1, SAMPLE)]))).accepted[0]
+
+    return sum(count * chance for count, chance in enumerate_outcomes(run).items())
+
+
+def test_the_toy_of_the_block_verification_paper() -> None:
+    """p = (1/3, 2/3), q = (2/3, 1/3), gamma 2: 10/9 accepted tokens by token, 11/9 by block verification."""
+    p, q = [1 / 3, 2 / 3, 0.0], [2 / 3, 1 / 3, 0.0]
+    assert accepted(p, q, acceptance.token, 2) == pytest.approx(10 / 9, abs=1e-12)
+    assert accepted(p, q, acceptance.block, 2) == pytest.approx(11 / 9, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_block_never_accepts_less_than_token(seed: int) -> None:
+    torch.manual_seed(seed)
+    p, q = (torch.rand(VOCAB, dtype=torch.float64).pow(3) for _ in range(2))
+    laws = [(x / x.sum()).tolist() for x in (p, q)]
+    assert accepted(*laws, acceptance.block, 3) >= accepted(*laws, acceptance.token, 3) - 1e-12
+
+
+def optimum(p: Tensor, q: Tensor, k: int) -> float:
+    """Best acceptance of k i.i.d. candidates: 1 - max_H (q(H)^k - p(H)), H a prefix by rising p/q (2502.18779)."""
+    order = (p / q).argsort()
+    return 1 - max(0.0, float((q[order].cumsum(0) ** k - p[order].cumsum(0)).max()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_recursive_rejection_lies_between_one_draft_and_the_optimum(seed: int) -> None:
+    torch.manual_seed(seed)
+    p, q = (torch.rand(VOCAB, dtype=torch.float64) + 0.02 for _ in range(2))
+    p, q = p / p.sum(), q / q.sum()
+
+    def run(seam: Seam) -> int:
+        target, draft = (scorer(lambda prefix, x=x: x.tolist(), "toy") for x in (p, q))
+        drafter = TreeDrafter(draft, (2,), replacement=True)
+        decoder = Decoder(target, drafter, rules.TOKEN.verify, Cycle((1,)), seam=seam)
+        return next(iter(rounds(decoder, [request(PROMPT, 3, SAMPLE)]))).accepted[0]
+
+    rate = enumerate_outcomes(run)[1]
+    one = float(torch.minimum(p, q).sum())
+    assert one - 1e-12 <= rate <= optimum(p, q, 2) + 1e-12
+    assert optimum(p, q, 1) == pytest.approx(one)
+
+
+# ---- coupled sampling -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_coupled_text_is_the_same_for_every_draft(pair: str) -> None:
+    def text(drafter: Drafter, gamma: int, batch: int) -> list[list[int]]:
+        requests = [replace(request((0, i), 9, SAMPLE), seed=5, key=i) for i in range(VOCAB)]
+        target = scorer(PAIRS[pair][0], "target")
+        decoder = Decoder(target, drafter, rules.COUPLED.verify, Cycle((gamma,)), batch, draw_coupled)
+        return [row.output for row in generate(decoder, requests)]
+
+    def draft(name: str) -> Scorer:
+        return scorer(PAIRS[name][1], "draft")
+
+    want = text(ModelDrafter(draft(pair)), 0, 1)
+    for gamma, batch in ((1, 1), (3, 4), (7, 2)):
+        assert text(ModelDrafter(draft(pair)), gamma, batch) == want
+    assert text(ModelDrafter(draft("generic")), 2, 4) == want
+    assert text(tree(2, 2)(draft(pair)), 2, 3) == want
+    assert len({tuple(row) for row in want}) > 1 or pair == "points"
+
+
+def test_the_coupled_choice_has_the_law() -> None:
+    """20,000 choices, three cells: chi-squared with 2 degrees of freedom, 99.99 % quantile 18.4."""
+    n, p = 20_000, torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    drawn = draw_coupled(Law(probs=p.expand(1, n, 3)), Key((1,), (2,), (0,), (0,), "next"))
+    counts = torch.bincount(drawn[0], minlength=3)
+    assert float(((counts - n * p) ** 2 / (n * p)).sum()) < 18.4
+
+
+# ---- lenience ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leniency", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_lenience_has_the_law_it_says_and_its_price(pair: str, leniency: float) -> None:
+    verify = acceptance.lenient(leniency)
+    got = law(pair, verify, ModelDrafter, (1,), 1)
+    p, q = (Law(probs=torch.tensor([[table(PROMPT)]], dtype=torch.float64)) for table in PAIRS[pair])
+    said = acceptance.lenient_law(p, q, leniency).dense[0, 0]
+    assert tv(got, {(token,): float(x) for token, x in enumerate(said)}) < EXACT
+    assert bool((said <= p.dense[0, 0] / leniency + 1e-12).all())
+    if leniency == 1:
+        assert tv(got, plain_law(PAIRS[pair][0], PROMPT, 1)) < EXACT
+    elif pair == "generic":
+        assert tv(got, plain_law(PAIRS[pair][0], PROMPT, 1)) > WRONG
+
+
+def test_greedy_lenience_uses_the_right_inequality() -> None:
+    """At l = 1 only the best token passes (the paper's printed inequality would pass all); lower l passes more."""
+    p, q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
+    kept = {}
+    for leniency in (1.0, 0.7, 0.5):
+        target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
+        decoder = Decoder(target, ModelDrafter(draft), acceptance.lenient(leniency), Cycle((1,)))
+        row = generate(decoder, [request(PROMPT, 8, GREEDY)])[0]
+        kept[leniency] = (row.stats.accepted, row.stats.relaxed, row.stats.mean_distance)
+    assert kept[1.0] == kept[0.7] == (0, 0, 0)
+    assert kept[0.5] == (4, 4, 1)  # token 1 has 0.6 of the best
+
+
+def test_lossless_rules_have_no_price() -> None:
+    for rule in (rules.TOKEN, rules.BLOCK, rules.COUPLED):
+        assert rule.lossless
+    assert rules.lenient(1).lossless and not rules.lenient(0.9).lossless
+
+
+def test_a_leniency_that_is_no_number_is_told_what_to_write() -> None:
+    for name in ("lenient:x", "lenient:"):
+        with pytest.raises(ValueError, match=f"^verify='{name}' is not known: use .* lenient:L with L between 0 and 1"):
+            rules.rule(name)
+
+
+@pytest.mark.parametrize("name", ["lenient:0", "lenient:2", "lenient:x", "tokens", ""])
+def test_an_unknown_rule_is_one_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match="verify="):
+        rules.rule(name)
+
+
+def test_rules_are_found_by_name() -> None:
+    assert [rules.rule(name).name for name in ("token", "block", "match", "coupled", "lenient:0.5")] == [
+        *("token", "block", "match", "coupled", "lenient:0.5")
+    ]
+
+
+# ---- tree geometry ----------------------------------------------------------------------------------------------
+
+
+def test_the_nodes_of_a_tree_come_level_by_level() -> None:
+    parents, ends = tree_parents((2, 3))
+    assert parents == (-1, -1, 0, 0, 0, 1, 1, 1) and ends == (0, 2, 8)
+    lengths = [len(line) for line in ancestors(parents)]
+    assert lengths == sorted(lengths)
+    assert all(line[0] in (0, 1) for line in ancestors(parents))
+    assert list(pairwise(ends)) == [(0, 2), (2, 8)]
+
+
+def test_sampling_defaults_are_lossless_greedy() -> None:
+    assert Sampling().greedy

@@ -1,0 +1,371 @@
+"""The memory of responses: nearest first, kept apart, bounded, and whole after a kill in mid-write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder, unit
+from slipstream.drafters.datastore.index import ExactIndex, index
+from slipstream.drafters.datastore.memory import Limits, Memory, Totals
+
+DIMENSION = 8
+
+
+class Spelled:
+    """A request is its own vector: counts of its tokens."""
+
+    name, dimension = "spelled", DIMENSION
+
+    def __call__(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The vector."""
+        return unit(np.bincount(np.array(tokens) % DIMENSION, minlength=DIMENSION).astype(np.float32))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "memory.sqlite"
+
+
+@pytest.fixture
+def memory(path: Path) -> Iterator[Memory]:
+    memory = Memory(path, Spelled())
+    yield memory
+    memory.close()
+
+
+def responses(memory: Memory, namespace: str, request: Sequence[int], count: int = 3) -> list[list[int]]:
+    """The nearest responses."""
+    return [response.tolist() for _, response in memory.nearest(namespace, request, count)]
+
+
+def test_the_nearest_requests_answer_first(memory: Memory) -> None:
+    for request, response in (([1, 1, 1], [10]), ([1, 2], [20, 21]), ([5], [30])):
+        memory.add("a", request, response)
+    assert responses(memory, "a", [1]) == [[10], [20, 21], [30]]
+    assert responses(memory, "a", [1, 1, 2, 2], 1) == [[20, 21]]
+    assert memory.nearest("a", [1, 2], 1)[0][0] == pytest.approx(1, abs=1e-3)
+    assert responses(memory, "a", [7], 0) == []
+
+
+def test_namespaces_are_apart(memory: Memory) -> None:
+    memory.add("a", [1], [10])
+    memory.add("b", [1], [20])
+    assert responses(memory, "a", [1]) == [[10]] and responses(memory, "b", [1]) == [[20]]
+    assert responses(memory, "c", [1]) == responses(memory, "A", [1]) == responses(memory, "", [1]) == []
+    memory.forget("a")
+    assert responses(memory, "a", [1]) == [] and responses(memory, "b", [1]) == [[20]]
+    assert memory.totals() == [Totals("a", 0, 0), Totals("b", 1, 2 * DIMENSION + 4)]
+
+
+def test_a_namespace_that_is_full_evicts_no_other(path: Path) -> None:
+    memory = Memory(path, Spelled(), limits=Limits(entries=4))
+    memory.add("quiet", [1], [10])
+    for token in range(40):
+        memory.add("loud", [1], [token])
+    assert responses(memory, "quiet", [1]) == [[10]]
+    assert [total.entries for total in memory.totals()] in ([3, 1], [4, 1])
+    memory.close()
+
+
+def test_what_was_not_used_for_longest_goes_first(path: Path) -> None:
+    memory = Memory(path, Spelled(), limits=Limits(entries=3))
+    for token in (1, 2, 3):
+        memory.add("a", [token], [token])
+    assert responses(memory, "a", [1], 1) == [[1]]  # used: younger than 2 and 3 now
+    memory.add("a", [2], [2])  # known already: used as well
+    memory.add("a", [4], [4])
+    left = sorted(responses(memory, "a", [1, 2, 3, 4], 9))
+    assert [4] in left and [3] not in left and len(left) < 4
+    memory.close()
+    again = Memory(path, Spelled())
+    assert sorted(responses(again, "a", [1, 2, 3, 4], 9)) == left
+    again.close()
+
+
+def test_bytes_are_bounded(path: Path) -> None:
+    limit = 1000
+    memory = Memory(path, Spelled(), limits=Limits(bytes=limit))
+    for size in range(1, 60):
+        memory.add("a", [size], list(range(size)))
+        assert 0 < memory.totals()[0].bytes <= limit
+    held = [len(response) for response in responses(memory, "a", [1], 99)]
+    assert memory.totals()[0].bytes == sum(4 * size + 2 * DIMENSION for size in held)
+    memory.add("a", [1], list(range(limit)))  # more than all room: not kept, and nothing has to go for it
+    assert len(responses(memory, "a", [1], 99)) == len(held)
+    memory.close()
+
+
+def test_one_process_sees_what_another_writes_and_removes(path: Path, memory: Memory) -> None:
+    other = Memory(path, Spelled())
+    assert responses(memory, "a", [1]) == responses(other, "a", [1]) == []
+    other.add("a", [1], [10])
+    assert responses(memory, "a", [1]) == [[10]]
+    memory.add("a", [1], [11])
+    assert sorted(responses(other, "a", [1])) == [[10], [11]]
+    other.forget("a")
+    assert responses(memory, "a", [1]) == []
+    other.add("a", [2], [12])
+    assert responses(memory, "a", [1]) == [[12]]
+    other.close()
+
+
+def test_texts_are_for_the_owner_s_eyes(path: Path, memory: Memory) -> None:
+    memory.add("a", [1], [10])
+    assert {file.stat().st_mode & 0o077 for file in path.parent.iterdir()} == {0}
+
+
+def test_forgotten_bytes_are_gone_from_the_disk(path: Path, memory: Memory) -> None:
+    secret = np.arange(70_000, 70_100, dtype="<u4").tobytes()
+    memory.add("a", [1], np.frombuffer(secret, "<u4").tolist())
+    memory.add("b", [1], [10])
+
+    def on_disk() -> bool:
+        memory._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return secret in path.read_bytes()
+
+    assert on_disk()
+    memory.forget("a")
+    assert not on_disk() and responses(memory, "b", [1]) == [[10]]
+
+
+@pytest.mark.parametrize("given", [{"entries": 0}, {"bytes": 0}])
+def test_limits_are_checked(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="1 or more"):
+        Limits(**given)
+
+
+def test_empty_requests_are_refused(memory: Memory) -> None:
+    for request, response in (([], [1]), ([1], [])):
+        with pytest.raises(ValueError, match="at least one token"):
+            memory.add("a", request, response)
+
+
+def test_another_tokenizer_or_embedding_is_refused(path: Path) -> None:
+    Memory(path, Spelled(), "ours").close()
+    other = Spelled()
+    other.name = "other"
+    with pytest.raises(ValueError, match=r"another embedding .*\.$"):
+        Memory(path, other, "ours")
+    with pytest.raises(ValueError, match=r"another tokenizer .*\.$"):
+        Memory(path, Spelled(), "theirs")
+    Memory(path, Spelled()).close()  # nobody says which: not compared
+
+
+def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"this is no database, but long enough to look like one" * 40)
+    with pytest.raises(ValueError, match=r"damaged or no memory.*\.$"):
+        Memory(tmp_path / "text", Spelled())
+    with pytest.raises(OSError):
+        Memory(tmp_path / "absent" / "folder", Spelled())
+
+
+def test_a_failing_write_is_an_error_and_leaves_nothing(memory: Memory) -> None:
+    memory.add("a", [1], [10])
+    memory._connection.execute("CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with pytest.raises(OSError, match="full"):
+        memory.add("a", [2], [20])
+    memory._connection.execute("DROP TRIGGER no")
+    assert responses(memory, "a", [2]) == [[10]] and memory.totals()[0].entries == 1
+    memory.add("a", [2], [20])
+
+
+# ---- several processes ------------------------------------------------------------------------------------------
+
+WRITE = """
+import sys
+import numpy as np
+from slipstream.drafters.datastore.memory import Memory
+class Spelled:
+    name, dimension = "spelled", 8
+    def __call__(self, tokens):
+        counts = np.bincount(np.array(tokens) % 8, minlength=8).astype(np.float32)
+        return counts / np.linalg.norm(counts)
+memory, first = Memory(sys.argv[1], Spelled()), int(sys.argv[2])
+for number in range(first, first + 10**6):
+    memory.add("shared", [number, number + 1], [number] * (1 + number % 50))
+    print(number, flush=True)  # acknowledged
+"""
+
+
+def writer(path: Path, first: int) -> subprocess.Popen[str]:
+    """A process that adds entries and prints the number of each that was acknowledged, until it is killed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITE, str(path), str(first)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def test_two_write_and_one_is_killed_without_a_loss(path: Path) -> None:
+    """All of them are killed in the end, each at some instruction; what each acknowledged is there and whole."""
+    writers = [writer(path, 10**6 * place) for place in range(3)]
+    acknowledged: list[list[int]] = [[] for _ in writers]
+    for process, lines in zip(writers, acknowledged, strict=True):
+        assert process.stdout is not None
+        lines.append(int(process.stdout.readline()))  # all of them run
+    for last, (process, lines) in enumerate(zip(writers, acknowledged, strict=True)):
+        assert process.stdout is not None
+        lines += [int(process.stdout.readline()) for _ in range(15 * (last + 1))]  # the others go on meanwhile
+        process.send_signal(signal.SIGKILL)
+        lines += [int(line) for line in process.stdout if line.endswith("\n")]
+        process.wait(30)
+        process.stdout.close()
+    database = sqlite3.connect(path)
+    assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    held = {}
+    for vector, blob in database.execute("SELECT vector, response FROM entries"):
+        response = np.frombuffer(blob, "<u4").tolist()
+        number = response[0]
+        assert response == [number] * (1 + number % 50)
+        assert vector == Spelled()([number, number + 1]).astype("<f2").tobytes()
+        held[number] = response
+    counted = database.execute("SELECT entries, bytes FROM totals").fetchone()
+    assert counted == (len(held), sum(2 * DIMENSION + 4 * len(response) for response in held.values()))
+    database.close()
+    for lines in acknowledged:
+        assert len(lines) > 15 and set(lines) <= held.keys()
+        assert sum(lines[0] <= number < lines[0] + 10**6 for number in held) - len(lines) in (0, 1)
+
+
+def test_the_loss_of_an_entry_would_be_noticed(path: Path, memory: Memory) -> None:
+    memory.add("shared", [1, 2], [1, 1])
+    database = sqlite3.connect(path)
+    database.execute("DELETE FROM entries")
+    database.commit()
+    assert database.execute("SELECT entries FROM totals").fetchone() == (1,)
+    assert database.execute("SELECT count(*) FROM entries").fetchone() == (0,)
+    database.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_opens_the_file_again(path: Path, memory: Memory) -> None:
+    memory.add("a", [1], [10])
+    child = os.fork()
+    if not child:
+        try:
+            memory.add("a", [2], [20])
+            os._exit(0 if len(responses(memory, "a", [1])) == 2 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sorted(responses(memory, "a", [1])) == [[10], [20]]
+
+
+# ---- vectors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 5, 200])
+def test_the_search_is_exact(size: int) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(size, DIMENSION)).astype(np.float32)
+    held, half = ExactIndex(DIMENSION), size // 2
+    held.add(np.arange(half), vectors[:half])
+    held.add(np.arange(half, size), vectors[half:])
+    query = rng.normal(size=DIMENSION).astype(np.float32)
+    want = sorted(range(size), key=lambda i: -float(vectors[i] @ query))
+    assert [name for _, name in held.search(query, 4)] == want[:4]
+    odd = np.arange(1, size, 2)
+    held.keep(odd)
+    assert [name for _, name in held.search(query, 4)] == [i for i in want if i % 2][:4]
+
+
+def test_of_equal_requests_the_latest_comes_first(memory: Memory) -> None:
+    for token in (3, 4, 5):
+        memory.add("a", [1], [token])
+    assert responses(memory, "a", [1]) == [[5], [4], [3]]
+
+
+def test_very_many_entries_ask_for_faiss(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert isinstance(index(DIMENSION, 100_000), ExactIndex)
+    with pytest.raises(ValueError, match=r"pip install slipstream\[faiss\]"):
+        Memory(path, Spelled(), limits=Limits(entries=100_001))
+    assert not path.exists()
+
+
+def test_faiss_finds_the_same() -> None:
+    faiss = pytest.importorskip("faiss")
+    assert faiss
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(50_000, DIMENSION)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    ours, theirs = ExactIndex(DIMENSION), index(DIMENSION, 200_000)
+    for part in range(0, 50_000, 10_000):
+        names = np.arange(part, part + 10_000)
+        ours.add(names, vectors[names])
+        theirs.add(names, vectors[names])
+    even = np.arange(0, 50_000, 2)
+    for held in (ours, theirs):
+        held.keep(even)
+    same = 0
+    for query in vectors[:50]:
+        want, got = ({name for _, name in held.search(query, 8)} for held in (ours, theirs))
+        assert all(name % 2 == 0 for name in got)
+        same += len(want & got)
+    assert same > 0.9 * 50 * 8
+
+
+# ---- embeddings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 300])
+def test_the_end_of_a_request_decides(width: int) -> None:
+    torch.manual_seed(0)
+    embed = InputEmbeddings(torch.randn(1000, width))
+    policy, question, other = list(range(400)), list(range(400, 420)), list(range(500, 520))
+    asked = embed([*policy, *question])
+    assert asked.shape == (embed.dimension,) and np.linalg.norm(asked) == pytest.approx(1, abs=1e-4)
+    near, far = embed([*policy[50:], *question]), embed([*policy, *other])
+    assert asked @ near > asked @ far + 0.05
+    assert embed.dimension == min(width, 256)
+
+
+def test_the_name_tells_embeddings_apart() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(300, 8)
+    assert InputEmbeddings(weights).name == InputEmbeddings(weights.clone()).name
+    assert InputEmbeddings(weights).name != InputEmbeddings(weights + 1e-3).name
+    assert InputEmbeddings(weights.bfloat16()).name.startswith("input-embeddings:")
+
+
+def test_one_token_and_zero_weights_make_a_vector() -> None:
+    embed = InputEmbeddings(torch.zeros(10, 4))
+    assert embed([3]).tolist() == [0, 0, 0, 0]
+
+
+class Sentences:
+    """Stands for sentence_transformers.SentenceTransformer."""
+
+    def __init__(self, name: str, device: str | None = None) -> None:
+        if name == "absent":
+            raise OSError("absent is no model\nand more")
+
+    def encode(self, text: str, show_progress_bar: bool) -> list[float]:
+        """By the first letter."""
+        return [3.0, 0.0] if text.startswith("a") else [0.0, 3.0]
+
+
+def test_sentence_models_read_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", types.SimpleNamespace(SentenceTransformer=Sentences))
+    embed = SentenceEmbedder("tiny", lambda tokens: "".join(map(chr, tokens)))
+    assert embed.name == "sentence:tiny" and embed.dimension == 2
+    assert embed([97, 98]).tolist() == [1, 0] and embed([98]).tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"cannot load the sentence model 'absent': absent is no model$"):
+        SentenceEmbedder("absent", str)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ValueError, match=r"pip install slipstream\[sentence\]"):
+        SentenceEmbedder("tiny", str)

@@ -1,0 +1,292 @@
+"""One contract for all drafters: exact with every rule, ragged, rolled back, reused, and blind to the batch around.
+
+Laws are enumerated, so no test can fail by chance; a drafter that misreports its law must be caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.draft import Draft
+from slipstream.core.draws import draw
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter, Scorer
+from slipstream.core.request import Request, Row, Sampler
+from slipstream.core.round import Context, Seam
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.generate import generate
+from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
+from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.choice import Bandit, Choice, Ucb
+from slipstream.drafters.datastore.corpus import Corpus
+from slipstream.drafters.datastore.drafter import Datastore
+from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.ngram import Ngram
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.tree import TreeDrafter
+from slipstream.models.causal import CausalScorer
+from toys import (
+    FAMILIES,
+    GREEDY,
+    PAIRS,
+    SAMPLE,
+    VOCAB,
+    Altered,
+    Cycle,
+    dirichlet_table,
+    first_tokens,
+    plain_law,
+    request,
+    scorer,
+    tiny,
+    total_variation,
+)
+
+TARGET, DRAFT = PAIRS["zeros"]
+GRAMS = NgramModel.fit([[0, 2, 1, 1, 0, 2, 2, 0, 1, 2, 0, 2]], 3, VOCAB)
+
+
+def small() -> ModelDrafter:
+    return ModelDrafter(scorer(DRAFT, "draft"))
+
+
+def chain() -> ChainDrafter:
+    return ChainDrafter(scorer(DRAFT, "draft"), ModelDrafter(scorer(dirichlet_table(21), "tiny")), gamma=2)
+
+
+@cache
+def llama() -> Any:
+    return tiny(FAMILIES["llama"], vocab_size=VOCAB, num_hidden_layers=3).double()
+
+
+def heads(target: CausalScorer) -> HeadsDrafter:
+    torch.manual_seed(3)
+    return HeadsDrafter(target, ParallelHeads(Sizes(2, 32, 8)).double())
+
+
+MADE: dict[str, Callable[[Any], Drafter]] = {
+    "model": lambda target: small(),
+    "tree": lambda target: TreeDrafter(scorer(DRAFT, "draft"), (2, 1)),
+    "ngram": lambda target: Ngram(GRAMS, VOCAB),
+    "ngram online": lambda target: Ngram(GRAMS, VOCAB, online=True),
+    "lookup": lambda target: Lookup(),
+    "datastore": lambda target: Datastore(VOCAB, Corpus.build([[0, 2, 1, 1, 0, 2, 2, 0, 1]], VOCAB)),
+    "chain": lambda target: chain(),
+    "lookup in a chain": lambda target: ChainDrafter(scorer(DRAFT, "draft"), Lookup(), gamma=2),
+    "choice": lambda target: Choice([Lookup(), small()]),
+    "choice of choices": lambda target: Choice([Lookup(min_matching_ngram_size=2), Choice([Lookup(), chain()])]),
+    "bandit": lambda target: Bandit([small(), Lookup(), NoDraft()], Ucb(hold=1), clock=lambda round: 1.0),
+    "exit": lambda target: ExitDrafter(target, 1),
+    "heads": lambda target: heads(target),
+}
+OWN = {"exit", "heads"}  # made of the target's own layers and states: their target is a real model
+BY_CONTEXT = {"ngram online", "bandit"}  # learn from all texts: which text a seed gives depends on the others
+every = pytest.mark.parametrize("name", MADE)
+
+
+def decoder(name: str, gammas: tuple[int, ...], rule: Rule = TOKEN, **kwargs: Any) -> Decoder:
+    """A fresh target and drafter."""
+    target: Scorer = CausalScorer(llama(), "target") if name in OWN else scorer(TARGET, "target")
+    return Decoder(target, MADE[name](target), rule.verify, Cycle(gammas), **{"seam": rule.seam, **kwargs})
+
+
+def step(name: str) -> Callable[[tuple[int, ...]], Any]:
+    """The target's own law of the next token."""
+    if name not in OWN:
+        return TARGET
+
+    @cache
+    def law(prefix: tuple[int, ...]) -> tuple[float, ...]:
+        with torch.inference_mode():
+            return tuple(llama()(torch.tensor([prefix])).logits[0, -1].float().softmax(-1).tolist())
+
+    return law
+
+
+# ---- exactness --------------------------------------------------------------------------------------------------
+
+
+def law_of(name: str, rule: Rule, change: Any = None, gammas: tuple[int, ...] = (2,), limit: int = 3) -> Any:
+    """The joint law of the first two tokens; the first round may run past them."""
+
+    def make(seam: Seam) -> Decoder:
+        parts = decoder(name, gammas, rule, seam=seam)
+        return replace(parts, drafter=Altered(parts.drafter, change)) if change else parts
+
+    return first_tokens(make, (0, 2), 2, limit)
+
+
+def rounding(name: str) -> float:
+    """Tables of tests are in float64, n-gram models and models in float32."""
+    return 1e-5 if name in OWN else 1e-6 if "ngram" in name else 1e-12
+
+
+RULES = (TOKEN, BLOCK, MATCH)
+MANY = {"chain", "lookup in a chain", "choice of choices", "exit", "heads"}  # branches, or slow ones
+
+
+def _slow(name: str, rule: Rule) -> bool:
+    return (rule is MATCH and name not in {"model", "lookup"}) or (rule is TOKEN and name in MANY) or name in OWN
+
+
+CASES = [
+    pytest.param(name, rule, id=f"{name}-{rule.name}", marks=[pytest.mark.slow] if _slow(name, rule) else [])
+    for name in MADE
+    for rule in RULES
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_the_output_law_is_the_targets(name: str, rule: Rule) -> None:
+    found = law_of(name, rule)
+    assert total_variation(found, plain_law(step(name), (0, 2), 2)) < rounding(name)
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in OWN])
+def test_rounds_without_drafts_in_between_change_nothing(name: str) -> None:
+    found = law_of(name, TOKEN, gammas=(1, 0, 1), limit=2)
+    assert total_variation(found, plain_law(step(name), (0, 2), 2)) < rounding(name)
+
+
+def misreport(draft: Draft) -> Draft:
+    """Turns the laws around: mass p of token v is reported for another token."""
+    if draft.law is None:
+        return draft
+    if draft.law.tokens is not None:  # a sure copy, said to be one of three equally likely tokens
+        probs = torch.full((*draft.tokens.shape, VOCAB), 1 / VOCAB, dtype=torch.float64)
+        return replace(draft, law=Law(probs=probs))
+    return replace(draft, law=Law(probs=draft.law.dense.flip(-1) * 0.5 + draft.law.dense.new_full((), 0.5 / VOCAB)))
+
+
+@pytest.mark.parametrize("name", ["model", "ngram", "lookup", "choice", "bandit"])
+def test_control_a_drafter_that_misreports_its_law_is_caught(name: str) -> None:
+    found = law_of(name, TOKEN, misreport)
+    assert total_variation(found, plain_law(step(name), (0, 2), 2)) > 1e-3
+
+
+# ---- drafts -----------------------------------------------------------------------------------------------------
+
+
+@every
+def test_drafts_keep_to_their_gammas_and_to_their_laws(name: str) -> None:
+    """Rows ask for different numbers, also for none; what is proposed has a chance under the reported law."""
+    parts = decoder(name, (2,))
+    rows = generate(replace(parts, batch_size=4), texts(SAMPLE, 4))  # it has served others before
+    if name in OWN:
+        parts.target.add(len(rows))
+        parts.target.prefill([row.tokens[:-1] for row in rows])
+    for gammas in ([0, 2, 1, 3], [0, 0, 0, 0], [3, 0, 0, 1]):
+        rows = [Row(row.request, row.index, list(row.tokens)) for row in rows]  # nobody observes these rounds
+        draft = parts.drafter.propose(Context(tuple(rows), draw), gammas)
+        assert all(depth <= gamma for depth, gamma in zip(draft.depths, gammas, strict=True))
+        assert (draft.law is None) == (draft.tokens.shape[1] == 0)
+        if draft.law is None:
+            continue
+        likely = draft.law.of(draft.fed)
+        for place, length in enumerate(draft.lengths):
+            present = draft.tokens[place, :length] >= 0
+            assert (likely[place, :length][present] > 0).all()
+            if draft.law.probs is not None:
+                sums = draft.law.dense[place, :length].sum(-1)
+                assert sums.tolist() == pytest.approx([1.0] * length, abs=1e-6)
+
+
+# ---- texts ------------------------------------------------------------------------------------------------------
+
+PROMPTS = [(0, 2), (1,), (2, 2, 0, 1, 0, 2), (1, 0), (0, 1, 2, 0, 1, 2, 0, 1)]
+
+
+def texts(sampler: Sampler, most: int = 5, **kwargs: Any) -> list[Request]:
+    """Texts of different length and limit."""
+    limits = [9, 5, 12, 1, 7]
+    places = enumerate(zip(PROMPTS[:most], limits, strict=False))
+    return [request(prompt, limit, sampler, key=key, **kwargs) for key, (prompt, limit) in places]
+
+
+def outputs(parts: Decoder, requests: list[Request]) -> list[tuple[list[int], str | None]]:
+    return [(row.output, row.finish_reason) for row in generate(parts, requests)]
+
+
+def two_ones(tokens: list[int]) -> str | None:
+    """A stop that lies in the middle of rounds."""
+    return "stop" if tokens[-2:] == [1, 1] or tokens[-2:] == [0, 0] else None
+
+
+@every
+@pytest.mark.parametrize("ends", [{}, {"stop": two_ones}, {"eos": frozenset({1})}], ids=["limit", "stop", "eos"])
+def test_greedy_texts_are_the_targets_own(name: str, ends: dict[str, Any]) -> None:
+    """Ragged rows, two at a time, new ones joining; then the same drafter again, in another company."""
+    wanted = outputs(Decoder(decoder(name, (0,)).target, controller=Cycle((0,))), texts(GREEDY, **ends))
+    parts = decoder(name, (3, 0, 5, 1), batch_size=2)
+    assert outputs(parts, texts(GREEDY, **ends)) == wanted
+    assert outputs(replace(parts, batch_size=5), texts(GREEDY, **ends)[::-1]) == wanted[::-1]
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in BY_CONTEXT])
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=lambda rule: rule.name)
+def test_draws_do_not_depend_on_the_company(name: str, rule: Rule) -> None:
+    together = outputs(decoder(name, (3,), rule), texts(SAMPLE))
+    one = decoder(name, (3,), rule)
+    assert [outputs(one, [each])[0] for each in texts(SAMPLE)] == together
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name != "tree"])
+def test_coupled_texts_are_those_of_the_target_alone(name: str) -> None:
+    alone = Decoder(decoder(name, (0,)).target, controller=Cycle((0,)), verifier=COUPLED.verify, seam=COUPLED.seam)
+    assert outputs(decoder(name, (3, 1), COUPLED), texts(SAMPLE)) == outputs(alone, texts(SAMPLE))
+
+
+# ---- choices ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_with_and_without_a_match_share_a_round() -> None:
+    rows = (Row(request((0, 1, 2, 0, 1), 9), 0, [0, 1, 2, 0, 1]), Row(request((0, 1), 9, key=1), 1, [0, 1]))
+    draft = Choice([Lookup(), small()]).propose(Context(rows, draw), [2, 2])
+    assert draft.tokens[0].tolist() == [2, 0] and draft.law is not None
+    assert draft.law.dense[0].tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert draft.law.dense[1, 0].tolist() == pytest.approx(DRAFT((0, 1)))
+
+
+def test_a_bandit_settles_on_the_faster_one() -> None:
+    """Speeds 10, 30 and 20 tokens per second: after each was tried, the second is used nine times of ten."""
+    settings, speeds, used = Ucb(hold=2), (10, 30, 20), [0, 0, 0]
+    state = settings.init(3)
+    for _ in range(300):
+        state = settings.choose(state)
+        used[state.current] += 1
+        state = settings.update(state, speeds[state.current], 1.0)
+    assert used[1] > 240 and min(used) >= 2
+
+
+def test_a_bandit_follows_a_change() -> None:
+    settings = Ucb(discount=0.9)
+    state = settings.init(2)
+    for number in range(400):
+        state = settings.choose(state)
+        fast = state.current == (number >= 200)
+        state = settings.update(state, 30 if fast else 10, 1.0)
+        assert number != 199 or state.arms[0].rounds > state.arms[1].rounds
+    assert state.arms[1].rounds > state.arms[0].rounds
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Choice([small()]), "among 1 drafters"),
+        (lambda: Bandit([small(), TreeDrafter(scorer(DRAFT), (2,))]), "takes chains only"),
+        (lambda: Ucb(discount=0.0), "0 < discount"),
+        (lambda: Ucb(hold=0), "hold >= 1"),
+    ],
+)
+def test_impossible_choices_are_one_sentence(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()

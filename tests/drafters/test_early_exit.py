@@ -1,0 +1,335 @@
+"""Self-speculation: a part of the target drafts on the target's own cache, and the law stays the target's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.protocols import Shape
+from slipstream.decoding import rules
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters import specification as drafting
+from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.execution.inductor import Compiled
+from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
+from slipstream.models.loading import load_model
+from toys import (
+    FAMILIES,
+    GREEDY,
+    HF_VOCAB,
+    LLAMA,
+    PROBED,
+    SAMPLE,
+    Altered,
+    Cycle,
+    Family,
+    company_changes_nothing,
+    dirichlet_table,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    scorer,
+    tiny,
+    total_variation,
+)
+
+EVERY = {**FAMILIES, **PROBED}
+DEEP = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
+FLOAT = 1e-5  # the laws are softmaxes in float32
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE.*")
+
+
+def deep(family: str, layers: int = 4, **changes: Any) -> PreTrainedModel:
+    """A random model with more layers than two."""
+    known = EVERY[family].changes
+    count = {"n_layer" if "n_layer" in EVERY[family].base else "num_hidden_layers": layers}
+    lists = {name: known[name] * (layers // 2) for name in ("layer_types", "no_rope_layers") if name in known}
+    return tiny(EVERY[family], **{**count, **lists, **changes})
+
+
+def requests(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
+    """Three prompts of different lengths."""
+    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(PROMPTS)]
+
+
+@torch.inference_mode()
+def shortened(model: PreTrainedModel, kept: Sequence[int], text: Sequence[int]) -> torch.Tensor:
+    """Logits (tokens, vocab) of a text by the model whose other layers were really taken out: the reference."""
+    path, layers = find_layers(model, "reference")
+    keep, config = torch.nn.ModuleList([layers[layer] for layer in kept]), model.config
+    parent = model.get_submodule(".".join(path[:-1]))
+    types = getattr(config, "layer_types", None)
+    try:
+        setattr(parent, path[-1], keep)
+        if types:
+            config.layer_types = [types[layer] for layer in kept]
+        config.num_hidden_layers = len(kept)
+        return model(torch.tensor([text]), use_cache=False).logits[0]
+    finally:
+        setattr(parent, path[-1], layers)
+        config.num_hidden_layers = len(layers)
+        if types:
+            config.layer_types = types
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: str) -> None:
+    """Ragged rows that the target has read; the exit goes on, is rolled back, and the target goes on."""
+    model = deep(family)
+    target = CausalScorer(model)
+    part = part_of(target, (0, 1))
+    texts, more = [[5, 3, 8, 13, 2, 1, 7, 11, 4], [9, 2]], [[1, 6], [4, 4]]
+    target.add(2)
+    target.prefill(texts)
+    ours = part.extend(torch.tensor(more), [2, 2])
+    for row, (text, new) in enumerate(zip(texts, more, strict=True)):
+        torch.testing.assert_close(ours[row], shortened(model, (0, 1), [*text, *new])[-2:], rtol=0, atol=1e-3)
+    part.rollback([len(text) for text in texts])
+    assert target.lengths == [9, 2]
+    theirs = target.extend(torch.tensor(more), [2, 2])
+    for row, (text, new) in enumerate(zip(texts, more, strict=True)):
+        with torch.inference_mode():
+            want = model(torch.tensor([[*text, *new]]), use_cache=False).logits[0, -2:]
+        torch.testing.assert_close(theirs[row], want, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("layers", [1, 3, (0, 3), (1, 2), (2,)])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
+    target = CausalScorer(deep(family))
+    decoder = Decoder(target, ExitDrafter(target, layers), controller=Fixed(3), batch_size=2)
+    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    assert sum(row.stats.drafted for row in ours) > 0
+    again = generate(decoder, requests())  # the drafter serves the next call
+    assert [row.stats.accepted for row in again] == [row.stats.accepted for row in ours]
+
+
+def test_weights_are_shared_not_copied() -> None:
+    model = deep("llama")
+    part = part_of(CausalScorer(model), (0, 2))
+    owned = {weight.data_ptr() for weight in model.parameters()}
+    assert {weight.data_ptr() for weight in part.model.parameters()} < owned
+    assert len(model.model.layers) == 4 and model.config.num_hidden_layers == 4
+
+
+def test_a_compiled_pass_of_all_layers_is_not_the_draft_s() -> None:
+    model = deep("llama")
+    target = CausalScorer(model, execution=Compiled(model, "whole"))
+    part = part_of(target, (0, 1))
+    assert isinstance(part.execution, Compiled) and part.execution.model is part.model is not model
+
+
+def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:
+    """Layers that add nothing may be left out: every draft is kept."""
+    model = deep("llama")
+    with torch.no_grad():
+        for layer in model.model.layers[2:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    target = CausalScorer(model)
+    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
+    rows = generate(decoder, requests(SAMPLE))
+    assert all(row.stats.alpha == pytest.approx(1, abs=1e-4) for row in rows)
+    assert all(row.stats.accepted == row.stats.drafted for row in rows)
+
+
+# ---- exactness ----------------------------------------------------------------------------------------------------
+
+
+def trio(layers: int = 3) -> CausalScorer:
+    """A model of three tokens."""
+    return CausalScorer(deep("llama", layers, vocab_size=3, initializer_range=0.4))
+
+
+def law_of(decoder: Decoder, prompt: Sequence[int], count: int) -> dict[Any, float]:
+    """All outputs and their chances, by running the whole loop for every sequence of draws."""
+    one = [request(prompt, count)]
+    return enumerate_outcomes(lambda seam: tuple(generate(replace(decoder, seam=seam), one)[0].output))
+
+
+@torch.inference_mode()
+def target_step(model: PreTrainedModel, prefix: tuple[int, ...]) -> list[float]:
+    return model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+
+
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("layers", [1, (0, 2)], ids=["first", "skipped"])
+def test_the_law_is_the_target_s(rule: rules.Rule, layers: Any) -> None:
+    target = trio()
+    decoder = Decoder(target, ExitDrafter(target, layers), rule.verify, Cycle((2, 0, 1)))
+    want = plain_law(lambda prefix: target_step(target.model, prefix), (0, 2), 3)
+    assert total_variation(law_of(decoder, (0, 2), 3), want) < FLOAT
+
+
+def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
+    def flat(draft: Draft) -> Draft:
+        return replace(draft, law=draft.law and Law(probs=torch.full_like(draft.law.dense, 1 / 3)))
+
+    target = trio()
+    decoder = Decoder(target, Altered(ExitDrafter(target, 1), flat), rules.TOKEN.verify, Fixed(2))
+    want = plain_law(lambda prefix: target_step(target.model, prefix), (0, 2), 3)
+    assert total_variation(law_of(decoder, (0, 2), 3), want) > 1e-3
+
+
+def test_control_without_the_rollback_the_target_goes_astray() -> None:
+    target = trio()
+    drafter = ExitDrafter(target, 1)
+    drafter.scorer.rollback = lambda lengths: None  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, ValueError)):
+        want = plain_law(lambda prefix: target_step(target.model, prefix), (0, 2), 3)
+        assert total_variation(law_of(Decoder(target, drafter, controller=Fixed(2)), (0, 2), 3), want) < FLOAT
+
+
+def test_settings_hold_for_the_draft_too() -> None:
+    """Nothing is drafted that the request's own settings forbid."""
+    target = CausalScorer(deep("llama"))
+    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
+    for round in rounds(decoder, requests(Sampling(temperature=1.0, bad_words=[[7]], top_k=5))):
+        law = round.draft.law
+        assert law is None or (law.dense[..., 7].max() == 0 and (law.dense > 0).sum(-1).max() <= 5)
+
+
+# ---- the contract of a drafter ------------------------------------------------------------------------------------
+
+
+def test_stop_in_mid_round_and_company_change_nothing() -> None:
+    target = CausalScorer(deep("llama"))
+    alone = Decoder(target, ExitDrafter(target, 3), controller=Fixed(4), batch_size=1)
+    ends = frozenset(range(0, HF_VOCAB, 4))
+    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    company_changes_nothing(alone, some)
+
+
+def test_an_empty_draft_is_a_plain_step() -> None:
+    target = CausalScorer(deep("llama"))
+    decoder = Decoder(target, ExitDrafter(target, 1), controller=Cycle((0, 3)))
+    rows = generate(decoder, requests())
+    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, requests())]
+
+
+def test_a_text_may_fill_the_context() -> None:
+    target = CausalScorer(deep("llama", max_position_embeddings=16))
+    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(5))
+    rows = generate(decoder, requests(count=40))
+    assert [len(row.tokens) for row in rows] == [16, 16, 16]
+    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, requests(count=40))]
+
+
+def test_a_fixed_shape_sees_the_same_bits() -> None:
+    """The verifying pass writes over every slot that the draft wrote to."""
+    target = CausalScorer(deep("llama"))
+    target.fix_shape(Shape(3, 4, 64))
+    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3), batch_size=3)
+    ours, theirs = record(target, decoder), record(target, replace(decoder, controller=Fixed(0)))
+    common = ours.keys() & theirs.keys()
+    assert len(common) > 10
+    assert all(torch.equal(ours[text], theirs[text]) for text in common)
+
+
+def record(target: CausalScorer, decoder: Decoder) -> dict[tuple[int, ...], torch.Tensor]:
+    """The logits behind every prefix of the greedy texts, as the loop sees them."""
+    found: dict[tuple[int, ...], torch.Tensor] = {}
+    extend = CausalScorer.extend
+
+    def watched(tokens: torch.Tensor, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
+        logits = extend(target, tokens, counts, **kwargs)
+        passes.append(logits.clone())
+        return logits
+
+    passes: list[torch.Tensor] = []
+    target.extend = watched  # type: ignore[method-assign]
+    try:
+        for round in rounds(decoder, requests()):
+            logits = passes[-1]
+            for place, row in enumerate(round.rows):
+                new = round.tokens[place]
+                start = len(row.tokens) - len(new)
+                for position in range(len(new)):
+                    found[tuple(row.tokens[: start + position])] = logits[place, position]
+    finally:
+        del target.extend
+    return found
+
+
+def test_the_drafter_of_another_target_is_refused() -> None:
+    target, other = CausalScorer(deep("llama")), CausalScorer(deep("llama"))
+    with pytest.raises(ValueError, match="only for the target it was made of"):
+        generate(Decoder(target, ExitDrafter(other, 1)), requests())
+
+
+# ---- layers and models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("4", (0, 1, 2, 3)), ("0-2,5,9-11", (0, 1, 2, 5, 9, 10, 11)), ("3,", (3,)), ("1-2", (1, 2))]
+)
+def test_layers_are_written_and_read(text: str, layers: tuple[int, ...]) -> None:
+    assert kept_layers(read_layers(text), 12) == layers
+    assert spell(layers) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "1-2-3", "-1", "1,,2", "2.5", "3-1", "0-999999999999"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_layers(text)
+
+
+@pytest.mark.parametrize("layers", [0, 4, 9, -1, (), (0, 1, 2, 3), (1, 0), (0, 0), (0, 4), (-1, 2)])
+def test_impossible_layers_are_refused(layers: Any) -> None:
+    with pytest.raises(ValueError, match="possible"):
+        ExitDrafter(CausalScorer(deep("llama")), layers)
+
+
+def test_a_model_that_keeps_its_layers_otherwise_is_refused() -> None:
+    target = CausalScorer(deep("llama"))
+    target.model.model.layers = torch.nn.Sequential(*target.model.model.layers)
+    with pytest.raises(ValueError, match="in one list, as Llama does"):
+        ExitDrafter(target, 1)
+
+
+def test_a_model_whose_forward_was_replaced_is_refused() -> None:
+    """As accelerate does it to spread a model over devices; a copy would still run all layers."""
+    target = CausalScorer(deep("llama"))
+    target.model.model.forward = target.model.model.forward
+    with pytest.raises(ValueError, match="load it in one piece"):
+        ExitDrafter(target, 1)
+
+
+def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> None:
+    """Such checkpoints are plain Llama models; a configuration may carry the recipe's own keys."""
+    tiny(Family("LlamaConfig", LLAMA, {"num_hidden_layers": 4})).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    extra = {"layer_dropout": 0.1, "early_exit_loss_scale": 1.0, "early_exit_curriculum": "rotational"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **extra}))
+    model = load_model(tmp_path, "float32")
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    target = CausalScorer(model)
+    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
+    assert [row.tokens for row in generate(decoder, requests())] == [row.tokens for row in plain(decoder, requests())]
+
+
+def test_it_is_reached_by_name() -> None:
+    target = CausalScorer(deep("llama"))
+    drafter = drafting.drafter("exit:0,3", drafting.Site(target))
+    assert isinstance(drafter, ExitDrafter) and drafter.layers == (0, 3)
+    with pytest.raises(ValueError, match="the target has 4, leave some out"):
+        drafting.drafter("exit:4", drafting.Site(target))
+    with pytest.raises(ValueError, match="cannot draft for itself"):
+        drafting.drafter("exit:1", drafting.Site(scorer(dirichlet_table(1))))

@@ -1,0 +1,385 @@
+"""Parallel heads: one call, independent laws, the target's law; taught, stopped, resumed, saved whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.protocols import Shape
+from slipstream.core.round import Context, Round
+from slipstream.decoding import rules
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters import specification as drafting
+from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, Tap
+from slipstream.drafters.tree import TreeDrafter
+from slipstream.models.causal import CausalScorer
+from slipstream.training import heads as teach
+from slipstream.training.heads import STATE, Lesson, Teacher
+from toys import (
+    FAMILIES,
+    GREEDY,
+    HF_VOCAB,
+    SAMPLE,
+    Altered,
+    Cycle,
+    company_changes_nothing,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    tiny,
+    total_variation,
+)
+
+FLOAT = 1e-5  # the laws are softmaxes in float32
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
+WIDTH = 32
+
+
+def target_of(family: str = "llama", **changes: Any) -> CausalScorer:
+    """A scorer of a tiny random model."""
+    return CausalScorer(tiny(FAMILIES[family], **changes))
+
+
+def some_heads(heads: int = 3, pending: bool = True, width: int = WIDTH, seed: int = 1) -> ParallelHeads:
+    """Random heads that differ from each other and from the target."""
+    torch.manual_seed(seed)
+    made = ParallelHeads(Sizes(heads, width, 16, pending))
+    torch.nn.init.normal_(made.down, std=0.5)
+    return made.eval()
+
+
+def requests(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
+    """Three prompts of different lengths."""
+    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(PROMPTS)]
+
+
+# ---- what the heads see -------------------------------------------------------------------------------------------
+
+
+class Checked:
+    """Compares every law that is drafted from with the definition, made from a fresh forward of the whole text."""
+
+    def __init__(self, drafter: HeadsDrafter) -> None:
+        self.drafter, self.positions = drafter, 0
+
+    @torch.inference_mode()
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The same draft, its laws checked."""
+        draft = self.drafter.propose(context, gammas)
+        model, heads = self.drafter.scorer.model, self.drafter.heads
+        for place, row in enumerate(context.rows):
+            for i in range(draft.lengths[place]):
+                states = model.model(torch.tensor([row.tokens[:-1]]), use_cache=False).last_hidden_state[:, -1]
+                pending = model.get_input_embeddings()(torch.tensor(row.tokens[-1:]))
+                want = model.lm_head(heads(states, pending)[0, i]).softmax(-1)
+                assert draft.law is not None
+                torch.testing.assert_close(draft.law.dense[place, i], want, rtol=0, atol=FLOAT)
+                self.positions += 1
+        return draft
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.drafter.observe(round)
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_the_state_is_the_one_behind_the_last_token_that_stands(pending: bool) -> None:
+    """While rows come, go and accept different numbers of tokens."""
+    target = target_of()
+    checked = Checked(HeadsDrafter(target, some_heads(pending=pending)))
+    rows = generate(Decoder(target, checked, controller=Cycle((3, 2, 0)), batch_size=2), requests(SAMPLE))
+    assert checked.positions > 20
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+
+
+def test_in_a_fixed_shape_too() -> None:
+    target = target_of()
+    target.fix_shape(Shape(3, 4, 64))
+    checked = Checked(HeadsDrafter(target, some_heads()))
+    generate(Decoder(target, checked, controller=Fixed(3), batch_size=3), requests(SAMPLE))
+    assert checked.positions > 20
+
+
+def test_after_a_tree_the_state_is_that_of_the_accepted_path() -> None:
+    """Another drafter may have drafted the round that is observed."""
+    target = target_of()
+    checked = Checked(HeadsDrafter(target, some_heads()))
+    tree = TreeDrafter(CausalScorer(target.model), (2, 2))
+
+    class Turns:
+        """A tree and the heads in turn."""
+
+        numbers = itertools.count()
+
+        def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+            return (checked if next(self.numbers) % 2 else tree).propose(context, gammas)
+
+        def observe(self, round: Round) -> None:
+            checked.observe(round)
+            tree.observe(round)
+
+    rows = generate(Decoder(target, Turns(), rules.TOKEN.verify, Fixed(3)), requests(SAMPLE, 24))
+    assert checked.positions > 10
+    assert sum(row.stats.accepted for row in rows) > 5
+
+
+def test_untrained_heads_repeat_the_target() -> None:
+    heads = ParallelHeads(Sizes(2, WIDTH, 8))
+    states = torch.randn(5, WIDTH)
+    assert torch.equal(heads(states, torch.randn(5, WIDTH)), states[:, None].expand(5, 2, WIDTH))
+
+
+# ---- exactness ----------------------------------------------------------------------------------------------------
+
+
+def trio() -> CausalScorer:
+    """A model of three tokens."""
+    return target_of(vocab_size=3, initializer_range=0.4)
+
+
+@torch.inference_mode()
+def target_step(model: Any, prefix: tuple[int, ...]) -> list[float]:
+    return model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+
+
+def error_of(decoder: Decoder, count: int = 4) -> float:
+    """The distance between the law of whole texts and the target's, by enumeration of all draws."""
+    model = decoder.target.model  # type: ignore[attr-defined]
+    one = [request((0, 2), count)]
+    law = enumerate_outcomes(lambda seam: tuple(generate(replace(decoder, seam=seam), one)[0].output))
+    return total_variation(law, plain_law(lambda prefix: target_step(model, prefix), (0, 2), count))
+
+
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("pending", [True, False], ids=["pending", "blind"])
+def test_the_law_is_the_target_s(rule: rules.Rule, pending: bool) -> None:
+    """A first plain step, then two independent tokens at once."""
+    target = trio()
+    assert error_of(Decoder(target, HeadsDrafter(target, some_heads(2, pending)), rule.verify, Fixed(2))) < FLOAT
+
+
+def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
+    def flat(draft: Draft) -> Draft:
+        return replace(draft, law=draft.law and Law(probs=torch.full_like(draft.law.dense, 1 / 3)))
+
+    target = trio()
+    drafter = Altered(HeadsDrafter(target, some_heads(2)), flat)
+    assert error_of(Decoder(target, drafter, rules.TOKEN.verify, Fixed(2)), 3) > 1e-3
+
+
+# ---- the contract of a drafter ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "falcon_new"])
+def test_greedy_texts_are_the_target_s(family: str) -> None:
+    target = target_of(family)
+    decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(5), batch_size=2)
+    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    assert max(len(row.stats.drafted_by_position) for row in ours) == 3  # a token per head
+    again = generate(decoder, requests())  # the drafter serves the next call, and knows its rows are new
+    assert [row.stats.drafted for row in again] == [row.stats.drafted for row in ours]
+
+
+def test_stop_in_mid_round_and_company_change_nothing() -> None:
+    target = target_of()
+    alone = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3), batch_size=1)
+    ends = frozenset(range(0, HF_VOCAB, 4))
+    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    company_changes_nothing(alone, some)
+
+
+def test_the_first_round_of_a_text_is_a_plain_step() -> None:
+    target = target_of()
+    decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3))
+    lengths = [round.draft.lengths for round in rounds(decoder, requests())]
+    assert lengths[0] == (0, 0, 0) and max(lengths[1]) == 3
+
+
+def test_settings_hold_for_the_draft_too() -> None:
+    """A penalty looks at the drafted tokens before; the law that is kept is the one after it."""
+    target = target_of()
+    decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3))
+    seen = 0
+    for round in rounds(decoder, requests(Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3))):
+        if round.draft.law is not None:
+            seen += 1
+            assert round.draft.law.dense[..., 7].max() == 0
+            assert (round.draft.law.dense > 0).sum(-1).max() <= 5
+    assert seen > 3
+
+
+def test_heads_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden size 8, but"):
+        HeadsDrafter(target_of(), some_heads(width=8))
+
+
+def test_a_compiled_target_is_refused() -> None:
+    """Its passes show no hidden states."""
+    target = target_of()
+    vars(target)["execution"] = object()
+    with pytest.raises(ValueError, match="use heads without compiling"):
+        HeadsDrafter(target, some_heads())
+
+
+def test_the_tap_leaves_with_its_owner() -> None:
+    target = target_of()
+    hooks = target.model.lm_head._forward_pre_hooks
+    tap = Tap(target.model)
+    assert len(hooks) == 1
+    target.model(torch.tensor([[1, 2, 3]]))
+    assert tap.hidden.shape == (1, 3, WIDTH)
+    del tap
+    assert not hooks
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_heads_are_saved_and_loaded(tmp_path: Path, pending: bool) -> None:
+    heads = some_heads(pending=pending)
+    heads.save(tmp_path)
+    loaded = ParallelHeads.load(tmp_path)
+    assert loaded.sizes == heads.sizes
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(heads.parameters(), loaded.parameters(), strict=True))
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_they_are_reached_by_name(tmp_path: Path) -> None:
+    some_heads(2).save(tmp_path)
+    drafter = drafting.drafter(f"heads:{tmp_path}", drafting.Site(target_of()))
+    assert isinstance(drafter, HeadsDrafter) and drafter.heads.sizes.heads == 2
+    with pytest.raises(ValueError, match="there is no"):
+        drafting.drafter(f"heads:{tmp_path}/nowhere", drafting.Site(target_of()))
+
+
+def test_a_missing_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no"):
+        ParallelHeads.load(tmp_path)
+    (tmp_path / FILE).write_bytes(b"\x10\0\0\0\0\0\0\0nothing of use")
+    with pytest.raises(ValueError, match="damaged"):
+        ParallelHeads.load(tmp_path)
+    save_file({"up": torch.zeros(1)}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="unknown format, this release reads slipstream heads 1: train heads"):
+        ParallelHeads.load(tmp_path)
+
+
+# ---- teaching -----------------------------------------------------------------------------------------------------
+
+TEXT = np.tile(np.arange(11), 60)  # every token foretells all that follow
+LESSON = Lesson(heads=2, inner=24, steps=12, rows=4, length=24, rate=0.01, save_every=5)
+
+
+def test_heads_learn_what_the_target_says_later(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    before = Teacher(model, "tiny", TEXT, tmp_path / "a", LESSON).report()["alpha"]
+    teacher = Teacher(model, "tiny", TEXT, tmp_path / "a", replace(LESSON, steps=60, rate=0.03))
+    teacher.teach()
+    after = teacher.report()["alpha"]
+    assert all(new > old + 0.15 for old, new in zip(before, after, strict=True))
+    assert ParallelHeads.load(tmp_path / "a").sizes.target == "tiny"
+
+
+def test_the_target_is_frozen(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    before = [weight.clone() for weight in model.parameters()]
+    teach.teach(model, "tiny", TEXT, tmp_path, LESSON)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("stop", [1, 5, 7])
+def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
+    model = tiny(FAMILIES["llama"])
+    whole = Teacher(model, "tiny", TEXT, tmp_path / "whole", LESSON).teach()
+
+    def interrupt(step: int, loss: float) -> None:
+        if step == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Teacher(model, "tiny", TEXT, tmp_path / "parts", LESSON).teach(interrupt)
+    assert not (tmp_path / "parts" / FILE).exists()
+    resumed = Teacher(model, "tiny", TEXT, tmp_path / "parts", LESSON)
+    assert resumed.step == stop
+    steps: list[int] = []
+    parts = resumed.teach(lambda step, loss: steps.append(step))
+    assert steps == list(range(stop + 1, LESSON.steps + 1))
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), parts.parameters(), strict=True))
+
+
+def test_a_killed_training_goes_on_from_its_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(FAMILIES["llama"])
+    teacher = Teacher(model, "tiny", TEXT, tmp_path, LESSON)
+    monkeypatch.setattr(teacher, "_learn", lambda: (_ for _ in ()).throw(SystemExit) if teacher.step == 7 else learn())
+    learn = Teacher._learn.__get__(teacher)
+    monkeypatch.setattr(teacher, "_save", lambda: save() if teacher.step == 5 else None)  # no farewell
+    save = Teacher._save.__get__(teacher)
+    with pytest.raises(SystemExit):
+        teacher.teach()
+    assert Teacher(model, "tiny", TEXT, tmp_path, LESSON).step == 5
+
+
+def test_another_training_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    Teacher(model, "tiny", TEXT, tmp_path, LESSON).teach()
+    assert (tmp_path / STATE).exists()
+    with pytest.raises(ValueError, match="another inner"):
+        Teacher(model, "tiny", TEXT, tmp_path, replace(LESSON, inner=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"heads": 0}, "heads=0"), ({"steps": 0}, "steps=0"), ({"length": 3}, "too short"), ({"rate": 0.0}, "rate=0")],
+)
+def test_impossible_lessons_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(LESSON, **changes)
+
+
+@pytest.mark.parametrize("weight", ["model.norm.weight", "lm_head.weight"])
+def test_a_target_that_is_not_finite_teaches_nothing_and_leaves_no_file(tmp_path: Path, weight: str) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.get_parameter(weight).data[3] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"^tiny gives non-finite logits: the weights are damaged"):
+        Teacher(model, "tiny", TEXT, tmp_path / "heads", LESSON).teach()
+    assert not (tmp_path / "heads").exists()
+    with pytest.raises(FloatingPointError, match="tiny gives non-finite logits"):
+        Teacher(model, "tiny", TEXT, tmp_path / "heads", LESSON).report()
+
+
+def test_heads_that_diverge_are_not_saved(tmp_path: Path) -> None:
+    teacher = Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path / "heads", LESSON)
+
+    def disturb(step: int, loss: float) -> None:
+        if step == 2:
+            teacher.heads.down.data.fill_(torch.inf)
+
+    with pytest.raises(FloatingPointError, match=r"^the heads diverged after 2 steps: give a rate below 0.01, and "):
+        teacher.teach(disturb)
+    assert not (tmp_path / "heads").exists()
+
+
+def test_windows_beyond_the_context_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^length=129 is too long: tiny holds 128 tokens, so give 128 or less\.$"):
+        Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(LESSON, length=129))
+    assert Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(LESSON, length=128)).step == 0
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="too few"):
+        Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT[:60], tmp_path, LESSON)

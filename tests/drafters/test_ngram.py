@@ -1,0 +1,668 @@
+"""n-gram drafts: tables as the textbook defines them, files whole or refused, and the law stays the target's."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from slipstream.core.draft import Draft
+from slipstream.core.draws import draw_coupled
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
+from slipstream.core.request import Sampler
+from slipstream.core.round import Context, Round, Seam
+from slipstream.decoding import rules
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters import ngram_model as ngram
+from slipstream.drafters.ngram import Ngram
+from slipstream.drafters.ngram_model import FALLBACK, NgramModel, OnlineCounts, Table, discounts
+from slipstream.models.causal import CausalScorer
+from toys import (
+    EXACT,
+    FAMILIES,
+    GREEDY,
+    HF_VOCAB,
+    PAIRS,
+    SAMPLE,
+    VOCAB,
+    WRONG,
+    Altered,
+    Cycle,
+    dirichlet_table,
+    enumerate_outcomes,
+    first_tokens,
+    plain_law,
+    propose,
+    request,
+    row,
+    scorer,
+    tiny,
+    total_variation,
+)
+
+FLOAT = 1e-6  # tables are stored in float32
+PROMPT = (0, 2)
+
+
+# ---- the reference: the same smoothing, as the definition says it, with dictionaries -------------------------------
+
+
+Gram = tuple[int, ...]
+
+
+@dataclass
+class Reference:
+    """Interpolated modified Kneser-Ney; `learned` tokens join in by Witten-Bell, order by order."""
+
+    sequences: Sequence[Sequence[int]]
+    order: int
+    vocab: int
+    learned: list[tuple[Gram, int]] = field(default_factory=list)  # (text before, token)
+
+    def __post_init__(self) -> None:
+        padded = [(self.vocab, *text) for text in self.sequences if text]
+        plain = {
+            n: Counter(text[i : i + n] for text in padded for i in range(n == 1, len(text) - n + 1))
+            for n in range(1, self.order + 1)
+        }
+        self.counts = {n: self._appearances(plain, n) for n in plain}
+
+    def _appearances(self, plain: dict[int, Counter[Gram]], n: int) -> dict[Gram, int]:
+        """How many different tokens stand before an n-gram, if anything can."""
+        if n == self.order:
+            return dict(plain[n])
+        before: dict[Gram, set[int]] = {}
+        for gram in plain[n + 1]:
+            before.setdefault(gram[1:], set()).add(gram[0])
+        return {gram: count if gram[0] == self.vocab else len(before[gram]) for gram, count in plain[n].items()}
+
+    def discount(self, n: int, count: int) -> float:
+        """D of a count, equation 26."""
+        of = Counter(self.counts[n].values())
+        d = FALLBACK
+        if all(of[k] for k in (1, 2, 3, 4)):
+            y = of[1] / (of[1] + 2 * of[2])
+            found = (1 - 2 * y * of[2] / of[1], 2 - 3 * y * of[3] / of[2], 3 - 4 * y * of[4] / of[3])
+            d = found if all(0 <= x <= k for k, x in enumerate(found, 1)) else FALLBACK
+        return d[min(count, 3) - 1]
+
+    def smoothed(self, context: Gram, lower: Sequence[float]) -> Sequence[float]:
+        """p_n(. | context) from p_{n-1}."""
+        n = len(context) + 1
+        here = {gram[-1]: count for gram, count in self.counts[n].items() if gram[:-1] == context}
+        if not here:
+            return lower
+        total = sum(here.values())
+        gamma = sum(self.discount(n, count) for count in here.values()) / total
+        alpha = {token: (count - self.discount(n, count)) / total for token, count in here.items()}
+        return [alpha.get(token, 0.0) + gamma * lower[token] for token in range(self.vocab)]
+
+    def adapted(self, context: Gram, lower: Sequence[float]) -> Sequence[float]:
+        """What was learned behind the context, mixed into `lower`."""
+        size = len(context)
+        here = Counter(
+            token for text, token in self.learned if len(text) >= size and text[len(text) - size :] == context
+        )
+        whole, kinds = sum(here.values()), len(here)
+        return (
+            [(here[token] + kinds * lower[token]) / (whole + kinds) for token in range(self.vocab)] if kinds else lower
+        )
+
+    def law(self, text: Sequence[int]) -> Sequence[float]:
+        """p(. | text), a text from its start."""
+        law: Sequence[float] = [1 / self.vocab] * self.vocab
+        known = (self.vocab, *text)
+        for size in range(self.order):
+            if size <= len(known):
+                law = self.smoothed(known[len(known) - size :], law)
+            if size <= len(text):
+                law = self.adapted(tuple(text[len(text) - size :]), law)
+        return law
+
+
+corpora = st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=4).filter(any)
+orders = st.integers(1, 5)
+
+
+def model_law(model: NgramModel, text: Sequence[int], online: OnlineCounts | None = None) -> list[float]:
+    """q after a text."""
+    return model.law(model.state(text), online, text).tolist()
+
+
+def some_texts(seed: int, count: int = 12, length: int = 60, vocab: int = 6) -> list[list[int]]:
+    """Texts in which some continuations are much more frequent than others."""
+    rng = random.Random(seed)
+    return [
+        [min(rng.randrange(vocab), rng.randrange(vocab)) for _ in range(rng.randrange(length))] for _ in range(count)
+    ]
+
+
+@given(corpora, orders, st.lists(st.integers(0, 4), max_size=7))
+def test_the_tables_are_those_of_the_definition(sequences: list[list[int]], order: int, text: list[int]) -> None:
+    """Token 4 is never seen; contexts may be unseen, shorter than the order, or the start of a text."""
+    model = NgramModel.fit(sequences, order, 5)
+    want = Reference(sequences, order, 5)
+    for end in range(len(text) + 1):
+        got = model_law(model, text[:end])
+        assert got == pytest.approx(want.law(text[:end]), abs=FLOAT)
+        assert sum(got) == pytest.approx(1, abs=FLOAT) and min(got) > 0
+
+
+@pytest.mark.parametrize("order", range(1, 6))
+def test_the_tables_are_those_of_the_definition_on_more_text(order: int) -> None:
+    """Enough of it that the discounts come from the counts of counts, not from the fallback."""
+    sequences = some_texts(order, vocab=20)
+    model, want = NgramModel.fit(sequences, order, 20), Reference(sequences, order, 20)
+    assert order == 1 or any(want.discount(n, 1) != FALLBACK[0] for n in range(1, order + 1))
+    for text in some_texts(99, 40, 8, vocab=20):
+        assert model_law(model, text) == pytest.approx(want.law(text), abs=FLOAT)
+
+
+def test_kneser_ney_counts_contexts_and_not_occurrences() -> None:
+    """The textbook's "Francisco": frequent, but after one word only, so rare after an unknown one."""
+    san, francisco, glasses = 0, 1, 2
+    texts = [[san, francisco]] * 6 + [[token, glasses] for token in (3, 4, 5)]
+    bigram = NgramModel.fit(texts, 2, 7)
+    assert model_law(bigram, [6])[francisco] < model_law(bigram, [6])[glasses]
+    unigram = NgramModel.fit(texts, 1, 7)
+    assert model_law(unigram, [6])[francisco] > model_law(unigram, [6])[glasses]
+
+
+def test_a_bigram_by_hand() -> None:
+    """One text 0 1 0 1 0: discounts are the fallback's, start -> 0 once; 0 -> 1 twice; 1 -> 0 twice."""
+    model = NgramModel.fit([[0, 1, 0, 1, 0]], 2, 3)
+    zero = (2 - 1.0) / 3 + 1.5 / 3 / 3  # token 0 stands behind two different ones, token 1 behind one
+    one = (1 - 0.5) / 3 + 1.5 / 3 / 3
+    assert model.unigram.tolist() == pytest.approx([zero, one, 1.5 / 9])
+    assert model_law(model, [0])[1] == pytest.approx((2 - 1) / 2 + 1 / 2 * one)
+    assert model_law(model, [])[0] == pytest.approx((1 - 0.5) / 1 + 0.5 * zero)
+    assert model_law(model, [2]) == pytest.approx(model.unigram.tolist())
+
+
+def test_discounts() -> None:
+    """n1..n4 = 8, 4, 2, 1: Y = 8/16, D = 1 - 2Y/2, 2 - 3Y/2, 3 - 4Y/2."""
+    counts = np.array([1] * 8 + [2] * 4 + [3] * 2 + [4] + [9] * 3 + [0])
+    assert discounts(counts) == pytest.approx((0.5, 1.25, 2.0))
+    assert discounts(np.array([1, 1, 2, 3])) == FALLBACK  # no 4
+    assert discounts(np.array([1] * 2 + [2] + [3] * 9 + [4] * 99)) == FALLBACK  # negative
+
+
+@given(corpora, orders, st.lists(st.integers(0, 3), max_size=12))
+def test_a_state_goes_on_where_it_stands(sequences: list[list[int]], order: int, text: list[int]) -> None:
+    model = NgramModel.fit(sequences, order, 4)
+    state = model.state([])
+    for end, token in enumerate(text, 1):
+        state = model.advance(state, token)
+        assert state == model.state(text[:end])
+        if end >= order - 1:
+            assert state == model.state(text[:end][-order:])
+        assert len(state) <= order
+
+
+@given(corpora, orders, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 4))
+def test_online_counts_are_those_of_the_definition(
+    sequences: list[list[int]], order: int, text: list[int], step: int
+) -> None:
+    """The text is emitted in pieces; before each, the law knows all pieces before it."""
+    model, online, want = NgramModel.fit(sequences, order, 4), OnlineCounts(order, 4), Reference(sequences, order, 4)
+    for start in range(0, len(text), step):
+        before, longer = text[:start], text[: start + step]
+        got = model_law(model, before, online)
+        assert got == pytest.approx(want.law(before), abs=FLOAT) and sum(got) == pytest.approx(1, abs=FLOAT)
+        online.add(longer, len(longer) - start)
+        want.learned += [(tuple(text[:i]), text[i]) for i in range(start, len(longer))]
+    assert model_law(model, text, online) == pytest.approx(want.law(text), abs=FLOAT)
+
+
+def test_a_short_text_knows_what_others_taught() -> None:
+    model, online, want = NgramModel.fit([[0, 1]], 3, 4), OnlineCounts(3, 4), Reference([[0, 1]], 3, 4)
+    other = [3, 0, 2, 1, 0, 2]
+    online.add(other, 4)
+    want.learned = [(tuple(other[:i]), other[i]) for i in range(2, 6)]
+    for text in ([], [2], [0, 2], [1, 0], [3, 3, 0]):
+        assert model_law(model, text, online) == pytest.approx(want.law(text), abs=FLOAT)
+    assert max(map(len, online._counts)) == 2  # no context that nobody asks for
+
+
+def test_the_reference_would_notice() -> None:
+    """The comparison tells plain counts from Kneser-Ney's, and other discounts from the right ones."""
+    sequences = some_texts(3)
+    model = NgramModel.fit(sequences, 3, 6)
+    wrong = Reference(sequences, 3, 6)
+    wrong.counts[2] = {gram: count + 1 for gram, count in wrong.counts[2].items()}
+    assert max(abs(a - b) for a, b in zip(model_law(model, [0, 1]), wrong.law([0, 1]), strict=True)) > WRONG
+
+
+def test_online_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "HELD", 20)
+    online = OnlineCounts(3, 100)
+    text = list(range(60))
+    for end in range(1, len(text) + 1):
+        online.add(text[:end], 1)
+        assert len(online._counts) <= 20
+    assert online.level((57, 58)) is not None and online.level((1, 2)) is None
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor, lambda text: np.array(text, np.uint16)])
+def test_sequences_may_be_lists_arrays_or_tensors(make: Callable[[list[int]], Any]) -> None:
+    texts = some_texts(1)
+    model = NgramModel.fit((make(text) for text in texts if text), 3, 6)
+    assert_equal(model, NgramModel.fit(texts, 3, 6))
+
+
+def test_large_vocabularies_need_wider_ids() -> None:
+    vocab = 70_000
+    texts = [[69_999, 1, 65_536, 0, 69_999, 1]]
+    model, want = NgramModel.fit(texts, 3, vocab), Reference(texts, 3, vocab)
+    assert model.tables[0].tokens.dtype == np.uint32
+    assert model_law(model, [69_999, 1]) == pytest.approx(want.law([69_999, 1]), abs=FLOAT)
+
+
+def test_progress_is_told_order_by_order() -> None:
+    told: list[tuple[int, int]] = []
+    NgramModel.fit([[0, 1, 0, 1, 2]], 3, 4, lambda n, ngrams: told.append((n, ngrams)))
+    assert told == [(1, 3), (2, 4), (3, 4)]  # the start of the text is a context: (start) 0, (start) 0 1
+
+
+BAD_FITS: list[tuple[Any, int, int, str]] = [
+    ([[0, 1]], 0, 3, "order=0"),
+    ([[0, 1]], 6, 3, "order=6"),
+    ([[0, 1]], 2, 0, "vocab=0"),
+    ([[0, 3]], 2, 3, r"ids 0\.\.3"),
+    ([[-1, 1]], 2, 3, r"ids -1\.\.1"),
+    ([], 2, 3, "no tokens"),
+    ([[], []], 2, 3, "no tokens"),
+    ([[0.5, 1.0]], 2, 3, "token ids"),
+    ([[[0, 1], [1, 0]]], 2, 3, "one array per text"),
+]
+
+
+@pytest.mark.parametrize(("sequences", "order", "vocab", "message"), BAD_FITS, ids=[bad[3] for bad in BAD_FITS])
+def test_what_cannot_be_counted_is_refused(sequences: Any, order: int, vocab: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NgramModel.fit(sequences, order, vocab)
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def assert_equal(left: NgramModel, right: NgramModel) -> None:
+    """The same tables, bit by bit."""
+    assert np.array_equal(left.unigram, right.unigram) and left.order == right.order
+    for one, other in zip(left.tables, right.tables, strict=True):
+        for name in Table.__slots__:
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+
+
+@pytest.mark.parametrize("order", range(1, 6))
+def test_a_saved_model_is_the_same_model(tmp_path: Path, order: int) -> None:
+    model = NgramModel.fit(some_texts(1), order, 6)
+    model.save(tmp_path / "model.ngram")
+    loaded = NgramModel.load(str(tmp_path / "model.ngram"))
+    assert_equal(model, loaded)
+    assert (loaded.order, loaded.vocab) == (order, 6)
+    assert model_law(loaded, [1, 0, 2]) == model_law(model, [1, 0, 2])
+    assert os.listdir(tmp_path) == ["model.ngram"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_model_is_mapped_and_outlives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.ngram"
+    NgramModel.fit(some_texts(1), 3, 6).save(path)
+    loaded = NgramModel.load(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    before = model_law(loaded, [1, 0])
+    NgramModel.fit(some_texts(2), 3, 6).save(path)  # another file under the name: ours stays
+    assert model_law(loaded, [1, 0]) == before != model_law(NgramModel.load(path), [1, 0])
+
+
+class Killed(BaseException):
+    """What ends a build in its middle."""
+
+
+def test_an_interrupted_count_writes_nothing(tmp_path: Path) -> None:
+    def dies(n: int, ngrams: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        NgramModel.fit(some_texts(1), 3, 6, dies).save(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+Arrays, About = dict[str, Any], dict[str, str]
+
+
+def _without(name: str) -> Callable[[Arrays, About], None]:
+    return lambda arrays, about: (arrays.pop(name), None)[1]
+
+
+def _short(name: str) -> Callable[[Arrays, About], None]:
+    return lambda arrays, about: arrays.update({name: arrays[name][:-1]})
+
+
+def _says(name: str, value: str) -> Callable[[Arrays, About], None]:
+    return lambda arrays, about: about.update({name: value})
+
+
+def _ends(arrays: Arrays, about: About) -> None:
+    arrays["3.starts"] = arrays["3.starts"] + np.uint32(1)
+
+
+DAMAGES: dict[str, tuple[Callable[[Arrays, About], None], str]] = {
+    "another format": (_says("format", "other"), "other version 1, this release reads"),
+    "a later version": (_says("version", "2"), "version 2, this release reads"),
+    "another order": (_says("order", "4"), "lacks '4.starts'"),
+    "a lower order": (_says("order", "2"), "order or vocabulary is not the one it names"),
+    "no order": (lambda arrays, about: (about.pop("order"), None)[1], "lacks 'order'"),
+    "an order that is no number": (_says("order", "many"), "is no number"),
+    "another vocabulary": (_says("vocab", "7"), "vocabulary is not the one it names"),
+    "no unigrams": (_without("1.unigram"), "lacks '1.unigram'"),
+    "no index": (_without("2.starts"), "lacks '2.starts'"),
+    "fewer tokens": (_short("3.tokens"), "sizes that do not fit"),
+    "fewer chances": (_short("2.alpha"), "sizes that do not fit"),
+    "fewer contexts": (_short("3.gamma"), "sizes that do not fit"),
+    "a shorter index": (_short("3.starts"), "sizes that do not fit"),
+    "fewer unigrams": (_short("1.unigram"), "vocabulary is not the one it names"),
+    "a shifted index": (_ends, "wrong ends"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model"
+    NgramModel.fit(some_texts(1), 3, 6).save(path)
+    arrays, about = load_file(path), {"format": "slipstream.ngram", "version": "1", "order": "3", "vocab": "6"}
+    change, message = DAMAGES[damage]
+    change(arrays, about)
+    save_file(arrays, path, about)
+    with pytest.raises(ValueError, match=message) as error:
+        NgramModel.load(path)
+    assert str(path) in str(error.value) and "build it again" in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\xff" * 400], ids=["empty", "text", "garbage"])
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model").write_bytes(content)
+    with pytest.raises(ValueError, match="damaged or no n-gram model"):
+        NgramModel.load(tmp_path / "model")
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    NgramModel.fit(some_texts(1, 2, 9), 2, 6).save(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="damaged"):
+            NgramModel.load(path)
+    path.write_bytes(whole)
+    NgramModel.load(path)
+
+
+def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(FileNotFoundError, match="there is no n-gram model at"):
+            NgramModel.load(path)
+
+
+def test_a_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"knows 6 token ids, the target 7"):
+        Ngram(NgramModel.fit(some_texts(1), 2, 6), 7)
+
+
+# ---- what is drafted --------------------------------------------------------------------------------------------
+
+
+def double(model: NgramModel) -> NgramModel:
+    """The same tables in float64, so that exactness can be told from rounding."""
+    tables = [replace(t, alpha=t.alpha.astype(float), gamma=t.gamma.astype(float)) for t in model.tables]
+    return NgramModel(model.unigram.astype(float), tuple(tables))
+
+
+TOY = {order: double(NgramModel.fit(some_texts(7, 8, 12, VOCAB), order, VOCAB)) for order in range(1, 6)}
+
+
+def test_the_law_is_the_model_s_through_the_sampler_of_each_row() -> None:
+    samplers = (SAMPLE, Sampling(temperature=0.5), Sampling(temperature=1, top_k=1))
+    rows = [row([0, 1, 2][: i + 1], sampler=sampler, index=i) for i, sampler in enumerate(samplers)]
+    draft = propose(Ngram(TOY[3], VOCAB), rows, [2, 1, 2])
+    assert draft.law is not None and draft.lengths == (2, 1, 2) and draft.tokens.shape == (3, 2)
+    for r, one in enumerate(rows):
+        for i in range(2):
+            q = np.array(model_law(TOY[3], [*one.tokens, *draft.tokens[r, :i].tolist()]))
+            want = (q, q**2, q == q.max())[r]
+            assert draft.law.dense[r, i].tolist() == pytest.approx((want / want.sum()).tolist())
+
+
+def test_greedy_drafts_are_the_most_likely_tokens() -> None:
+    draft = propose(Ngram(TOY[3], VOCAB), [row([0, 1], sampler=GREEDY)], [3])
+    text = [0, 1]
+    for _ in range(3):
+        text.append(int(np.argmax(model_law(TOY[3], text))))
+    assert draft.tokens.tolist() == [text[2:]]
+    assert draft.law is not None and draft.law.point and draft.law.scores is None
+
+
+def test_no_gamma_is_an_empty_draft() -> None:
+    draft = propose(Ngram(TOY[2], VOCAB), [row([0]), row([1])], [0, 0])
+    assert draft.law is None and draft.tokens.shape == (2, 0)
+
+
+def test_nothing_is_learned_unless_asked() -> None:
+    for online in (False, True):
+        drafter = Ngram(TOY[3], VOCAB, online)
+        before = propose(drafter, [row([0, 1])], [1]).law
+        generate(Decoder(scorer(PAIRS["generic"][0]), drafter, controller=Fixed(2)), [request(PROMPT, 20)])
+        after = propose(drafter, [row([0, 1])], [1]).law
+        assert before is not None and after is not None
+        assert torch.equal(before.dense, after.dense) != online
+
+
+def test_online_counts_learn_what_is_emitted() -> None:
+    """A target that counts up: the empty model learns it within one turn of the vocabulary."""
+    size = 12
+    target = scorer(lambda prefix: [float(t == (prefix[-1] + 1) % size) for t in range(size)], vocab=size)
+    model = NgramModel.fit([[0]], 3, size)
+    accepted = {}
+    for online in (False, True):
+        decoder = Decoder(target, Ngram(model, size, online), controller=Fixed(3))
+        (done,) = generate(decoder, [request([0], 60, GREEDY)])
+        assert done.output == [(i + 1) % size for i in range(60)]
+        accepted[online] = done.stats.accepted
+    assert accepted[True] > 30 > accepted[False]
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLE], ids=["greedy", "sampling"])
+def test_a_text_does_not_depend_on_its_company(sampler: Sampler) -> None:
+    """Rows that end and others that join; the drafter serves one call after the other."""
+    target, drafter = scorer(dirichlet_table(3)), Ngram(TOY[4], VOCAB)
+    requests = [request([i % VOCAB, 1, 0], 6 + 5 * (i % 3), sampler, key=i, seed=4) for i in range(5)]
+    alone = [generate(Decoder(target, drafter, controller=Fixed(3)), [one])[0].output for one in requests]
+    for batch_size in (2, 5):
+        decoder = Decoder(target, drafter, controller=Fixed(3), batch_size=batch_size)
+        assert [one.output for one in generate(decoder, requests)] == alone
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_greedy_texts_end_where_the_target_ends_them(online: bool) -> None:
+    """An end token in mid-draft cuts the text there, whatever was drafted behind it."""
+    target = scorer(lambda prefix: [float(t == (prefix[-1] + 1) % VOCAB) for t in range(VOCAB)])
+    model = NgramModel.fit([[0, 1, 2] * 20], 3, VOCAB)
+    decoder = Decoder(target, Ngram(model, VOCAB, online), controller=Fixed(5), batch_size=2)
+    requests = [request([i], 30, GREEDY, eos=frozenset({2}), key=i) for i in range(VOCAB)]
+    got = generate(decoder, requests)
+    assert [one.output for one in got] == [[1, 2], [2], [0, 1, 2]]
+    assert [one.output for one in got] == [one.output for one in plain(decoder, requests)]
+    assert [one.stats.accepted for one in got] == [2, 1, 3]
+
+
+# ---- the law ----------------------------------------------------------------------------------------------------
+
+
+Make = Callable[[], Drafter]
+
+
+def distance(
+    pair: str, rule: rules.Rule, gammas: tuple[int, ...], make: Make, count: int = 3, sampler: Sampler = SAMPLE
+) -> float:
+    """Total variation of the first tokens from the target's law, at the sampler's temperature."""
+    power = 1 / sampler.temperature if isinstance(sampler, Sampling) else 1.0
+
+    def step(prefix: tuple[int, ...]) -> list[float]:
+        weights = [x**power for x in PAIRS[pair][0](prefix)]
+        return [x / sum(weights) for x in weights]
+
+    def decoder(seam: Seam) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
+
+    law = first_tokens(decoder, PROMPT, count, count + 1, sampler)
+    return total_variation(law, plain_law(step, PROMPT, count))
+
+
+def toy(order: int, online: bool = False) -> Make:
+    """A fresh drafter of a toy model."""
+    return lambda: Ngram(TOY[order], VOCAB, online)
+
+
+by_name = pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
+
+
+@pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
+@pytest.mark.parametrize("gammas", [(0,), (1,), (2,), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("pair", ["generic", "zeros", "points"])
+@by_name
+def test_the_law_is_the_target_s(rule: rules.Rule, pair: str, gammas: tuple[int, ...], online: bool) -> None:
+    assert distance(pair, rule, gammas, toy(3, online)) < EXACT
+
+
+@pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
+@pytest.mark.parametrize("order", [1, 2, 5])
+@by_name
+def test_the_law_is_the_target_s_at_every_order(rule: rules.Rule, order: int, online: bool) -> None:
+    assert distance("zeros", rule, (1,), toy(order, online), count=4) < EXACT
+
+
+@pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
+@pytest.mark.parametrize("gammas", [(0,), (1,), (1, 0)], ids=str)
+@pytest.mark.parametrize("pair", ["zeros", "points"])
+def test_the_law_of_sample_and_match_is_the_target_s(pair: str, gammas: tuple[int, ...], online: bool) -> None:
+    assert distance(pair, rules.MATCH, gammas, toy(2, online), count=2) < EXACT
+
+
+@by_name
+def test_the_law_is_exact_at_other_temperatures(rule: rules.Rule) -> None:
+    assert distance("generic", rule, (2,), toy(3), count=2, sampler=Sampling(temperature=0.5)) < EXACT
+
+
+def test_in_float32_the_law_is_exact_up_to_rounding() -> None:
+    model = NgramModel.fit(some_texts(7, 8, 12, VOCAB), 3, VOCAB)
+    assert distance("generic", rules.TOKEN, (2,), lambda: Ngram(model, VOCAB, True), count=2) < FLOAT
+
+
+@pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
+@by_name
+def test_the_joint_law_of_ragged_rows_is_the_product(rule: rules.Rule, online: bool) -> None:
+    """Rows of different prompts and lengths that share what is learned; an end token may stand in mid-draft."""
+    table, prompts = PAIRS["zeros"][0], ((0, 2), (1,))
+
+    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
+        decoder = Decoder(scorer(table), toy(2, online)(), rule.verify, Cycle((1,)), seam=seam)
+        requests = [request(p, 2, eos=frozenset({1}), key=i) for i, p in enumerate(prompts)]
+        return tuple(tuple(one.output[:2]) for one in generate(decoder, requests))
+
+    alone = [plain_law(table, p, 2, ends=(1,)) for p in prompts]
+    want = {(a, b): alone[0][a] * alone[1][b] for a, b in product(*alone)}
+    assert total_variation(enumerate_outcomes(run, 60_000), want) < EXACT
+
+
+# ---- controls: each of these is a mistake one could make --------------------------------------------------------
+
+
+def other_law(draft: Draft) -> Draft:
+    """The law of the unigram model, though the tokens came from the trigram's."""
+    if draft.law is None:
+        return draft
+    return replace(draft, law=Law(probs=torch.from_numpy(TOY[1].unigram).expand_as(draft.law.dense)))
+
+
+def before_the_sampler(draft: Draft) -> Draft:
+    """The law before temperature 0.5."""
+    if draft.law is None:
+        return draft
+    root = draft.law.dense.sqrt()
+    return replace(draft, law=Law(probs=root / root.sum(-1, keepdim=True)))
+
+
+class Peeking:
+    """Counts the drafted tokens before it tells the law: q then depends on what was sampled from it."""
+
+    def __init__(self) -> None:
+        self.inner = Ngram(TOY[2], VOCAB, online=True)
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The inner draft with a law that knows it."""
+        draft, online, (one,) = self.inner.propose(context, gammas), self.inner.online, context.rows
+        assert online is not None
+        text = [*one.tokens, *draft.tokens[0].tolist()]
+        online.add(text, draft.lengths[0])
+        ends = range(len(one.tokens), len(text))
+        laws = [model_law(self.inner.model, text[:end], online) for end in ends]
+        return replace(draft, law=Law(probs=torch.tensor([laws], dtype=torch.float64)))
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.inner.observe(round)
+
+
+@by_name
+def test_a_law_that_was_not_sampled_from_is_caught(rule: rules.Rule) -> None:
+    assert distance("generic", rule, (2,), lambda: Altered(toy(3)(), other_law), count=2) > WRONG
+    assert distance("generic", rule, (2,), Peeking, count=2) > WRONG
+    half = Sampling(temperature=0.5)
+    assert distance("generic", rule, (1,), lambda: Altered(toy(3)(), before_the_sampler), sampler=half) > WRONG
+
+
+def test_coupled_text_is_the_target_s_own() -> None:
+    requests = [request(PROMPT, 20, key=i, seed=3) for i in range(6)]
+    for online in (False, True):
+        drafter = Ngram(TOY[2], VOCAB, online)
+        decoder = Decoder(scorer(PAIRS["generic"][0]), drafter, rules.COUPLED.verify, Fixed(4), seam=draw_coupled)
+        got = generate(decoder, requests)
+        assert [one.output for one in got] == [one.output for one in plain(decoder, requests)]
+        assert sum(one.stats.accepted for one in got) > 0
+
+
+# ---- a Hugging Face model ---------------------------------------------------------------------------------------
+
+
+def test_a_model_s_greedy_text_is_its_own(tmp_path: Path) -> None:
+    """In float64, so that no near-tie can flip. The tables are counted from texts of the target, and from a file."""
+    rng = random.Random(1)
+    target = CausalScorer(tiny(FAMILIES["llama"], dtype=torch.float64))
+    prompts = [[rng.randrange(HF_VOCAB) for _ in range(4 + i)] for i in range(5)]
+    requests = [request(p, 20 + 5 * i, GREEDY, key=i) for i, p in enumerate(prompts)]
+    want = plain(Decoder(target, batch_size=3), requests)
+    NgramModel.fit([one.tokens for one in want], 4, HF_VOCAB).save(tmp_path / "model")
+    for online in (False, True):
+        drafter = Ngram(NgramModel.load(tmp_path / "model"), HF_VOCAB, online)
+        got = generate(Decoder(target, drafter, controller=Fixed(4), batch_size=3), requests)
+        assert [one.output for one in got] == [one.output for one in want]
+        assert sum(one.stats.accepted for one in got) > 50

@@ -1,0 +1,180 @@
+"""Specifications of drafts: what is read, what is built, and every wrong one in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.choice import Bandit, Choice
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.ngram import Ngram
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.specification import KINDS, Chain, OneOf, Part, Site, drafter, parse
+from slipstream.drafters.tree import TreeDrafter
+from slipstream.models.loading import EMBEDDED
+from toys import dirichlet_table, scorer
+
+TARGET = scorer(dirichlet_table(1), "target")
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site(TARGET)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("gpt2", Part("model", "gpt2")),
+        ("Qwen/Qwen2.5-0.5B", Part("model", "Qwen/Qwen2.5-0.5B")),
+        ("./lookup", Part("model", "./lookup")),
+        (r"C:\models\tiny", Part("model", r"C:\models\tiny")),
+        ("model:lookup", Part("model", "lookup")),
+        ("tiny?dtype=bfloat16", Part("model", "tiny", (("dtype", "bfloat16"),))),
+        (" lookup ", Part("lookup")),
+        ("ngram:C:/a.ngram", Part("ngram", "C:/a.ngram")),
+        ("lookup?factor=2&offset=0", Part("lookup", "", (("factor", "2"), ("offset", "0")))),
+        ("lookup?prompt_lookup_max=3", Part("lookup", "", (("max_matching_ngram_size", "3"),))),
+    ],
+)
+def test_a_prefix_is_a_kind_only_if_the_table_knows_it(text: str, part: Part) -> None:
+    assert parse(text) == part
+
+
+A, B, C = Part("model", "a"), Part("model", "b"), Part("lookup")
+
+
+@pytest.mark.parametrize(
+    ("text", "syntax"),
+    [
+        ("a>b", Chain((A, B))),
+        ("a > b > x/y", Chain((A, B, Part("model", "x/y")))),
+        ("lookup|a>b", OneOf((C, Chain((A, B))))),
+        ("lookup|a||b", OneOf((OneOf((C, A)), B), measured=True)),
+        ("lookup?gamma=2>a", Chain((Part("lookup", "", (("gamma", "2"),)), A))),
+    ],
+)
+def test_chains_bind_tighter_than_choices(text: str, syntax: Any) -> None:
+    assert parse(text) == syntax
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("embedded>", "has no name: use model:NAME"),
+        ("|embedded", "has no name"),
+        ("embedded>lookup", "'lookup' cannot be drafted for: only a model"),
+        ("lookup?gamma=0>embedded", "gamma=0 is not possible within a chain"),
+        ("lookup?gamma=few>embedded", "gamma='few' is not possible: write a whole number"),
+        ("lookup?gamma=3", "'lookup' has no option 'gamma'"),
+    ],
+)
+def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        slipstream.load(draft=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no name: use model:NAME"),
+        ("ngram", "write ngram:FILE"),
+        ("ngram:", "write ngram:FILE"),
+        ("lookup:3", "write lookup"),
+        ("lookup?", "option without a value"),
+        ("lookup?factor", "option without a value"),
+        ("lookup?size=3", "'lookup' has no option 'size': it knows prompt_lookup_num_tokens"),
+        ("lookup?factor=much", "factor='much' is not possible: write a number"),
+        ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
+        ("ngram:nowhere.ngram?online=maybe", "online='maybe'"),
+        ("./nowhere", "no such folder"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(text: str, says: str, site: Site) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        drafter(text, site)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_table_is_what_can_be_written(site: Site) -> None:
+    for name, kind in KINDS.items():
+        assert kind.form.partition(":")[0] == name and kind.about
+
+
+def test_kinds_are_built(site: Site, tmp_path: Path) -> None:
+    NgramModel.fit([[0, 1, 2, 0, 1, 1]], 2, 3).save(tmp_path / "three.ngram")
+    built = drafter(f"ngram:{tmp_path}/three.ngram?online=true", site)
+    assert isinstance(built, Ngram) and built.model.order == 2 and built.online is not None
+    copying = drafter("lookup?prompt_lookup_num_tokens=4&factor=0.5", site)
+    assert isinstance(copying, Lookup) and (copying.prompt_lookup_num_tokens, copying.factor) == (4, 0.5)
+    assert drafter(copying, site) is copying
+    with pytest.raises(ValueError, match="knows 3 token ids, the target 4"):
+        drafter(f"ngram:{tmp_path}/three.ngram", Site(scorer(dirichlet_table(1), vocab=4)))
+    with pytest.raises(FileNotFoundError, match="no n-gram model"):
+        drafter("ngram:nowhere.ngram", site)
+
+
+def test_a_tree_needs_a_model() -> None:
+    with pytest.raises(ValueError, match="a tree of candidates needs a model"):
+        slipstream.load(draft="lookup", tree=(2, 1))
+    with pytest.raises(ValueError, match="goes with a model"):
+        slipstream.load(draft=Lookup(), tree=(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ((1000, 1000), "is too large: all levels together may hold 1024 candidates"),
+        ((1000, 1000, 1000), "is too large"),
+        ((10**30,), "is too large"),
+        ((1,) * 65, r"\(1, 1, 1, 1, 1, 1, 1, 1, \.\.\.\) is too large: .* in at most 64 levels"),
+        ((), "give 1 or more candidates per level"),
+        ((2, 0), "give 1 or more candidates per level"),
+        ((2.5, True), "give 1 or more candidates per level"),
+        ("3,2", r"give candidates per level, such as \(3, 2, 1\)"),
+        (3, r"give candidates per level, such as \(3, 2, 1\)"),
+    ],
+)
+def test_trees_are_bounded_before_anything_is_loaded(shape: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        slipstream.load("no/such-model", "embedded", tree=shape)
+
+
+def test_a_tree_has_no_more_candidates_than_tokens() -> None:
+    with pytest.raises(ValueError, match=r"\(5,\) is not possible: the draft has 4 tokens, fewer than candidates"):
+        TreeDrafter(scorer(dirichlet_table(1), vocab=4), (5,))
+
+
+def test_a_tree_needs_a_draft_and_no_gamma() -> None:
+    with pytest.raises(ValueError, match="a tree of candidates needs a draft model"):
+        slipstream.load(EMBEDDED / "target", tree=(2, 1))
+    with pytest.raises(ValueError, match="tree and gamma=4 exclude each other"):
+        slipstream.load(draft="embedded", tree=(3, 2), gamma=4)
+    assert slipstream.load(draft="embedded", tree=(3, 2), gamma="auto").decoder.controller.most == 2
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "kind"),
+    [
+        (None, None, ModelDrafter),
+        (EMBEDDED / "draft", None, ModelDrafter),
+        (f"{EMBEDDED}/draft?dtype=bfloat16", (2, 1), TreeDrafter),
+        ("embedded", (2, 1), TreeDrafter),
+        ("lookup", None, Lookup),
+        ("lookup?gamma=2>embedded", None, ChainDrafter),
+        ("lookup|embedded", None, Choice),
+        ("lookup|embedded||plain", None, Bandit),
+        (Lookup(), None, Lookup),
+    ],
+)
+def test_load_takes_them_all_and_text_stays_the_targets(draft: Any, tree: Any, kind: type) -> None:
+    engine = slipstream.load(draft=draft, tree=tree)
+    assert isinstance(engine.decoder.drafter, kind)
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n"
+    fast, slow = (engine.generate(prompt, max_new_tokens=24, plain=plain)[0] for plain in (False, True))
+    assert fast.tokens == slow.tokens and fast.stats.accepted

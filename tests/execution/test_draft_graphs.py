@@ -1,0 +1,196 @@
+"""Chains drafted by graphs: the same tokens and laws as token by token, for one text and for batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.draft import Draft
+from slipstream.core.draws import draw
+from slipstream.core.request import Request, Row
+from slipstream.core.round import Context
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.model import ModelDrafter
+from slipstream.execution import draft_graphs as fused
+from slipstream.execution import graphs as tracing
+from slipstream.kernels.packing import can_pack, packed
+from slipstream.models.causal import CausalScorer
+from toys import FAMILIES, HF_VOCAB, tiny
+
+Gammas = list[tuple[int, ...]]
+ONE: Gammas = [(4,), (2,), (4,)]
+SHORT: Gammas = [(2,), (1,), (2,)]
+THREE: Gammas = [(4, 2, 3), (1, 4, 0), (3, 3, 3)]
+KEPT = ((1, 1, 0), (1, 3, 0), (0, 0, 0))  # of what each of three rows drafts in each of three rounds
+
+
+def drafts(scorer: CausalScorer, samplers: list[Sampling], rounds: Gammas) -> list[Draft]:
+    """What a drafter proposes for some texts, one per sampler, in rounds of which some stand and others are refused."""
+    drafter, texts = ModelDrafter(scorer, HF_VOCAB), [list(range(1, 9 - place)) for place in range(len(samplers))]
+    rows = tuple(
+        Row(Request(tuple(text), sampler, 100, seed=7), place, text)
+        for place, (text, sampler) in enumerate(zip(texts, samplers, strict=True))
+    )
+    found = []
+    for gammas, kept in zip(rounds, KEPT, strict=True):
+        draft = drafter.propose(Context(rows, draw), gammas)
+        for place, row in enumerate(rows):
+            row.tokens += [*draft.tokens[place, : min(kept[place], gammas[place])].tolist(), 3]
+        have = zip(scorer.lengths, rows, strict=True)
+        scorer.rollback([min(length, len(row.tokens) - 1) for length, row in have])
+        found.append(draft)
+    return found
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that would become graphs, as they are."""
+    monkeypatch.setattr(tracing.torch, "compile", lambda function, **_: function)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma2", "opt"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("rounds", [ONE, THREE])
+def test_a_chain_is_what_token_by_token_would_have_been(
+    untraced: None, name: str, temperature: float, rounds: Gammas
+) -> None:
+    model, samplers = tiny(FAMILIES[name]), [Sampling(temperature=temperature)] * len(rounds[0])
+    one, other = CausalScorer(model), CausalScorer(model)
+    one.fuse([4])
+    asked: list[Any] = []
+    chain = one.chain
+    one.chain = lambda wish: asked.append(chain(wish)) or asked[-1]  # type: ignore[method-assign]
+    for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
+        _agree(left, right)
+    assert one.lengths == other.lengths
+    assert len(asked) == 3 and None not in asked
+
+
+def test_chains_of_unknown_length_are_made_of_steps(untraced: None) -> None:
+    model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=0.7)]
+    one, other = CausalScorer(model), CausalScorer(model)
+    one.fuse([])
+    for left, right in zip(drafts(one, samplers, ONE), drafts(other, samplers, ONE), strict=True):
+        _agree(left, right)
+    assert one.fused is not None and {kind.size for kind in one.fused._graphs} == {1}
+
+
+def test_texts_of_a_batch_have_each_its_temperature(untraced: None) -> None:
+    model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=heat) for heat in (0.3, 1.0, 2.0)]
+    one, other = CausalScorer(model), CausalScorer(model)
+    one.fuse([4])
+    for left, right in zip(drafts(one, samplers, THREE), drafts(other, samplers, THREE), strict=True):
+        _agree(left, right)
+
+
+@pytest.mark.parametrize(
+    "samplers",
+    [
+        [Sampling(temperature=1, top_k=5)],
+        [Sampling(logit_bias={3: 2.0})],
+        [Sampling(temperature=1), Sampling(temperature=1, top_k=5), Sampling(temperature=1)],
+    ],
+)
+def test_what_temperatures_alone_do_not_make_is_drafted_token_by_token(
+    untraced: None, samplers: list[Sampling]
+) -> None:
+    scorer = CausalScorer(tiny(FAMILIES["llama"]))
+    scorer.fuse([4])
+    scorer.chain = lambda wish: pytest.fail("asked for a chain")  # type: ignore[method-assign]
+    drafts(scorer, samplers, THREE if len(samplers) > 1 else ONE)
+
+
+def test_processors_of_a_user_are_asked_token_by_token(untraced: None) -> None:
+    scorer = CausalScorer(tiny(FAMILIES["llama"]))
+    scorer.fuse([4])
+    scorer.chain = lambda wish: pytest.fail("asked for a chain")  # type: ignore[method-assign]
+    drafts(scorer, [Sampling(processors=[_same])], ONE)
+
+
+def test_what_no_chain_serves_is_made_of_steps(untraced: None) -> None:
+    scorer = CausalScorer(tiny(FAMILIES["llama"]))
+
+    def wish(gamma: int, texts: int = 1) -> fused.Wish:
+        return fused.Wish([(1, 2)] * texts, [gamma] * texts, [0.0] * texts, HF_VOCAB)
+
+    scorer.add(1)
+    assert scorer.chain(wish(3)) is None  # nobody asked for chains
+    scorer.fuse([3])
+    assert scorer.chain(wish(3)) is not None and scorer.lengths == [2 + 3 - 1]  # nothing was in the cache
+    scorer.rollback([0])
+    scorer.prefill([[1, 2, 3]])
+    assert scorer.chain(wish(3)) is not None and scorer.lengths == [3 + 2 + 3 - 1]
+    assert scorer.fused is not None and scorer.fused.steps(wish(2)) == [3]
+    assert scorer.chain(wish(4)) is not None and scorer.lengths == [7 + 2 + 4 - 1]  # longer than the graph
+    assert scorer.fused.steps(wish(4)) == [1] * 4
+    scorer.add(1)
+    assert scorer.chain(wish(3, texts=2)) is not None and scorer.fused.steps(wish(3, texts=2)) == [1] * 3
+    assert scorer.lengths == [12 + 2 + 3 - 1, 2 + 3 - 1]
+
+
+def test_damaged_weights_are_told_as_ever(untraced: None) -> None:
+    model = tiny(FAMILIES["llama"])
+    scorer = CausalScorer(model)
+    scorer.fuse([4])
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = float("nan")
+    with pytest.warns(RuntimeWarning, match="non-finite"):
+        drafts(scorer, [Sampling()], ONE)
+
+
+def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(tracing.torch, "compile", lambda function, **_: broken)
+    model = tiny(FAMILIES["llama"])
+    one, other = CausalScorer(model), CausalScorer(model)
+    one.fuse([4])
+    with pytest.warns(RuntimeWarning, match="drafts token by token.*no compiler here") as caught:
+        found = drafts(one, [Sampling()], ONE)
+    assert len(caught) == 1
+    assert [draft.tokens.tolist() for draft in found] == [
+        draft.tokens.tolist() for draft in drafts(other, [Sampling()], ONE)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("texts", [1, 3])
+def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
+    model, said = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str]()
+    one, other, samplers = CausalScorer(model), CausalScorer(model), [Sampling(temperature=temperature)] * texts
+    rounds = SHORT if texts == 1 else [(2, 1, 2), (1, 2, 0), (2, 2, 2)]
+    one.fuse([2], said.append)
+    for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
+        _agree(left, right)
+    how = "sampled" if temperature else "greedy"
+    parts = ["chains of 2 tokens"] if texts == 1 else ["drafts of batches, 1 fed", "drafts of batches, 2 fed"]
+    assert sorted(said) == [f"compiling {one.name} for {how} {part}" for part in parts]
+
+
+@pytest.mark.skipif(not can_pack(tiny(FAMILIES["llama"])), reason="nothing can be packed here")
+def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> None:
+    """Torch keeps graphs by their shapes: one from its cache must read the weights of the model at hand."""
+    for seed in (0, 1):
+        model, samplers = packed(tiny(FAMILIES["llama"], seed, num_hidden_layers=1)), [Sampling(temperature=1.0)]
+        one, other = CausalScorer(model), CausalScorer(model)
+        one.fuse([2])
+        for left, right in zip(drafts(one, samplers, SHORT), drafts(other, samplers, SHORT), strict=True):
+            _agree(left, right)
+
+
+def _agree(left: Draft, right: Draft) -> None:
+    """Up to the drafts' lengths: what stands behind is nobody's."""
+    assert left.lengths == right.lengths
+    assert left.law is not None and right.law is not None and left.law.point == right.law.point
+    for row, length in enumerate(left.lengths):
+        assert left.tokens[row, :length].tolist() == right.tokens[row, :length].tolist()
+        if not left.law.point:
+            some, same = left.law.dense[row, :length], right.law.dense[row, :length]
+            torch.testing.assert_close(some, same, atol=1e-6, rtol=1e-4)
+
+
+def _same(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores

@@ -1,0 +1,225 @@
+"""Packed weights and compiled passes: the same logits, the user's model untouched, eager where it cannot be done."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from slipstream import load
+from slipstream.core.draft import Tree
+from slipstream.execution import cuda_graphs
+from slipstream.execution.cuda_graphs import Captured
+from slipstream.execution.inductor import Compiled
+from slipstream.execution.passes import Mode
+from slipstream.kernels.packing import PackedLinear, can_pack, packed
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading import load_scorer
+from toys import FAMILIES, HF_VOCAB, tiny
+
+packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
+NAMES = [name for name in FAMILIES if name != "gpt_neox_alibi"]
+
+
+def drive(scorer: CausalScorer, rows: int, seed: int = 0) -> list[Tensor]:
+    """Ragged rows, a rejected tail, more slots than were allocated, a row leaving: the logits of every pass."""
+    generator = torch.Generator().manual_seed(seed + rows)
+    texts = [torch.randint(0, HF_VOCAB, (4 + 3 * row,), generator=generator).tolist() for row in range(rows)]
+    scorer.add(rows)
+    scorer.prefill(texts)
+    found, lengths = [], [len(text) for text in texts]
+    for width, kept in ((4, 2), (1, 1), (6, 6), (3, 0), (2, 2)):
+        tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator).to(scorer.device)
+        found.append(scorer.extend(tokens, [width] * rows))
+        lengths = [length + kept for length in lengths]
+        scorer.rollback(lengths)
+    scorer.free(range(rows))
+    return found
+
+
+@packs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_twin_gives_the_same_logits_and_leaves_the_model_alone(name: str) -> None:
+    model = tiny(FAMILIES[name])
+    before, modules = copy.deepcopy(model.state_dict()), {path: type(part) for path, part in model.named_modules()}
+    twin = packed(model)
+    assert any(isinstance(part, PackedLinear) for part in twin.modules())
+    tokens = torch.arange(12).view(2, 6)
+    with torch.inference_mode():
+        torch.testing.assert_close(twin(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
+    assert {path: type(part) for path, part in model.named_modules()} == modules
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    shared = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in twin.parameters()} <= shared
+
+
+@packs
+def test_models_loaded_by_name_are_packed_and_loaded_models_are_not(tmp_path: Any) -> None:
+    model = tiny(FAMILIES["llama"])
+    model.save_pretrained(tmp_path)
+
+    def has_packed(scorer: CausalScorer) -> bool:
+        return any(isinstance(part, PackedLinear) for part in scorer.model.modules())
+
+    assert has_packed(load_scorer(tmp_path, device="cpu"))
+    assert not has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(packed=False)))
+    assert not has_packed(load_scorer(model))
+    assert has_packed(load_scorer(model, mode=Mode(packed=True)))
+    assert has_packed(load_scorer(tmp_path, device="cpu", mode=Mode(compiled=True)))
+
+
+def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
+    model = tiny(FAMILIES["llama"]).double()
+    assert not can_pack(model)
+    with pytest.raises(ValueError, match=r"cannot be packed on cpu in torch\.float64"):
+        packed(model)
+
+
+@packs
+def test_a_compiled_scorer_gives_the_eager_logits() -> None:
+    """Three graphs (single rows, batches, batches of one new token each) serve every shape that decoding meets."""
+    said, before = list[str](), counters["stats"]["unique_graphs"]
+    model = packed(tiny(FAMILIES["llama"], num_hidden_layers=1))
+    compiled = Compiled(model, "toy", said.append)
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (1, 3, 2, 1):
+            for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
+                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+    assert said == [f"compiling toy for {served}" for served in ("one text", "batches", "batches, a token each")]
+    _grow_and_branch(eager, fast)
+    assert counters["stats"]["unique_graphs"] == before + 3  # torch made none anew behind our back
+
+
+def _grow_and_branch(*scorers: CausalScorer) -> None:
+    """A text that grows out of the first storage slot by slot, and a tree after it."""
+    found, tree = list[list[Tensor]](), Tree.of((-1, 0, 0, 1), 4)
+    for scorer in scorers:
+        scorer.add(1)
+        scorer.prefill([[i % HF_VOCAB for i in range(120)]])
+        passes = [scorer.extend(torch.tensor([[i, i + 1, i + 2]]), [3]) for i in range(0, 12, 3)]
+        found.append([*passes, scorer.extend(torch.tensor([[5, 6, 7, 8]]), [4], tree=tree)])
+        scorer.free([0])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+def _broken(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no compiler here\nand a long story")
+
+
+def test_a_model_that_cannot_be_compiled_runs_eagerly_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: _broken)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="toy runs eagerly, it cannot be compiled: .*no compiler here$") as caught:
+        found = drive(fast, 2)
+    assert len(caught) == 1
+    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_graph_that_fails_later_gives_way_to_eager_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def graph(*args: Any) -> Tensor:
+        calls.append(args)
+        return function(*args) if len(calls) < 3 else _broken()
+
+    def compile(traced: Any, **_: Any) -> Any:
+        nonlocal function
+        function = traced
+        return graph
+
+    function: Any = None
+    monkeypatch.setattr(torch, "compile", compile)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="no compiler here"):
+        found = drive(fast, 2)
+    assert len(calls) == 3
+    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_graph_with_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: lambda *args: traced(*args) * 1.5)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="gives other logits"):
+        found = drive(fast, 1)
+    for left, right in zip(drive(CausalScorer(model), 1), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="without compile=True"):
+        load(exact_shape=True, compile=True)
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
+    said: list[str] = []
+    engine = load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1), compile=True, progress=said.append)
+    assert [line.split(" for ")[1] for line in said[:2]] == ["greedy chains of 5 tokens", "one text"]
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    fast = engine.generate(prompts, max_new_tokens=8)
+    slow = load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1)).generate(prompts, max_new_tokens=8)
+    assert [each.tokens for each in fast] == [each.tokens for each in slow]
+
+
+# ---- captured passes: the bookkeeping, with a recorder that runs on the CPU ------------------------------------------
+
+
+def _recorder(function: Any) -> tuple[Tensor, Any]:
+    logits = function()
+    return logits, lambda: logits.copy_(function())
+
+
+def test_captured_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read their own tensors, whatever was in them before, and are made anew when the stores have moved."""
+    monkeypatch.setattr(cuda_graphs, "record", _recorder)
+    model, said = tiny(FAMILIES["gemma3"]), list[str]()  # two kinds of masks
+    captured = Captured(model, "toy", said.append)
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=captured)
+    for seed, rows in enumerate((1, 3, 2, 1, 1)):
+        for left, right in zip(drive(eager, rows, seed), drive(fast, rows, seed), strict=True):
+            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+    assert said[0] == "capturing toy for 1 x 4 tokens and 64 slots"
+    assert len(said) == 20  # five for each number of rows; the last drive made none
+    _grow_and_branch(eager, fast)
+
+
+def test_control_a_graph_that_does_not_read_its_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "record", _recorder)
+    monkeypatch.setattr(cuda_graphs, "_fill", lambda fixed, work: None)
+    model = tiny(FAMILIES["llama"])
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
+    drive(fast, 1)
+    pairs = zip(drive(eager, 1, seed=5), drive(fast, 1, seed=5), strict=True)
+    assert any(not torch.allclose(left, right, atol=1e-4) for left, right in pairs)
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "record", _broken)
+    model = tiny(FAMILIES["llama"])
+    fast = CausalScorer(model, execution=Captured(model, "toy"))
+    with pytest.warns(RuntimeWarning, match="no compiler here") as caught:
+        found = drive(fast, 2)
+    assert len(caught) == 1
+    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.gpu
+def test_captured_passes_on_a_gpu() -> None:
+    model = tiny(FAMILIES["llama"]).to("cuda")
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (1, 3, 1):
+            for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
+                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,416 @@
+"""Encoder-decoders under the contract of every model: with ragged rows and sources, wrong drafts, rollbacks and rows
+that end early, the logits are those of a fresh forward of each text alone; greedy text is that of transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationMixin, PreTrainedModel
+
+from reference import TOLERANCE, Reference, contract, source, text
+from slipstream.core.draft import Draft
+from slipstream.core.draws import draw
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
+from slipstream.core.request import Request, Row
+from slipstream.core.round import Context, Seam
+from slipstream.core.source import Source
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.rules import BLOCK, TOKEN, Rule
+from slipstream.drafters.datastore.corpus import Corpus
+from slipstream.drafters.datastore.drafter import Datastore
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.tree import TreeDrafter
+from slipstream.execution.encoder_graphs import CompiledReader
+from slipstream.execution.inductor import Compiled
+from slipstream.execution.passes import Mode
+from slipstream.kernels import packing
+from slipstream.kernels.packing import PackedLinear, can_pack, packed
+from slipstream.models import encoder_decoder as seq2seq
+from slipstream.models import loading
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading import load_scorer
+from toys import (
+    BART,
+    FAMILIES,
+    GREEDY,
+    HF_VOCAB,
+    SAMPLE,
+    SEQ2SEQ,
+    Altered,
+    Family,
+    enumerate_outcomes,
+    plain_law,
+    tiny,
+    total_variation,
+)
+
+START = 2
+
+
+def sources(model: PreTrainedModel, *lengths: int) -> list[Source]:
+    """Random sources."""
+    made = [source(CausalScorer(model), name, length) for name, length in enumerate(lengths)]
+    return [one for one in made if one is not None]
+
+
+def requests(model: PreTrainedModel, count: int = 16, **settings: object) -> list[Request]:
+    """Sources of different lengths, and a decoder that has begun with one to three tokens."""
+    begins = [(START,), (START, 7, 9), (START, 5)]
+    return [
+        Request(begin, GREEDY, count, source=one, **settings)  # type: ignore[arg-type]
+        for begin, one in zip(begins, sources(model, 9, 2, 17), strict=True)
+    ]
+
+
+def by_transformers(model: PreTrainedModel, request: Request, **settings: object) -> list[int]:
+    """Greedy decoding by transformers, of one source alone."""
+    begin = torch.tensor([request.prompt])
+    given = {"decoder_input_ids": begin, "do_sample": False, "max_new_tokens": request.max_new_tokens}
+    if isinstance(request.source, torch.Tensor):
+        given["input_features"] = request.source[None]
+    else:
+        given["input_ids"] = torch.tensor([request.source])
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+    return GenerationMixin.generate(model, **given, **settings)[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
+    assert contract(tiny(SEQ2SEQ[family])) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
+def test_logits_in_half_precision(family: str) -> None:
+    assert contract(tiny(SEQ2SEQ[family], dtype=torch.bfloat16)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_greedy_text_is_that_of_transformers(family: str) -> None:
+    """Three ragged sources together against each alone. The draft is the target, wrong in every other round."""
+
+    def spoil(draft: Draft) -> Draft:
+        tokens = draft.tokens.clone()
+        if next(turn) % 2:
+            tokens[::2, 1:2] = (tokens[::2, 1:2] + 1) % HF_VOCAB
+        return replace(draft, tokens=tokens, law=draft.law and Law(tokens=tokens))
+
+    turn = itertools.count()
+    model = tiny(SEQ2SEQ[family])
+    asked = requests(model)
+    want = [by_transformers(model, one) for one in asked]
+    assert len(set(map(tuple, want))) > 1  # the sources matter
+    decoder = Decoder(CausalScorer(model), Altered(ModelDrafter(CausalScorer(model)), spoil), controller=Fixed(3))
+    assert [row.output for row in plain(decoder, asked)] == want
+    rows = generate(decoder, asked)
+    assert [row.output for row in rows] == want
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+
+
+def test_the_given_model_stays_as_it_is() -> None:
+    """Scorers run a twin over the same weights."""
+    model = tiny(SEQ2SEQ["t5"])
+    assert CausalScorer(model).model is model
+    assert not any(isinstance(vars(module).get("compute_bias"), seq2seq.RowBias) for module in model.modules())
+    twin = seq2seq.SourceDecoder(model).model
+    assert twin.shared.weight is model.shared.weight
+    assert isinstance(vars(twin.decoder.block[0].layer[0].SelfAttention)["compute_bias"], seq2seq.RowBias)
+    bart = tiny(SEQ2SEQ["bart"])
+    twin = seq2seq.SourceDecoder(bart).model
+    assert isinstance(twin.get_decoder().embed_positions, seq2seq.RowPositions)
+    assert not isinstance(bart.get_decoder().embed_positions, seq2seq.RowPositions)
+
+
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_control_one_bias_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 alone would take the distances of every row from the longest one."""
+    model = tiny(SEQ2SEQ[family])
+    monkeypatch.setattr(
+        seq2seq.RowBias, "__call__", lambda bias, *given, **rest: bias.shared(bias.attention, *given, **rest)
+    )
+    assert contract(model) > 100 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper"])
+def test_control_one_position_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(SEQ2SEQ[family])
+    monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *given, **rest: places.table(*given, **rest))
+    assert contract(model) > 100 * TOLERANCE[torch.float32]
+
+
+def test_control_an_open_cross_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources are padded to the longest, which nobody may see."""
+    cross = seq2seq.Sources.cross
+    monkeypatch.setattr(
+        seq2seq.Sources, "cross", lambda *given: replace(made := cross(*given), mask=torch.zeros_like(made.mask))
+    )
+    assert contract(tiny(SEQ2SEQ["bart"])) > 100 * TOLERANCE[torch.float32]
+
+
+def test_padding_in_the_text_is_where_transformers_puts_it() -> None:
+    """M2M100 gives the padding token no position, and does not count on it."""
+    model = tiny(SEQ2SEQ["m2m_100"])
+    heard = (5, 6, 7)
+    scorer = CausalScorer(model)
+    scorer.add(1, [heard])
+    cache = None
+    given = {"input_ids": torch.tensor([heard]), "attention_mask": torch.ones(1, len(heard), dtype=torch.long)}
+    for token in (START, 9, model.config.pad_token_id, 11):
+        out = model(**given, decoder_input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        ours = scorer.extend(torch.tensor([[token]]), [1])
+        torch.testing.assert_close(ours, out.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["t5", "mbart", "whisper"])
+def test_rows_that_end_early_and_rows_that_join(family: str) -> None:
+    """Ends in mid-round, and more texts than places: rows move up with their sources."""
+    model = tiny(SEQ2SEQ[family])
+    asked = [*requests(model), *requests(model)[::-1]]
+    want = [by_transformers(model, one) for one in asked]
+    ends = frozenset({want[0][5], want[2][8]})
+    asked = [replace(one, eos=ends) for one in asked]
+    cut = [output[: next((i + 1 for i, new in enumerate(output) if new in ends), len(output))] for output in want]
+    assert len({len(output) for output in cut}) > 1
+    decoder = Decoder(CausalScorer(model), ModelDrafter(CausalScorer(model)), controller=Fixed(4), batch_size=2)
+    assert [row.output for row in generate(decoder, asked)] == cut
+    assert [row.output for row in plain(decoder, asked)] == cut
+
+
+def drafters(model: PreTrainedModel) -> dict[str, Drafter]:
+    """Drafts of every kind that an encoder-decoder can have."""
+    return {
+        "another size": ModelDrafter(CausalScorer(tiny(SEQ2SEQ["t5"], seed=1, num_layers=1))),
+        "another family": ModelDrafter(CausalScorer(tiny(SEQ2SEQ["bart"], seed=1))),
+        "decoder only": ModelDrafter(CausalScorer(tiny(FAMILIES["llama"]))),
+        "lookup": Lookup(vocab=HF_VOCAB),
+        "tree": TreeDrafter(CausalScorer(model), (3, 2, 1)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["another size", "another family", "decoder only", "lookup", "tree"])
+def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
+    model = tiny(SEQ2SEQ["t5"])
+    asked = requests(model, 24)
+    decoder = Decoder(CausalScorer(model), drafters(model)[kind], controller=Fixed(3), batch_size=2)
+    rows = generate(decoder, asked)
+    assert [row.output for row in rows] == [by_transformers(model, one) for one in asked]
+    assert sum(row.stats.drafted for row in rows) > 0
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
+    """The law of whole texts over all draws, of two sources that run together, is the product of the model's own."""
+    sizes = {"vocab_size": 3, "pad_token_id": None, "decoder_start_token_id": 0}
+    sizes |= {"pad_token_id": 1} if family == "bart" else {}
+    model, small = (tiny(SEQ2SEQ[family], seed=seed, dtype=torch.float64, **sizes) for seed in (0, 1))
+    heard = [(2, 0, 2), (1,)]
+    asked = [Request((0,), SAMPLE, 2 - key, key=key, source=one) for key, one in enumerate(heard)]
+    target, draft = CausalScorer(model), CausalScorer(small)
+
+    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
+        decoder = Decoder(target, ModelDrafter(draft), rule.verify, Fixed(1), seam=seam)
+        return tuple(tuple(row.output) for row in generate(decoder, asked))
+
+    laws = []
+    for one in asked:
+
+        def step(text: tuple[int, ...], heard: Source | None = one.source) -> list[float]:
+            return target.alone(text, heard)[0, -1].double().softmax(-1).tolist()
+
+        laws.append(plain_law(step, one.prompt, one.max_new_tokens))
+    first = [target.alone((0,), one)[0, -1].softmax(-1) for one in heard]
+    assert float((first[0] - first[1]).abs().sum()) > 0.01  # the sources matter
+    together = {(x, y): p * q for x, p in laws[0].items() for y, q in laws[1].items()}
+    assert total_variation(enumerate_outcomes(run, 200_000), together) < 1e-9
+
+
+def test_lookup_copies_from_the_source() -> None:
+    """Unless its ids are those of another vocabulary."""
+
+    def copied(drafter: Drafter, *heard: int) -> list[int]:
+        row = Row(Request((START,), GREEDY, 9, source=heard), 0, [START, 12, 13])
+        draft = drafter.propose(Context((row,), draw), [3])
+        return draft.tokens[0, : draft.lengths[0]].tolist()
+
+    for make in (lambda: Lookup(vocab=HF_VOCAB), lambda: Datastore(HF_VOCAB, Corpus.build([[90]], HF_VOCAB))):
+        assert copied(make(), 11, 12, 13, 14, 15) == [14, 15, START]
+        assert copied(make(), 11, 12, 13, 14, HF_VOCAB) == []
+    assert copied(Lookup(), 11, 12, 13, 14, 15) == []
+
+
+# ---- how passes run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
+@pytest.mark.parametrize("family", ["t5", "umt5", "bart", "whisper"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_obey_the_contract(family: str, dtype: torch.dtype) -> None:
+    """T5 with one matrix in float32, as transformers keeps it in half precision, and tied embeddings."""
+    model = tiny(SEQ2SEQ[family], dtype=dtype)
+    if not can_pack(model):
+        pytest.skip(f"no packed weights in {dtype} on this processor")
+    if family == "t5":
+        model.decoder.block[0].layer[2].DenseReluDense.wo.float()
+    twin = packed(model)
+    assert sum(isinstance(part, PackedLinear) for part in seq2seq.SourceDecoder(twin).model.modules()) > 30
+    assert contract(twin) < TOLERANCE[dtype]
+    plainly, faster = (Reference(each) for each in (model, twin))
+    heard = source(plainly.scorer, 1, 9)
+    left, right = (each.scorer.alone(text(2, 7), heard).float() for each in (plainly, faster))
+    assert float((left - right).detach().abs().max() / left.detach().std()) < TOLERANCE[dtype]
+
+
+def test_compiled_passes_obey_the_contract() -> None:
+    """One graph for batches and one for single rows, over sources of any length, which graphs read too."""
+    model, said = tiny(SEQ2SEQ["t5"], num_layers=1), list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert contract(model, Compiled(model, "toy", said.append)) < 10 * TOLERANCE[torch.float32]
+        assert said == [
+            f"compiling T5ForConditionalGeneration for {what}" for what in ("batches of sources", "batches")
+        ]
+        decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
+        one = requests(model)[0]
+        assert plain(decoder, [one])[0].output == by_transformers(model, one)
+    assert said[2:] == [f"compiling {type(model).__name__} for {what}" for what in ("one source", "one text")]
+
+
+def _broken(*_: Any) -> Any:
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        (lambda read, **_: _broken, "no compiler here"),
+        (lambda read, **_: lambda *given: [(keys * 1.5, values) for keys, values in read(*given)], "keys and values"),
+    ],
+)
+def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
+    compiler: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", compiler)
+    said = list[str]()
+    decoder = seq2seq.SourceDecoder(tiny(SEQ2SEQ["t5"]))
+    reader = CompiledReader(decoder.states, "toy", said.append)
+    ids = torch.arange(2, 12).view(2, 5)
+    with torch.inference_mode():
+        reader(ids[:, :1], torch.ones_like(ids[:, :1]))  # a single token needs no graph
+        assert said == []
+        with pytest.warns(RuntimeWarning, match=f"toy reads sources eagerly, it cannot be compiled: .*{why}") as caught:
+            found = [reader(ids, torch.ones_like(ids)) for _ in range(2)]
+        assert len(caught) == len(said) == 1
+        for left, right in zip(found, [decoder.states(ids, torch.ones_like(ids))] * 2, strict=True):
+            torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("family", ["umt5", "bart", "m2m_100", "whisper"])
+def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph alone, without the compiler behind it."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, options, **rest: compiler(*given, backend="eager", **rest))
+    model, said = tiny(SEQ2SEQ[family]), list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert contract(model, Compiled(model, "toy", said.append)) < TOLERANCE[torch.float32]
+    assert len(said) == (1 if family == "whisper" else 2)  # audio is read eagerly
+
+
+@pytest.mark.parametrize("family", [SEQ2SEQ["t5"], SEQ2SEQ["bart"], FAMILIES["llama"]], ids=["t5", "bart", "llama"])
+def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for every length, until torch makes no more of them and all runs eagerly."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, options, **rest: compiler(*given, backend="eager", **rest))
+    model, said = tiny(family), list[str]()
+    decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
+    asked = [Request((START,), GREEDY, 14, source=source(decoder.target, name, 5)) for name in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = [row.output for some in (asked[:1], asked) for row in plain(decoder, some)][1:]
+    assert outputs == [row.output for row in plain(Decoder(CausalScorer(model)), asked)]
+    assert said[-1].endswith("batches, a token each") and len(set(said)) == len(said)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
+@pytest.mark.parametrize(("family", "kept"), [("bart", {"lm_head"}), ("t5", set())])
+def test_a_head_with_a_bias_behind_it_is_left_to_the_compiler(
+    family: str, kept: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor fails on weights that oneDNN packed and to which something is added."""
+    for room in (loading, packing):
+        monkeypatch.setattr(room, "kernel_missing", lambda: "for this test")
+    model = tiny(SEQ2SEQ[family])
+    scorer = load_scorer(model, mode=Mode(compiled=True))
+    assert {name for name, part in scorer.model.named_modules() if type(part) is torch.nn.Linear} == kept
+    everything = load_scorer(model, mode=Mode(packed=True)).model
+    assert not any(type(part) is torch.nn.Linear for part in everything.modules())
+
+
+def test_sources_of_one_token_can_be_compiled() -> None:
+    """A graph would take the number one for a constant, so that two slots are looked at."""
+    scorer = CausalScorer(tiny(SEQ2SEQ["t5"]))
+    scorer.add(1, [(5,)])
+    cross = scorer._sources.cross(slice(0, None), None)
+    assert cross.mask.shape[-1] == cross.seen[0][0].shape[2] == 2
+    assert cross.mask[0, 0, 0].isfinite().all() and (cross.mask[0, 0, 0] < 0).tolist() == [False, True]
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heard", "sentence"),
+    [
+        ((), r"prompt 0 is empty: its source needs at least one token\."),
+        (None, r"prompt 0 has no source, but .* is an encoder-decoder and reads one\."),
+        ((5, HF_VOCAB), r"prompt 0 has token ids outside 0\.\.100, which .* reads\."),
+        ((5,) * 129, r"prompt 0 has 129 tokens, but the encoder of .* reads 128; shorten it to at most 128\."),
+        (torch.zeros(8, 40), r"prompt 0 is audio, but .* reads text\."),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_refused(heard: Source | None, sentence: str) -> None:
+    decoder = Decoder(CausalScorer(tiny(SEQ2SEQ["bart"])))
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        generate(decoder, [Request((START,), GREEDY, 4, source=heard)])
+
+
+@pytest.mark.parametrize("heard", [(5, 6), torch.zeros(8, 41)])
+def test_whisper_hears_features_of_one_size(heard: Source) -> None:
+    decoder = Decoder(CausalScorer(tiny(SEQ2SEQ["whisper"])))
+    with pytest.raises(ValueError, match=r"^prompt 0 is .*, but .* hears features \(8, 40\) \(bins, frames\)\.$"):
+        generate(decoder, [Request((START,), GREEDY, 4, source=heard)])
+
+
+def test_a_causal_model_reads_no_source() -> None:
+    decoder = Decoder(CausalScorer(tiny(FAMILIES["llama"])))
+    with pytest.raises(ValueError, match=r"^prompt 0 has a source, but .* has no encoder to read it\.$"):
+        generate(decoder, [Request((START,), GREEDY, 4, source=(5,))])
+
+
+def test_a_family_without_a_contract_is_probed() -> None:
+    decoder = Decoder(CausalScorer(tiny(Family("BlenderbotConfig", BART, {}))))
+    assert len(generate(decoder, [Request((START,), GREEDY, 4, source=(5, 6))])[0].output) == 4
+    sizes = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "input_feat_per_channel": 8}
+    config = transformers.Speech2TextConfig(vocab_size=HF_VOCAB, encoder_layers=1, decoder_layers=1, **sizes)
+    with pytest.raises(ValueError, match=r"encoder-decoders of text and Whisper are supported\.$"):
+        CausalScorer(transformers.Speech2TextForConditionalGeneration(config))
+
+
+def test_cross_attention_of_another_kind_is_refused() -> None:
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
+    config = transformers.ProphetNetConfig(vocab_size=HF_VOCAB, hidden_size=16, **layers, **heads)
+    with pytest.raises(ValueError, match=r"^ProphetNetDecoder has no cross-attention like T5's .* or BART's"):
+        CausalScorer(transformers.ProphetNetForConditionalGeneration(config))

@@ -1,0 +1,206 @@
+"""Documents from files and folders, and the command that indexes them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from drafters.datastore.test_memory import Spelled
+from slipstream.cli import app as cli
+from slipstream.drafters.datastore.corpus import Corpus
+from slipstream.drafters.datastore.drafter import MEMORY, Datastore
+from slipstream.drafters.datastore.memory import Memory
+from slipstream.drafters.specification import Site, drafter
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.text.documents import read
+from toys import FAMILIES, HF_VOCAB, scorer, tiny
+
+
+def documents(*sources: Path, field: str | None = None) -> list[object]:
+    """What is read, arrays as lists."""
+    found = (document for _, document in read([str(source) for source in sources], field))
+    return [document.tolist() if isinstance(document, np.ndarray) else document for document in found]
+
+
+def test_every_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("one\ntext")
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "picture").write_bytes(b"\x89\0\0")
+    lines = [{"text": "t"}, {"tokens": [1, 2]}, {"messages": [{"role": "user", "content": "u"}, talk("a"), talk("b")]}]
+    (tmp_path / "c.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"answer": "z"}'))
+    np.save(tmp_path / "one.npy", np.array([5, 6]))
+    np.save(tmp_path / "two.npy", np.array([[7, 8], [9, 0]]))
+    assert documents(tmp_path / "b.txt", tmp_path / "a.py") == ["one\ntext", "x = 1"]
+    assert documents(tmp_path / "d.jsonl.gz", field="answer") == ["z"]
+    (tmp_path / "d.jsonl.gz").unlink()
+    assert documents(tmp_path) == ["x = 1", "one\ntext", "t", [1, 2], "a", "b", [5, 6], [7, 8], [9, 0]]
+
+
+def talk(content: str) -> dict[str, str]:
+    """A message of the assistant."""
+    return {"role": "assistant", "content": content}
+
+
+WRONG = [
+    ("x.txt", b"\xff", "not UTF-8"),
+    ("x.gz", b"\x1f\x8b\0", "cannot read"),
+    ("x.jsonl", b"{", "not JSON"),
+    ("x.jsonl", b"[1]", '"text" or "tokens" or "messages"; --field'),
+    ("x.jsonl", b'{"text": 5}', "must be a text"),
+    ("x.jsonl", b'{"tokens": [1, "a"]}', "must be a text"),
+    ("x.npy", b"\x93NUMPY", "no array of numbers"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "words"), WRONG, ids=str)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words) as caught:
+        documents(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_arrays_of_objects_are_never_opened(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{"pickled": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="no array of numbers"):
+        documents(tmp_path / "x.npy")
+    np.save(tmp_path / "y.npy", np.array([0.5]))
+    with pytest.raises(ValueError, match="token ids have one or two dimensions"):
+        documents(tmp_path / "y.npy")
+    with pytest.raises(ValueError, match="no such file or folder"):
+        documents(tmp_path / "absent")
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Result:
+    """`slipstream datastore ...`."""
+    return CliRunner().invoke(cli.app, ["datastore", *map(str, arguments)])
+
+
+def test_build_and_info(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("def main() -> None:\n    return None\n")
+    store = tmp_path / "store"
+    built = run("build", store, tmp_path / "code.py", "--json")
+    assert built.exit_code == 0, built.output
+    record = json.loads(built.stdout)
+    assert record["corpus"]["documents"] == 1 and record["memory"] is None
+    assert json.loads(run("info", store, "--json").stdout) == record
+    assert f"{record['corpus']['tokens']} tokens" in run("info", store).stdout
+    ids = load_tokenizer(EMBEDDED / "target")("def main()")["input_ids"]
+    assert Corpus.load(store / "corpus.safetensors").match(ids, 2).length == len(ids)
+
+
+def test_forget(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / MEMORY, Spelled())
+    memory.add("alice", [1], [2])
+    memory.add("bob", [1], [3])
+    assert "memory of alice: 1 responses" in run("info", tmp_path).stdout
+    assert run("forget", tmp_path, "--namespace", "alice").exit_code == 0
+    assert memory.nearest("alice", [1], 3) == [] and len(memory.nearest("bob", [1], 3)) == 1
+    memory.close()
+    for wrong in ("carol", "alice'"):
+        result = run("forget", tmp_path, "--namespace", wrong)
+        assert result.exit_code == 2 and "has no namespace" in result.stderr and "alice, bob" in result.stderr
+
+
+def test_errors_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / MEMORY).write_text("no database " * 99)
+    for arguments, words in (
+        (("info", tmp_path / "absent"), "holds no datastore"),
+        (("build", tmp_path / "s", tmp_path / "absent"), "no such file"),
+        (("build", tmp_path / "s", tmp_path / "empty"), "no tokens to index"),
+        (("info", tmp_path), "damaged or no memory"),
+        (("forget", tmp_path / "absent", "--namespace", "a"), "no memory at"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "s").exists()
+
+
+# ---- as a draft -------------------------------------------------------------------------------------------------
+
+
+def test_a_specification_opens_what_is_there(tmp_path: Path) -> None:
+    site = Site(CausalScorer(tiny(FAMILIES["llama"])))
+    with pytest.raises(ValueError, match=r"holds no datastore: build one .*learn=true"):
+        drafter(f"datastore:{tmp_path}", site)
+    Corpus.build([[1, 2, 3]], HF_VOCAB).save(tmp_path / "corpus.safetensors")
+    store = drafter(f"datastore:{tmp_path}", site)
+    assert isinstance(store, Datastore) and store.corpus is not None and store.memory is None
+    store = drafter(f"datastore:{tmp_path}?learn=true&namespace=alice&nearest=3&entries=9", site)
+    assert isinstance(store, Datastore) and store.memory is not None and store.learn
+    assert (store.settings.nearest, store.memory.limits.entries) == (3, 9)
+    store.memory.add("alice", [1, 2], [5, 6])
+    store.memory.close()
+    again = drafter(f"datastore:{tmp_path}", site)
+    assert isinstance(again, Datastore) and again.memory is not None and not again.learn
+    assert len(again.memory.nearest("alice", [1, 2], 3)) == 1
+    again.memory.close()
+
+
+def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path) -> None:
+    target = CausalScorer(tiny(FAMILIES["llama"]))
+    Corpus.build([[1, 2, 3]], HF_VOCAB, "another").save(tmp_path / "corpus.safetensors")
+    assert drafter(f"datastore:{tmp_path}", Site(target))  # no tokenizer to compare with
+    with pytest.raises(ValueError, match=r"built with another tokenizer .*build it again with --target\.$"):
+        drafter(f"datastore:{tmp_path}", Site(target, load_tokenizer(EMBEDDED / "target")))
+    Corpus.build([[1, 2, 3]], HF_VOCAB + 1).save(tmp_path / "corpus.safetensors")
+    with pytest.raises(ValueError, match=r"has 102 token ids, the target 101"):
+        drafter(f"datastore:{tmp_path}", Site(target))
+
+
+def test_a_target_without_embeddings_needs_a_sentence_model(tmp_path: Path) -> None:
+    site = Site(scorer(lambda prefix: [1.0, 0.0, 0.0]))
+    with pytest.raises(ValueError, match="no input embeddings"):
+        drafter(f"datastore:{tmp_path}?learn=true", site)
+    with pytest.raises(ValueError, match="a sentence model reads text"):
+        drafter(f"datastore:{tmp_path}?learn=true&sentence=tiny", site)
+
+
+def test_datasets_are_streamed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*names: Any, **settings: Any) -> Any:
+        asked.append((names, settings))
+        if names[0] == "missing":
+            raise FileNotFoundError("no such dataset\nand a long story")
+        return iter([{"text": "one"}, {"text": "two", "id": 3}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert [found for _, found in read(["dataset:tiny"])] == ["one", "two"]
+    assert [where for where, _ in read(["dataset:wiki:raw:test"])] == [
+        "dataset:wiki:raw:test:1",
+        "dataset:wiki:raw:test:2",
+    ]
+    assert len(list(read(["dataset:tiny:validation"]))) == 2
+    streaming = {"streaming": True}
+    assert asked == [
+        (("tiny", None), {"split": "train", **streaming}),
+        (("wiki", "raw"), {"split": "test", **streaming}),
+        (("tiny", None), {"split": "validation", **streaming}),
+    ]
+    with pytest.raises(ValueError, match=r"^cannot read dataset 'missing': no such dataset$"):
+        list(read(["dataset:missing"]))
+    with pytest.raises(ValueError, match="a JSON object with"):
+        list(read(["dataset:tiny"], "body"))
+
+
+def test_a_missing_datasets_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install slipstream\[datasets\]"):
+        list(read(["dataset:tiny"]))
