@@ -48,6 +48,18 @@ class Reference:
         self.texts += new
         self.sources += sources
 
+    def fork(self, *rows: int) -> None:
+        """Copies of some rows, behind all others."""
+        self.scorer.fork(rows)
+        self.texts += [list(self.texts[row]) for row in rows]
+        self.sources += [self.sources[row] for row in rows]
+
+    def read(self, count: int, first: int = 0) -> None:
+        """Feed `count` more tokens of a prompt to the last rows, from `first` on."""
+        pieces = [text(next(self.fresh_names), count + place) for place in range(len(self.texts) - first)]
+        self.scorer.prefill(pieces, first)
+        self.texts[first:] = [[*old, *new] for old, new in zip(self.texts[first:], pieces, strict=True)]
+
     def free(self, *rows: int) -> None:
         """End some rows."""
         self.scorer.free(rows)
@@ -56,10 +68,11 @@ class Reference:
 
     @torch.inference_mode()
     def step(self, *counts: int) -> float:
-        """Feed wrong tokens, roll back, feed `counts[r]` true ones -> largest difference in standard deviations."""
+        """Feed the first rows wrong tokens, roll back, feed `counts[r]` true ones -> largest difference in standard
+        deviations. Rows behind them take no part."""
         wrong = torch.tensor([text(next(self.fresh_names), 3) for _ in counts])
         self.scorer.extend(wrong, [1 + place % 3 for place in range(len(counts))])
-        self.scorer.rollback([len(text) for text in self.texts])
+        self.scorer.rollback([len(text) for text in self.texts[: len(counts)]])
         new = [text(next(self.fresh_names), max(counts)) for _ in counts]
         logits = self.scorer.extend(torch.tensor(new), counts)
         assert logits.shape == (len(counts), max(counts), self.scorer.vocab)
@@ -70,6 +83,23 @@ class Reference:
             gaps.append(float((logits[place, :count].float() - want).abs().max() / want.std()))
         assert self.scorer.lengths == [len(text) for text in self.texts]
         return max(gaps)
+
+
+def families(model: PreTrainedModel, execution: Execution | None = None) -> float:
+    """Rows that fork, fork again and lose their origins -> largest difference."""
+    rows = Reference(model, execution)
+    rows.add(2 * WINDOW + 3, 4)
+    gaps = [rows.step(2, 1)]
+    rows.fork(0, 1, 0)
+    gaps.append(rows.step(1, 4, 2, 3, 1))  # each goes on by itself
+    rows.fork(4)
+    rows.free(0)
+    gaps.append(rows.step(3, 1, 2, 1, 2))
+    rows.add(3)
+    rows.fork(5, 0)
+    rows.free(1, 3)
+    gaps.append(rows.step(1, 2, 3, 4, 2, 1))
+    return max(gaps)
 
 
 def contract(model: PreTrainedModel, execution: Execution | None = None) -> float:

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw
+from slipstream.core.draws import Key, Rng, draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row, Sampler
-from slipstream.core.round import Context, Key, Round, Seam
+from slipstream.core.round import Context, Round
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
@@ -38,6 +38,14 @@ class Script:
     choices: list[int]
     weights: list[list[tuple[int, float]]] = field(default_factory=list)  # of every choice met so far
     seen: set[tuple[Any, ...]] = field(default_factory=set)
+    coupled = False
+
+    def chances(self, key: Key, positions: int) -> None:
+        """Choices are no inversions."""
+
+    def select(self, places: Sequence[int]) -> Script:
+        """All rows are in one script."""
+        return self
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         if law.probs is None:
@@ -45,7 +53,7 @@ class Script:
             return law.tokens
         assert law.probs.dtype in {torch.float32, torch.float64}
         rows = [
-            [self._choose(weights, (*names, start + j, key.purpose)) for j, weights in enumerate(row)]
+            [self._choose(weights, (*names, start + j, key.name)) for j, weights in enumerate(row)]
             for *names, start, row in zip(
                 key.seeds, key.requests, key.origins, key.positions, law.probs.tolist(), strict=True
             )
@@ -83,8 +91,8 @@ class Script:
         return [*choices[:-1], choices[-1] + 1] if choices else None
 
 
-def enumerate_outcomes(run: Callable[[Seam], Outcome], limit: int = 20_000) -> Distribution:
-    """The exact law of `run(seam)`: it is run once for every sequence of draws that has a positive chance."""
+def enumerate_outcomes(run: Callable[[Rng], Outcome], limit: int = 20_000) -> Distribution:
+    """The exact law of `run(rng)`: it is run once for every sequence of draws that has a positive chance."""
     law: Distribution = {}
     choices: list[int] | None = []
     for _ in range(limit):
@@ -272,12 +280,12 @@ def company_changes_nothing(alone: Decoder, requests: Sequence[Request]) -> None
 
 
 def first_tokens(
-    make: Callable[[Seam], Decoder], prompt: Sequence[int], count: int, limit: int, sampler: Sampler = SAMPLE
+    make: Callable[[Rng], Decoder], prompt: Sequence[int], count: int, limit: int, sampler: Sampler = SAMPLE
 ) -> Distribution:
     """The joint law of the first `count` tokens of a text of `limit`; every branch has a decoder of its own."""
 
-    def run(seam: Seam) -> tuple[int, ...]:
-        stream = rounds(make(seam), [request(prompt, limit, sampler)])
+    def run(rng: Rng) -> tuple[int, ...]:
+        stream = rounds(make(rng), [request(prompt, limit, sampler)])
         row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
         return tuple(row.output[:count])
 

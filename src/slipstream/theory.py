@@ -14,14 +14,10 @@ from operator import mul
 
 Probabilities = Sequence[float]
 
-
 Curve = Callable[[int], float]
 """Measured cost of one target run: rows -> T(rows) / T(1), for rows = gamma + 1 scored at once."""
 
-
 SUM_TOLERANCE = 1e-4  # a float32 softmax over a large vocabulary does not sum to one exactly
-
-
 LIMIT = 256  # largest gamma that is looked at, unless told otherwise
 
 

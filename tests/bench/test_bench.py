@@ -20,9 +20,8 @@ from slipstream.bench import PLAIN, SPECULATIVE, Contender, Output, Settings, Si
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, COMPILED, GENERATE, LOOKUP
 from slipstream.cli import app as cli
 from slipstream.cli import bench as command_room
-from slipstream.core.draws import draw
+from slipstream.core.draws import Key, draw
 from slipstream.core.law import Law
-from slipstream.core.round import Key
 from slipstream.core.stats import Stats
 from slipstream.decoding import acceptance
 from slipstream.decoding.decoder import Decoder
@@ -250,11 +249,11 @@ def test_sampling_changes_with_the_repetition_and_leaves_the_users_random_state(
 def test_ours_decode_by_the_rule_of_the_engine() -> None:
     engine, drawn = pair(), list[str]()
 
-    def seam(law: Law, key: Key) -> torch.Tensor:
+    def rng(law: Law, key: Key) -> torch.Tensor:
         drawn.append(key.purpose)
         return draw(law, key)
 
-    engine.rule = Rule("ours", acceptance.match, seam)
+    engine.rule = Rule("ours", acceptance.match, rng)
     plain, speculative, *_ = bench.line_up(engine, SMALL)
     for each in (plain, speculative):
         drawn.clear()

@@ -24,8 +24,8 @@ def stored(names: Sequence[Sequence[int]], layer: int, dim: int, sign: int) -> T
 
 
 def run_pass(cache: RowCache, names: Sequence[Sequence[int]], first: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Place tokens after each row from `first` on and store them in every layer -> what the layers see."""
-    cache.place(len(names[0]), first)
+    """Place tokens after the rows first .. first + len(names) and store them in every layer -> what the layers see."""
+    cache.place(len(names[0]), first, first + len(names))
     return [
         cache.update(layer, stored(names, layer, KEY_DIM, 1), stored(names, layer, VALUE_DIM, -1))
         for layer in range(LAYERS)
@@ -44,7 +44,8 @@ def assert_seen(seen: list[tuple[Tensor, Tensor]], texts: Sequence[Sequence[int]
 
 
 class Orders(RuleBasedStateMachine):
-    """Any order of adding, freeing, extending (also late rows alone), rolling back and keeping a tree's path."""
+    """Any order of adding, forking, freeing, extending (also some rows alone), rolling back and keeping a tree's
+    path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +65,12 @@ class Orders(RuleBasedStateMachine):
         self.texts += [[] for _ in range(rows)]
 
     @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(range(len(self.texts))), max_size=3)) if self.texts else []
+        self.cache.fork(rows)
+        self.texts += [list(self.texts[row]) for row in rows]
+
+    @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         gone = data.draw(st.lists(st.sampled_from(range(len(self.texts))), unique=True)) if self.texts else []
         self.cache.free(gone)
@@ -74,20 +81,24 @@ class Orders(RuleBasedStateMachine):
         if not self.texts:
             return
         first = data.draw(st.integers(0, len(self.texts) - 1))
-        rows = len(self.texts) - first
+        rows = data.draw(st.integers(1, len(self.texts) - first))
         counts = data.draw(st.lists(st.integers(0, count), min_size=rows, max_size=rows))
         names = self.names(rows, count)
         seen = run_pass(self.cache, names, first)
-        assert_seen(seen, [[*text, *new] for text, new in zip(self.texts[first:], names, strict=True)])
+        part = self.texts[first : first + rows]
+        assert_seen(seen, [[*text, *new] for text, new in zip(part, names, strict=True)])
+        assert_seen(self.cache.taking_part, [[*text, *new] for text, new in zip(part, names, strict=True)])
         self.cache.advance(counts)
-        for text, new, kept in zip(self.texts[first:], names, counts, strict=True):
+        for text, new, kept in zip(part, names, counts, strict=True):
             text += new[:kept]
 
     @rule(data=st.data())
     def rollback(self, data: st.DataObject) -> None:
-        lengths = [data.draw(st.integers(0, len(text))) for text in self.texts]
+        rows = data.draw(st.integers(0, len(self.texts)))
+        lengths = [data.draw(st.integers(0, len(text))) for text in self.texts[:rows]]
         self.cache.rollback(lengths)
-        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+        for text, length in zip(self.texts[:rows], lengths, strict=True):
+            del text[length:]
 
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
@@ -195,6 +206,20 @@ def test_places_are_each_rows_own_slots() -> None:
     assert cache.place(2, first=1).tolist() == [[0, 1], [1, 2]] and (cache.past, cache.end) == (1, 3)
 
 
+def test_a_fork_copies_no_more_than_is_in_use() -> None:
+    """Leftovers of rejected tokens stay with the origin, and what lay in the copy's place is wiped."""
+    cache = RowCache()
+    cache.add(2)
+    run_pass(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    cache.advance([2, 4])
+    cache.free([1])
+    cache.fork([0])
+    assert cache.lengths == [2, 2] and cache.bytes_in_use == 4 * cache.bytes_per_token > 0
+    for keys, values in cache.stores:
+        assert (keys[0, :, 2:4] != 0).all()
+        assert not keys[1, :, 2:].any() and not values[1, :, 2:].any()
+
+
 def test_a_new_row_finds_no_nan_that_another_left_behind() -> None:
     """A mask gives leftovers the weight zero, but zero times NaN is NaN: one damaged text would damage the next."""
     cache = RowCache()
@@ -215,8 +240,8 @@ def test_a_new_row_finds_no_nan_that_another_left_behind() -> None:
     assert all(torch.isfinite(part).all() for part in seen)
 
 
-@pytest.mark.parametrize("lengths", [[1, 4], [-1, 2], [1]])
-def test_rollback_only_shortens_and_names_every_row(lengths: list[int]) -> None:
+@pytest.mark.parametrize("lengths", [[1, 4], [-1, 2], [1, 1, 0]])
+def test_rollback_only_shortens_rows_that_exist(lengths: list[int]) -> None:
     cache = RowCache()
     cache.add(2)
     run_pass(cache, [[1, 2, 3], [4, 5, 6]])

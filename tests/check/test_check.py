@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from slipstream.check import Report, check, chi2
 from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, apart, deep, normed, rule_law, wide
 from slipstream.cli import app as cli
-from slipstream.core.draft import Draft, Verdict
-from slipstream.core.draws import draw, draw_coupled
+from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draws import DrawnBy, Key, draw, draw_coupled
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, Scorer, Verifier
+from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Row, Texts
-from slipstream.core.round import Context, Key, Round
+from slipstream.core.round import Context, Round
 from slipstream.decoding import acceptance
 from slipstream.decoding import speculate as decoding
 from slipstream.decoding.controllers import Fixed
@@ -197,14 +197,14 @@ def test_a_wrong_verifier_is_caught_by_the_samples(verify: Verifier) -> None:
 
 
 class Boaster:
-    """Reports a softened law. Draws through its own seam if it is to go unseen."""
+    """Reports a softened law. Draws through its own rng if it is to go unseen."""
 
     def __init__(self, inner: Drafter, hidden: bool) -> None:
         self.inner, self.hidden = inner, hidden
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        seam = _private if self.hidden else context.seam
-        draft = self.inner.propose(replace(context, seam=seam), gammas)
+        rng = DrawnBy(_private) if self.hidden else context.rng
+        draft = self.inner.propose(replace(context, rng=rng), gammas)
         if draft.law is None:
             return draft
         weights = draft.law.dense**0.3
@@ -230,7 +230,7 @@ def test_a_seam_that_draws_from_another_law_is_caught() -> None:
     def sharpened(law: Law, key: Key) -> Tensor:
         return draw(Law(probs=law.dense**1.5) if key.purpose == "next" and not law.point else law, key)
 
-    report = run(verify=Rule("mine", TOKEN.verify, sharpened), samples=1000)
+    report = run(verify=Rule("mine", TOKEN.verify, DrawnBy(sharpened)), samples=1000)
     assert failed(report) == {"samples"}, report.text()
 
 
@@ -245,7 +245,7 @@ def test_impossible_tokens_are_caught_where_all_is_nearly_certain() -> None:
     def certain(prefix: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(float(len(prefix) % VOCAB == token) for token in range(VOCAB))
 
-    report = run(engine((certain, PAIRS["generic"][1])), verify=Rule("mine", TOKEN.verify, slipping))
+    report = run(engine((certain, PAIRS["generic"][1])), verify=Rule("mine", TOKEN.verify, DrawnBy(slipping)))
     assert "samples" in failed(report) and report.sampling
     figures = report.sampling.tests[1].figures
     assert figures["freedom"] == 0 and figures["rare"] > 10 and figures["rare_expected"] == 0
@@ -360,7 +360,7 @@ def test_a_coupled_rule_that_is_not_coupled_is_caught() -> None:
     def fresh(law: Law, key: Key) -> Tensor:
         return draw_coupled(law, replace(key, requests=tuple(next(calls) for _ in key.requests)))
 
-    report = run(verify=Rule("mine", MATCH.verify, fresh))
+    report = run(verify=Rule("mine", MATCH.verify, DrawnBy(fresh)))
     assert report.verdict == "pass"
     broken = Rule("coupled", BLOCK.verify, draw_coupled)
     assert "same seed" in failed(run(verify=broken))

@@ -37,8 +37,8 @@ def verdicts(p: Law, draft: Draft) -> list[tuple[float, Verdict]]:
     rows = tuple(row([0], index=index) for index in range(len(draft.lengths)))
     found: list[Verdict] = []
 
-    def run(seam: Script) -> int:
-        found.append(token(p, draft, Context(rows, seam).draw))
+    def run(rng: Script) -> int:
+        found.append(token(p, draft, Context(rows, rng).draw))
         return len(found) - 1
 
     return [(chance, found[place]) for place, chance in enumerate_outcomes(run).items()]

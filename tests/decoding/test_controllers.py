@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 import slipstream
 from slipstream.core.draft import Draft
+from slipstream.core.draws import Rng
 from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Row
-from slipstream.core.round import Round, Seam
+from slipstream.core.round import Round
 from slipstream.decoding.adaptive import Adaptive, Learned
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
@@ -93,9 +94,9 @@ def law(
 ) -> Distribution:
     """The joint law of the first three tokens."""
 
-    def run(seam: Seam) -> tuple[int, ...]:
+    def run(rng: Rng) -> tuple[int, ...]:
         target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
-        decoder = Decoder(target, wrap(ModelDrafter(draft)), rule.verify, chooser, seam=seam)
+        decoder = Decoder(target, wrap(ModelDrafter(draft)), rule.verify, chooser, rng=rng)
         (row,) = generate(decoder, [request((0, 2), 3)])
         return tuple(row.output)
 

@@ -23,11 +23,11 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draws import Rng
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, Verifier
+from slipstream.core.protocols import Drafter
 from slipstream.core.request import Row, Sampler, Texts
-from slipstream.core.round import Seam
 from slipstream.decoding.acceptance import token
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
@@ -68,10 +68,10 @@ class Case:
     verifier: Verifier = token
     wrap: Wrap = lambda drafter: drafter
 
-    def decoder(self, seam: Seam) -> Decoder:
+    def decoder(self, rng: Rng) -> Decoder:
         """Fresh scorers, so that the branches do not share a cache."""
         target, draft = scorer(self.tables[0], "target"), scorer(self.tables[1], "draft")
-        return Decoder(target, self.wrap(ModelDrafter(draft)), self.verifier, Cycle(self.gammas), seam=seam)
+        return Decoder(target, self.wrap(ModelDrafter(draft)), self.verifier, Cycle(self.gammas), rng=rng)
 
     def law(self, limit: int = COUNT) -> Distribution:
         """The joint law of the first COUNT tokens, with room for `limit`."""
@@ -148,9 +148,9 @@ def test_two_rows_are_independent(pair: str) -> None:
     """The joint law of two texts of different length and limit is the product of each alone."""
     prompts, limits = [(1,), (0, 2, 1)], [1, 2]
 
-    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
+    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
         requests = [request(*x, key=key) for key, x in enumerate(zip(prompts, limits, strict=True))]
-        return tuple(tuple(row.output) for row in generate(Case(PAIRS[pair], (2,)).decoder(seam), requests))
+        return tuple(tuple(row.output) for row in generate(Case(PAIRS[pair], (2,)).decoder(rng), requests))
 
     laws = [plain_law(PAIRS[pair][0], prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
     want = {(x, y): p * q for x, p in laws[0].items() for y, q in laws[1].items()}
@@ -164,8 +164,8 @@ def test_rows_that_join_late_keep_their_law(batch_size: int) -> None:
     prompts, limits, eos = [(1,), (2,), (0, 2)], [1, 2, 1], frozenset({1})
     target = PAIRS["zeros"][0]
 
-    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
-        decoder = replace(Case(PAIRS["zeros"], (1,)).decoder(seam), batch_size=batch_size)
+    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
+        decoder = replace(Case(PAIRS["zeros"], (1,)).decoder(rng), batch_size=batch_size)
         places = enumerate(zip(prompts, limits, strict=True))
         requests = [request(prompt, limit, eos=eos, key=key) for key, (prompt, limit) in places]
         return tuple(tuple(row.output) for row in generate(decoder, requests))
@@ -185,9 +185,9 @@ def test_the_law_is_exact_when_the_vocabularies_differ(draft_vocab: int) -> None
         assert max(prefix) < draft_vocab, "it is fed what it does not know"
         return (0.5, 0.5) if draft_vocab == 2 else (0.1, 0.2, 0.3, 0.4)
 
-    def run(seam: Seam) -> tuple[int, ...]:
+    def run(rng: Rng) -> tuple[int, ...]:
         drafter = ModelDrafter(scorer(draft, "draft", vocab=draft_vocab), vocab=VOCAB)
-        decoder = Decoder(scorer(target, "target"), drafter, controller=Cycle((2,)), seam=seam)
+        decoder = Decoder(scorer(target, "target"), drafter, controller=Cycle((2,)), rng=rng)
         (row,) = generate(decoder, [request(PROMPT, COUNT)])
         return tuple(row.output)
 
@@ -202,9 +202,9 @@ def test_the_law_is_exact_when_the_draft_sees_a_window_only(context: int) -> Non
         assert len(prefix) <= context
         return draft(prefix)
 
-    def run(seam: Seam) -> tuple[int, ...]:
+    def run(rng: Rng) -> tuple[int, ...]:
         drafter = ModelDrafter(scorer(seeing, "draft", context=context))
-        decoder = Decoder(scorer(target, "target"), drafter, controller=Cycle((2, 1)), seam=seam)
+        decoder = Decoder(scorer(target, "target"), drafter, controller=Cycle((2, 1)), rng=rng)
         (row,) = generate(decoder, [request((0, 2, 1, 1), COUNT)])
         assert row.stats.windowed == row.stats.drafted > 0
         return tuple(row.output)
@@ -213,8 +213,8 @@ def test_the_law_is_exact_when_the_draft_sees_a_window_only(context: int) -> Non
 
 
 def test_plain_decoding_has_the_same_law() -> None:
-    def run(seam: Seam) -> tuple[int, ...]:
-        (row,) = plain(Case(PAIRS["zeros"], (2,)).decoder(seam), [request(PROMPT, COUNT)])
+    def run(rng: Rng) -> tuple[int, ...]:
+        (row,) = plain(Case(PAIRS["zeros"], (2,)).decoder(rng), [request(PROMPT, COUNT)])
         assert row.stats.drafted == 0
         return tuple(row.output)
 
@@ -362,8 +362,8 @@ def test_control_a_cache_that_is_not_rolled_back_is_caught() -> None:
     """The target keeps rejected tokens; the loop must notice or the law must differ."""
     case = Case(PAIRS["generic"], (2,))
 
-    def run(seam: Seam) -> tuple[int, ...]:
-        decoder = case.decoder(seam)
+    def run(rng: Rng) -> tuple[int, ...]:
+        decoder = case.decoder(rng)
         decoder.target.rollback = lambda lengths: None  # type: ignore[method-assign]
         (row,) = generate(decoder, [request(PROMPT, COUNT)])
         return tuple(row.output)

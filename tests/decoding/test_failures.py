@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.rows import RowCache
-from slipstream.core.draws import draw
+from slipstream.core.draws import Rng, draw
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Seam
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate, plain, rounds, sound
@@ -112,9 +111,9 @@ def test_speculation_fails_with_the_chance_of_plain_decoding(name: str, draft: s
     if (name, draft) == ("match", "tree"):
         pytest.skip("there is no such rule")
 
-    def outcome(drafter: Callable[[], Drafter], gamma: int) -> Callable[[Seam], Any]:
-        def run(seam: Seam) -> Any:
-            parts = replace(decoder(drafter(), gamma), seam=seam, verifier=rule(name).verify)
+    def outcome(drafter: Callable[[], Drafter], gamma: int) -> Callable[[Rng], Any]:
+        def run(rng: Rng) -> Any:
+            parts = replace(decoder(drafter(), gamma), rng=rng, verifier=rule(name).verify)
             (row,) = generate(parts, [request([1], 3, Sampling(temperature=1.0, processors=[stuck]))])
             return tuple(row.output), row.finish_reason
 
@@ -241,4 +240,4 @@ def test_sound_rows_give_no_warning_and_no_detour() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sound(generate(decoder(model_draft()), requests(Sampling(temperature=1.0))))
-    assert draw is decoder(NoDraft()).seam
+    assert draw is decoder(NoDraft()).rng

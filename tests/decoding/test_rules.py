@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict, ancestors
-from slipstream.core.draws import draw_coupled
+from slipstream.core.draft import Draft, Verdict, Verifier, ancestors
+from slipstream.core.draws import Key, Rng, draw_coupled
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, Scorer, Verifier
-from slipstream.core.round import Key, Seam
+from slipstream.core.protocols import Drafter, Scorer
 from slipstream.decoding import acceptance, rules
 from slipstream.decoding import tree_acceptance as trees
 from slipstream.decoding.decoder import Decoder
@@ -48,9 +47,9 @@ Make = Callable[[Scorer], Drafter]
 def law(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int) -> Distribution:
     """The joint law of the first `count` tokens."""
 
-    def decoder(seam: Seam) -> Decoder:
+    def decoder(rng: Rng) -> Decoder:
         target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
-        return Decoder(target, make(draft), verifier, Cycle(gammas), seam=seam)
+        return Decoder(target, make(draft), verifier, Cycle(gammas), rng=rng)
 
     return first_tokens(decoder, PROMPT, count, count + 1)
 
@@ -148,9 +147,9 @@ def test_a_verifier_for_chains_refuses_trees() -> None:
 def accepted(p: list[float], q: list[float], verifier: Verifier, gamma: int) -> float:
     """Expected accepted tokens of one round on laws without memory, by enumeration."""
 
-    def run(seam: Seam) -> int:
+    def run(rng: Rng) -> int:
         target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
-        decoder = Decoder(target, ModelDrafter(draft), verifier, Cycle((gamma,)), seam=seam)
+        decoder = Decoder(target, ModelDrafter(draft), verifier, Cycle((gamma,)), rng=rng)
         return next(iter(rounds(decoder, [request(PROMPT, gamma + 1, SAMPLE)]))).accepted[0]
 
     return sum(count * chance for count, chance in enumerate_outcomes(run).items())
@@ -183,10 +182,10 @@ def test_recursive_rejection_lies_between_one_draft_and_the_optimum(seed: int) -
     p, q = (torch.rand(VOCAB, dtype=torch.float64) + 0.02 for _ in range(2))
     p, q = p / p.sum(), q / q.sum()
 
-    def run(seam: Seam) -> int:
+    def run(rng: Rng) -> int:
         target, draft = (scorer(lambda prefix, x=x: x.tolist(), "toy") for x in (p, q))
         drafter = TreeDrafter(draft, (2,), replacement=True)
-        decoder = Decoder(target, drafter, rules.TOKEN.verify, Cycle((1,)), seam=seam)
+        decoder = Decoder(target, drafter, rules.TOKEN.verify, Cycle((1,)), rng=rng)
         return next(iter(rounds(decoder, [request(PROMPT, 3, SAMPLE)]))).accepted[0]
 
     rate = enumerate_outcomes(run)[1]

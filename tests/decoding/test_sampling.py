@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from slipstream.core import draws as sampling
-from slipstream.core.draws import draw, request_key, uniforms
+from slipstream.core.draws import Key, draw, request_key, uniforms
 from slipstream.core.law import Law
 from slipstream.core.request import Row, Texts
-from slipstream.core.round import Context, Key
+from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling

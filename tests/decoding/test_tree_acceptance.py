@@ -53,7 +53,7 @@ def test_greedy_trees_say_what_the_target_says(shape: tuple[int, ...], rule: rul
     model = tiny(FAMILIES["llama"])
     target, draft = CausalScorer(model), CausalScorer(noisy(model))
     drafter = TreeDrafter(draft, shape)
-    decoder = Decoder(target, drafter, rule.verify, Fixed(len(shape)), batch_size=2, seam=rule.seam)
+    decoder = Decoder(target, drafter, rule.verify, Fixed(len(shape)), batch_size=2, rng=rule.rng)
     rows = generate(decoder, [Request(tuple(text), Sampling(), 20 + 3 * i) for i, text in enumerate(TEXTS)])
     for i, (row, text) in enumerate(zip(rows, TEXTS, strict=True)):
         want = model.generate(torch.tensor([text]), max_new_tokens=20 + 3 * i, do_sample=False, eos_token_id=None)

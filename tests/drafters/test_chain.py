@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw_coupled
+from slipstream.core.draws import DrawnBy, Key, Purpose, Rng, Within, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
-from slipstream.core.round import Context, Key, Seam
+from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
-from slipstream.drafters.chain import ChainDrafter, Nested
+from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from toys import (
@@ -52,8 +52,8 @@ def chain(tables: Any, gammas: tuple[int, ...] = (2, 2), wrap: Any = lambda draf
 def law_of(
     drafter: Any, target: Any, gammas: tuple[int, ...], rule: Rule = TOKEN, count: int = 2, limit: int = 2
 ) -> Any:
-    def decoder(seam: Seam) -> Decoder:
-        return Decoder(scorer(target, "target"), drafter(), rule.verify, Cycle(gammas), seam=seam)
+    def decoder(rng: Rng) -> Decoder:
+        return Decoder(scorer(target, "target"), drafter(), rule.verify, Cycle(gammas), rng=rng)
 
     return first_tokens(decoder, (0, 2), count, limit)
 
@@ -64,8 +64,8 @@ def test_what_is_drafted_follows_the_drafts_own_law(inner: int) -> None:
     draft, third = PAIRS["zeros"][1], PAIRS["zeros"][0]
     text, gamma = (0, 2), 3
 
-    def run(seam: Seam) -> tuple[int, ...]:
-        made = chain([draft, third], (inner,)).propose(Context((row(text),), seam), [gamma])
+    def run(rng: Rng) -> tuple[int, ...]:
+        made = chain([draft, third], (inner,)).propose(Context((row(text),), rng), [gamma])
         tokens = made.tokens[0].tolist()
         assert made.lengths == (gamma,) and made.law is not None
         for i, told in enumerate(made.law.dense[0]):
@@ -130,7 +130,7 @@ def run_texts(
     drafter: Drafter, sampler: Any, rule: Rule, gammas: tuple[int, ...], prompts: Any = PROMPTS, **kw: Any
 ) -> Any:
     requests = [request(prompt, 12, sampler, key=hash(prompt)) for prompt in prompts]
-    decoder = Decoder(scorer(PAIRS["generic"][0]), drafter, rule.verify, Cycle(gammas), seam=rule.seam, **kw)
+    decoder = Decoder(scorer(PAIRS["generic"][0]), drafter, rule.verify, Cycle(gammas), rng=rule.rng, **kw)
     return generate(decoder, requests)
 
 
@@ -202,9 +202,10 @@ def test_names_of_inner_draws_tell_the_outer_origin() -> None:
         keys.append(key)
         return torch.zeros(2, 1, dtype=torch.long)
 
-    seam = Nested(Nested(listen, "inner.1", ((7, 2), (9, 0))), "inner.0", ((5, 1), (9, 0)))
-    seam(Law(probs=torch.ones(2, 1, 3)), Key((0, 0), (1, 2), (6, 11), (6, 11), "draft"))
-    assert keys == [Key((0, 0), (1, 2), (7, 9), (9, 11), "inner.1.inner.0.draft")]
+    rng = Within(Within(DrawnBy(listen), "inner.1", ((7, 2), (9, 0))), "inner.0", ((5, 1), (9, 0)))
+    rng(Law(probs=torch.ones(2, 1, 3)), Key((0, 0), (1, 2), (6, 11), (6, 11), Purpose.DRAFT))
+    assert keys == [Key((0, 0), (1, 2), (7, 9), (9, 11), Purpose.DRAFT, scope=("inner.1", "inner.0"))]
+    assert keys[0].name == "inner.1.inner.0.draft"  # the numbers of a seed are made from it
 
 
 def test_impossible_settings_are_one_sentence() -> None:

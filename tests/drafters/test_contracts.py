@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw
+from slipstream.core.draws import Rng, draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Request, Row, Sampler
-from slipstream.core.round import Context, Seam
+from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
@@ -96,7 +96,7 @@ every = pytest.mark.parametrize("name", MADE)
 def decoder(name: str, gammas: tuple[int, ...], rule: Rule = TOKEN, **kwargs: Any) -> Decoder:
     """A fresh target and drafter."""
     target: Scorer = CausalScorer(llama(), "target") if name in OWN else scorer(TARGET, "target")
-    return Decoder(target, MADE[name](target), rule.verify, Cycle(gammas), **{"seam": rule.seam, **kwargs})
+    return Decoder(target, MADE[name](target), rule.verify, Cycle(gammas), **{"rng": rule.rng, **kwargs})
 
 
 def step(name: str) -> Callable[[tuple[int, ...]], Any]:
@@ -118,8 +118,8 @@ def step(name: str) -> Callable[[tuple[int, ...]], Any]:
 def law_of(name: str, rule: Rule, change: Any = None, gammas: tuple[int, ...] = (2,), limit: int = 3) -> Any:
     """The joint law of the first two tokens; the first round may run past them."""
 
-    def make(seam: Seam) -> Decoder:
-        parts = decoder(name, gammas, rule, seam=seam)
+    def make(rng: Rng) -> Decoder:
+        parts = decoder(name, gammas, rule, rng=rng)
         return replace(parts, drafter=Altered(parts.drafter, change)) if change else parts
 
     return first_tokens(make, (0, 2), 2, limit)
@@ -241,7 +241,7 @@ def test_draws_do_not_depend_on_the_company(name: str, rule: Rule) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MADE if name != "tree"])
 def test_coupled_texts_are_those_of_the_target_alone(name: str) -> None:
-    alone = Decoder(decoder(name, (0,)).target, controller=Cycle((0,)), verifier=COUPLED.verify, seam=COUPLED.seam)
+    alone = Decoder(decoder(name, (0,)).target, controller=Cycle((0,)), verifier=COUPLED.verify, rng=COUPLED.rng)
     assert outputs(decoder(name, (3, 1), COUPLED), texts(SAMPLE)) == outputs(alone, texts(SAMPLE))
 
 

@@ -14,8 +14,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from slipstream.core.draft import Draft
+from slipstream.core.draws import draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
+from slipstream.core.request import Row
+from slipstream.core.round import Context
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
@@ -161,7 +164,7 @@ def trio(layers: int = 3) -> CausalScorer:
 def law_of(decoder: Decoder, prompt: Sequence[int], count: int) -> dict[Any, float]:
     """All outputs and their chances, by running the whole loop for every sequence of draws."""
     one = [request(prompt, count)]
-    return enumerate_outcomes(lambda seam: tuple(generate(replace(decoder, seam=seam), one)[0].output))
+    return enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
 
 
 @torch.inference_mode()
@@ -222,6 +225,18 @@ def test_an_empty_draft_is_a_plain_step() -> None:
     decoder = Decoder(target, ExitDrafter(target, 1), controller=Cycle((0, 3)))
     rows = generate(decoder, requests())
     assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, requests())]
+
+
+def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
+    drafts = []
+    for behind in ([], [[5, 6, 7]]):
+        target = CausalScorer(deep("llama"))
+        drafter, rows = ExitDrafter(target, 1), [Row(one, one.key, list(one.prompt)) for one in requests()]
+        target.add(len(rows) + len(behind))
+        target.prefill([*(row.tokens[:-1] for row in rows), *behind])
+        drafts.append(drafter.propose(Context(tuple(rows), draw), [2] * len(rows)))
+        assert target.lengths == [*(len(row.tokens) - 1 for row in rows), *map(len, behind)]
+    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
 
 
 def test_a_text_may_fill_the_context() -> None:

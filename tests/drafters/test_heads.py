@@ -25,6 +25,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, Tap
 from slipstream.drafters.tree import TreeDrafter
+from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.training import heads as teach
 from slipstream.training.heads import STATE, Lesson, Teacher
@@ -159,7 +160,7 @@ def error_of(decoder: Decoder, count: int = 4) -> float:
     """The distance between the law of whole texts and the target's, by enumeration of all draws."""
     model = decoder.target.model  # type: ignore[attr-defined]
     one = [request((0, 2), count)]
-    law = enumerate_outcomes(lambda seam: tuple(generate(replace(decoder, seam=seam), one)[0].output))
+    law = enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
     return total_variation(law, plain_law(lambda prefix: target_step(model, prefix), (0, 2), count))
 
 
@@ -229,8 +230,8 @@ def test_heads_of_another_width_are_refused() -> None:
 
 def test_a_compiled_target_is_refused() -> None:
     """Its passes show no hidden states."""
-    target = target_of()
-    vars(target)["execution"] = object()
+    model = target_of().model
+    target = CausalScorer(model, execution=Compiled(model, "toy"))
     with pytest.raises(ValueError, match="use heads without compiling"):
         HeadsDrafter(target, some_heads())
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw_coupled
+from slipstream.core.draws import Rng, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Row
-from slipstream.core.round import Seam
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
@@ -323,8 +322,8 @@ def test_an_address_that_is_used_again_is_another_row() -> None:
 def distance(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Callable[[], Drafter]) -> float:
     """Total variation of the first tokens from the target's law."""
 
-    def decoder(seam: Seam) -> Decoder:
-        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
+    def decoder(rng: Rng) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), rng=rng)
 
     law = first_tokens(decoder, PROMPT, count, count + 1)
     return total_variation(law, plain_law(PAIRS[pair][0], PROMPT, count))
@@ -353,8 +352,8 @@ def test_the_joint_law_of_ragged_rows_is_the_product(rule: rules.Rule) -> None:
     """One row copies two tokens, the other has nothing to copy at first; one ends in mid-draft."""
     table, prompts, counts = PAIRS["zeros"][0], (PROMPT, (2,)), (1, 2)
 
-    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
-        decoder = Decoder(scorer(table), Lookup(), rule.verify, Cycle((2,)), seam=seam)
+    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
+        decoder = Decoder(scorer(table), Lookup(), rule.verify, Cycle((2,)), rng=rng)
         requests = [request(p, 2, eos=frozenset({1}), key=i) for i, p in enumerate(prompts)]
         return tuple(tuple(one.output[:n]) for one, n in zip(generate(decoder, requests), counts, strict=True))
 
@@ -387,7 +386,7 @@ def test_a_law_that_was_not_sampled_from_is_caught(rule: rules.Rule, fault: Call
 
 def test_coupled_text_is_the_target_s_own() -> None:
     requests = [request(PROMPT, 20, key=i, seed=3) for i in range(6)]
-    decoder = Decoder(scorer(PAIRS["generic"][0]), Lookup(), rules.COUPLED.verify, Fixed(4), seam=draw_coupled)
+    decoder = Decoder(scorer(PAIRS["generic"][0]), Lookup(), rules.COUPLED.verify, Fixed(4), rng=draw_coupled)
     got = generate(decoder, requests)
     assert [one.output for one in got] == [one.output for one in plain(decoder, requests)]
     assert sum(one.stats.accepted for one in got) > 0

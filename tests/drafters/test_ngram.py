@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw_coupled
+from slipstream.core.draws import Rng, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Sampler
-from slipstream.core.round import Context, Round, Seam
+from slipstream.core.round import Context, Round
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
@@ -530,8 +530,8 @@ def distance(
         weights = [x**power for x in PAIRS[pair][0](prefix)]
         return [x / sum(weights) for x in weights]
 
-    def decoder(seam: Seam) -> Decoder:
-        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
+    def decoder(rng: Rng) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), rng=rng)
 
     law = first_tokens(decoder, PROMPT, count, count + 1, sampler)
     return total_variation(law, plain_law(step, PROMPT, count))
@@ -583,8 +583,8 @@ def test_the_joint_law_of_ragged_rows_is_the_product(rule: rules.Rule, online: b
     """Rows of different prompts and lengths that share what is learned; an end token may stand in mid-draft."""
     table, prompts = PAIRS["zeros"][0], ((0, 2), (1,))
 
-    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
-        decoder = Decoder(scorer(table), toy(2, online)(), rule.verify, Cycle((1,)), seam=seam)
+    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
+        decoder = Decoder(scorer(table), toy(2, online)(), rule.verify, Cycle((1,)), rng=rng)
         requests = [request(p, 2, eos=frozenset({1}), key=i) for i, p in enumerate(prompts)]
         return tuple(tuple(one.output[:2]) for one in generate(decoder, requests))
 
@@ -644,7 +644,7 @@ def test_coupled_text_is_the_target_s_own() -> None:
     requests = [request(PROMPT, 20, key=i, seed=3) for i in range(6)]
     for online in (False, True):
         drafter = Ngram(TOY[2], VOCAB, online)
-        decoder = Decoder(scorer(PAIRS["generic"][0]), drafter, rules.COUPLED.verify, Fixed(4), seam=draw_coupled)
+        decoder = Decoder(scorer(PAIRS["generic"][0]), drafter, rules.COUPLED.verify, Fixed(4), rng=draw_coupled)
         got = generate(decoder, requests)
         assert [one.output for one in got] == [one.output for one in plain(decoder, requests)]
         assert sum(one.stats.accepted for one in got) > 0

@@ -116,7 +116,7 @@ def test_other_verifiers(verifier: Any) -> None:
     sampled = {**padded(), **SAMPLED, "max_new_tokens": 16}
     once = pair()[0].generate(**sampled, custom_generate=hook(verifier=verifier, seed=3))
     other = pair()[0].generate(**sampled, custom_generate=custom_generate(pair()[0], 2, verifier=verifier, seed=3))
-    assert torch.equal(once, other) == (verifier is COUPLED)  # its seam makes the text depend on no draft
+    assert torch.equal(once, other) == (verifier is COUPLED)  # its rng makes the text depend on no draft
 
 
 def test_gamma_may_be_a_controller() -> None:
@@ -615,7 +615,7 @@ def test_refusals(name: str) -> None:
     message, arguments = REFUSED[name]
     with pytest.raises(ValueError, match=message) as refusal:
         pair()[0].generate(**{"inputs": BATCH[2:3], **SETTINGS, **arguments()}, custom_generate=hook())
-    assert refusal.traceback[-1].path.parent.name == "slipstream"  # ours, not generate's
+    assert "slipstream" in refusal.traceback[-1].path.parts  # ours, not generate's
     assert str(refusal.value).count(". ") == 0  # one sentence
 
 

@@ -434,7 +434,7 @@ def test_refused_arguments(name: str) -> None:
     """In one sentence, before any work."""
     with pytest.raises(ValueError) as refusal:
         pair()[0].generate(**{**padded(), **SETTINGS, **REFUSED[name]}, custom_generate=hook())
-    assert refusal.traceback[-1].path.parent.name == "slipstream"
+    assert "slipstream" in refusal.traceback[-1].path.parts
     assert str(refusal.value).count(". ") == 0 and str(refusal.value).endswith(".")
 
 

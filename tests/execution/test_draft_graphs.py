@@ -130,6 +130,23 @@ def test_what_no_chain_serves_is_made_of_steps(untraced: None) -> None:
     assert scorer.lengths == [12 + 2 + 3 - 1, 2 + 3 - 1]
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_chains_are_drafted_for_the_first_rows_alone(untraced: None, texts: int) -> None:
+    """What lies behind them, as long as it may be, takes no part and stays."""
+    model = tiny(FAMILIES["llama"], max_position_embeddings=64)
+    found = []
+    for behind in ([], [list(range(1, 62))]):
+        scorer = CausalScorer(model)
+        scorer.fuse([3])
+        prompts = [[1, 2, 3], [4, 5]][:texts]
+        scorer.add(len(prompts) + len(behind))
+        scorer.prefill([*prompts, *behind])
+        found.append(scorer.chain(fused.Wish([(7, 8)] * texts, [3] * texts, [0.0] * texts, HF_VOCAB)))
+        assert scorer.lengths == [*(len(text) + 4 for text in prompts), *map(len, behind)]
+    (left, _), (right, _) = (each for each in found if each is not None)
+    assert left.tolist() == right.tolist()
+
+
 def test_damaged_weights_are_told_as_ever(untraced: None) -> None:
     model = tiny(FAMILIES["llama"])
     scorer = CausalScorer(model)

@@ -94,6 +94,7 @@ def test_a_compiled_scorer_gives_the_eager_logits() -> None:
                 torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
     assert said == [f"compiling toy for {served}" for served in ("one text", "batches", "batches, a token each")]
     _grow_and_branch(eager, fast)
+    _run_before_others(eager, fast)
     assert counters["stats"]["unique_graphs"] == before + 3  # torch made none anew behind our back
 
 
@@ -108,6 +109,46 @@ def _grow_and_branch(*scorers: CausalScorer) -> None:
         scorer.free([0])
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+def _run_before_others(*scorers: CausalScorer) -> None:
+    """One row, two and three run while others behind them are read piece by piece; in the end a fork joins them."""
+    found, generator = list[list[Tensor]](), torch.Generator()
+    for scorer in scorers:
+        generator.manual_seed(5)
+        found.append([])
+        scorer.add(4)
+        scorer.prefill([[1, 2, 3], [4, 5], [6], [7, 8, 9]])
+        for rows, width in ((1, 3), (2, 3), (1, 2), (3, 1), (2, 1), (3, 5), (5, 2)):
+            tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator)
+            found[-1].append(scorer.extend(tokens.to(scorer.device), [1] * rows))
+            if rows == 3:
+                scorer.prefill([[10, 11, 12]], first=3)
+            if width == 5:
+                scorer.fork([1])
+        assert scorer.lengths == [10, 7, 4, 10, 7]
+        scorer.free(range(5))
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+def test_the_first_rows_run_by_graphs_while_others_lie_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[int] = []
+
+    def compile(traced: Any, **_: Any) -> Any:
+        return lambda *inputs: served.append(len(inputs[0])) or traced(*inputs)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    model = tiny(FAMILIES["gemma3"])
+    _run_before_others(CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy")))
+    assert served == [1, 2, 1, 3, 2, 3, 5]
+
+
+def test_the_first_rows_run_by_captured_passes_while_others_lie_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "record", _recorder)
+    model, said = tiny(FAMILIES["llama"]), list[str]()
+    _run_before_others(CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append)))
+    assert len(said) == 7 and "1 x 3 tokens" in said[0] and "5 x 2 tokens" in said[-1]
 
 
 def _broken(*args: Any, **kwargs: Any) -> Any:

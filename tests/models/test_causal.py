@@ -17,14 +17,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from reference import TOLERANCE, Reference, contract, text
-from slipstream.core.draft import Draft
+from reference import TOLERANCE, Reference, contract, families, text
+from slipstream.cache.rows import RowCache
+from slipstream.core.draft import Draft, Tree
 from slipstream.core.law import Law
+from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models import causal as models
+from slipstream.models import facts
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import PROVEN
 from slipstream.models.loading import find_tokenizer, load_model, load_tokenizer
@@ -73,8 +76,8 @@ def test_logits_in_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "llama4"])
 def test_control_a_forgotten_window_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts are long enough for windows and chunks to matter."""
-    rules = models.mask_kinds
-    monkeypatch.setattr(models, "mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
+    rules = facts.mask_kinds
+    monkeypatch.setattr(facts, "mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
     monkeypatch.setattr(models, "probe", lambda scorer, kind: None)
     assert contract(tiny(EVERY[family])) > 100 * TOLERANCE[torch.float32]
 
@@ -125,6 +128,66 @@ def test_long_prompts_are_prefilled_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     rows = Reference(tiny(FAMILIES["gemma3"]))
     rows.add(17, 4, 10, 1)
     assert rows.step(2, 3, 1, 2) < TOLERANCE[torch.float32]
+
+
+# ---- rows that fork, and rows that take no part -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "llama4"])
+def test_forked_rows_go_on_by_themselves(family: str) -> None:
+    assert families(tiny(EVERY[family])) < TOLERANCE[torch.float32]
+
+
+def test_control_forks_that_share_their_storage_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowCache, "fork", lambda cache, rows: cache.add(len(rows)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert families(tiny(FAMILIES["llama"])) < TOLERANCE[torch.float32]
+
+
+def test_a_tree_behind_a_fork() -> None:
+    """Both rows score the same tree; each keeps a path of its own."""
+    rows, tree = Reference(tiny(FAMILIES["llama"])), Tree.of((-1, -1, 0, 1), 4)
+    rows.add(9)
+    rows.fork(0)
+    nodes = text(77, 4)
+    logits = rows.scorer.extend(torch.tensor([nodes, nodes]), [4, 4], tree=tree)
+    assert torch.equal(logits[0], logits[1])
+    paths = [[0, 2], [1, 3]]
+    rows.scorer.keep([9, 9], paths)
+    rows.scorer.rollback([11, 11])
+    rows.texts = [[*old, *(nodes[node] for node in path)] for old, path in zip(rows.texts, paths, strict=True)]
+    assert rows.step(2, 1) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("shape", [None, Shape(3, 4, 128)], ids=["any shape", "one shape"])
+def test_prompts_are_read_behind_rows_that_run(family: str, shape: Shape | None) -> None:
+    """Rows behind the running ones take no part in their passes, also while they are read piece by piece."""
+    rows = Reference(tiny(EVERY[family]))
+    rows.scorer.fix_shape(shape)
+    rows.add(2 * WINDOW + 3, 3, 1)
+    gaps = [rows.step(1, 3)]
+    waiting = rows.scorer.lengths[2]
+    rows.read(WINDOW, first=2)
+    gaps.append(rows.step(4, 2))
+    assert rows.scorer.lengths[2] == waiting + WINDOW
+    rows.read(2, first=2)
+    gaps += [rows.step(2), rows.step(3, 1, 2)]  # one row alone, then all
+    rows.free(0)
+    gaps.append(rows.step(2))
+    assert max(gaps) < TOLERANCE[torch.float32]
+
+
+def test_rows_in_the_middle_are_served_alone() -> None:
+    rows = Reference(tiny(FAMILIES["llama"]))
+    rows.add(8, 3, 5)
+    tokens = text(5, 2)
+    logits = rows.scorer.extend(torch.tensor([tokens]), [2], first=1)
+    want = rows.scorer.alone([*rows.texts[1], *tokens])[0, -2:]
+    torch.testing.assert_close(logits[0], want, atol=1e-4, rtol=1e-3)
+    assert rows.scorer.lengths == [8, 5, 5]
+    rows.scorer.rollback([8, 3])
+    assert rows.step(1, 2, 3) < TOLERANCE[torch.float32]
 
 
 # ---- positions --------------------------------------------------------------------------------------------------

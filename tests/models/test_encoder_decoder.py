@@ -14,13 +14,13 @@ import torch
 import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
-from reference import TOLERANCE, Reference, contract, source, text
+from reference import TOLERANCE, Reference, contract, families, source, text
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw
+from slipstream.core.draws import Rng, draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Context, Seam
+from slipstream.core.round import Context
 from slipstream.core.source import Source
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
@@ -88,6 +88,28 @@ def by_transformers(model: PreTrainedModel, request: Request, **settings: object
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
     assert contract(tiny(SEQ2SEQ[family])) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_forked_rows_share_what_the_encoder_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = list[int](), seq2seq.SourceDecoder.read
+    monkeypatch.setattr(
+        seq2seq.SourceDecoder,
+        "read",
+        lambda decoder, some, *others: (reads.append(len(some)), read(decoder, some, *others)),
+    )
+    assert families(tiny(SEQ2SEQ[family])) < TOLERANCE[torch.float32]
+    assert reads == [2, 1]  # those that were added
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_prompts_are_read_behind_rows_that_run(family: str) -> None:
+    rows = Reference(tiny(SEQ2SEQ[family]))
+    rows.add(9, 3, 2)
+    gaps = [rows.step(1, 3)]
+    rows.read(4, first=2)
+    gaps += [rows.step(2), rows.step(3, 1, 2)]
+    assert max(gaps) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
@@ -219,8 +241,8 @@ def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
     asked = [Request((0,), SAMPLE, 2 - key, key=key, source=one) for key, one in enumerate(heard)]
     target, draft = CausalScorer(model), CausalScorer(small)
 
-    def run(seam: Seam) -> tuple[tuple[int, ...], ...]:
-        decoder = Decoder(target, ModelDrafter(draft), rule.verify, Fixed(1), seam=seam)
+    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
+        decoder = Decoder(target, ModelDrafter(draft), rule.verify, Fixed(1), rng=rng)
         return tuple(tuple(row.output) for row in generate(decoder, asked))
 
     laws = []
@@ -360,9 +382,9 @@ def test_a_head_with_a_bias_behind_it_is_left_to_the_compiler(
 
 def test_sources_of_one_token_can_be_compiled() -> None:
     """A graph would take the number one for a constant, so that two slots are looked at."""
-    scorer = CausalScorer(tiny(SEQ2SEQ["t5"]))
-    scorer.add(1, [(5,)])
-    cross = scorer._sources.cross(slice(0, None), None)
+    sources = seq2seq.Sources(seq2seq.SourceDecoder(tiny(SEQ2SEQ["t5"])))
+    sources.add(1, [(5,)])
+    cross = sources.cross(slice(0, 1), None)
     assert cross.mask.shape[-1] == cross.seen[0][0].shape[2] == 2
     assert cross.mask[0, 0, 0].isfinite().all() and (cross.mask[0, 0, 0] < 0).tolist() == [False, True]
 

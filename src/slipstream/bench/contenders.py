@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.bench import peers
 from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
 from slipstream.core.draws import request_key
+from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.source import framed
@@ -21,7 +22,6 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import scorers
-from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import load_model
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
@@ -65,13 +65,13 @@ def _speculative(side: Side, chosen: Rule, gamma: int) -> Contender:
 
 
 def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
-    return replace(decoder, verifier=chosen.verify, seam=chosen.seam)
+    return replace(decoder, verifier=chosen.verify, rng=chosen.rng)
 
 
 def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
     """Those that can run with the same model objects."""
     everyone = scorers(engine.decoder)
-    models = [untouched(scorer) for scorer in everyone if isinstance(scorer, CausalScorer)]
+    models = [untouched(scorer) for scorer in everyone if isinstance(scorer, HasModel)]
     if len(models) < len(everyone):
         return []
     if engine.frame:  # assisted generation has no settings for encoder-decoders that we know to be its best
@@ -83,7 +83,7 @@ def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
     return contenders + [peers.lookup(models[0], gamma) for gamma in settings.gammas]
 
 
-def untouched(scorer: CausalScorer) -> Any:
+def untouched(scorer: HasModel) -> Any:
     """The model as transformers loads it: our packed weights would make its contenders faster than users know them."""
     model = scorer.model
     if not any(isinstance(module, PackedLinear) for module in model.modules()):

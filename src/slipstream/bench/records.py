@@ -13,16 +13,9 @@ from slipstream.decoding.rules import rule
 from slipstream.text.jsontext import json_text
 
 PLAIN, SPECULATIVE = "slipstream plain", "slipstream speculative"
-
-
 GENERATE, ASSISTED = "transformers generate", "transformers assisted"
-
-
 ASSISTED_AUTO, LOOKUP = "transformers auto", "transformers lookup"
-
-
 EAGER, COMPILED = "eager", "compiled"
-
 
 PROMPTS = (
     'def moving_average(values, window):\n    """Return the mean of every run of `window` consecutive values."""\n',

@@ -17,9 +17,9 @@ FIRST_SLOTS = 128
 
 
 class RowCache:
-    """Keys and values of every layer, (rows, heads, slots, head_dim), grown by doubling.
+    """A `Cache` of keys and values of every layer, (rows, heads, slots, head_dim), grown by doubling.
 
-    One forward pass is `place(count, first)`, then `update(layer, keys, values)` by every layer, then `advance`.
+    One forward pass is `place(count, first, stop)`, then `update(layer, keys, values)` by every layer, then `advance`.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,10 @@ class RowCache:
         self._capacity = 0
         self._slots = FIRST_SLOTS
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._in_use: tuple[int, list[tuple[Tensor, Tensor]]] = (0, [])  # how many rows, and the stores of so many
+        self._views: tuple[slice, list[tuple[Tensor, Tensor]]] | None = None  # some rows, and the stores of those
         self._dirty: list[int] = []  # slots that were ever written since a row was added
         self.least = 0  # slots that a pass looks at even if fewer are in use
-        self._first = 0
-        self._stop: int | None = None
+        self.part = slice(0, 0)  # the rows that take part in this pass
         self._count = 0
 
     # ---- rows ----
@@ -45,6 +44,16 @@ class RowCache:
             dirty, self._dirty[row] = self._dirty[row], 0
             for store in chain.from_iterable(self._layers.values()):
                 store[row, :, :dirty] = 0  # a damaged text may have left NaN, which passes any mask: 0 * NaN is NaN
+
+    @torch.inference_mode()
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order; only slots in use are copied."""
+        start = len(self.lengths)
+        self.add(len(rows))
+        for copy, row in enumerate(rows, start):
+            used = self.lengths[copy] = self._dirty[copy] = self.lengths[row]
+            for store in chain.from_iterable(self._layers.values()):
+                store[copy, :, :used] = store[row, :, :used]
 
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
@@ -69,16 +78,16 @@ class RowCache:
         for layer, states in layers.items():
             if layer not in self._layers:
                 keys, values = (self._allocate(each[None]) for each in states)
-                self._layers[layer], self._in_use = (keys, values), (0, [])
+                self._layers[layer], self._views = (keys, values), None
             for store, new in zip(self._layers[layer], states, strict=True):
                 store[row, :, length - new.shape[1] : length] = new
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget what comes after `lengths[r]` tokens."""
-        assert len(lengths) == len(self.lengths), "one length per row"
-        assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
-        self.lengths = list(lengths)
+        """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        assert len(lengths) <= len(self.lengths), "one length per row, of the first rows"
+        assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
+        self.lengths = [*lengths, *self.lengths[len(lengths) :]]
 
     @torch.inference_mode()
     def scrub(self) -> None:
@@ -90,7 +99,7 @@ class RowCache:
 
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for every row r."""
+        """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
         for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
             if list(path) == list(range(len(path))):
                 continue
@@ -107,8 +116,8 @@ class RowCache:
         return torch.tensor(self._lengths)[:, None] + torch.arange(count)
 
     def reserve(self, count: int, first: int = 0, stop: int | None = None) -> None:
-        """The same for those who know the slots."""
-        self._first, self._stop, self._count = first, stop, count
+        """Make room for `count` tokens after each of the rows first..stop (None: all from `first` on)."""
+        self.part, self._count = slice(first, len(self.lengths) if stop is None else stop), count
         self._resize(slots=self.end + 1)  # a pass over all slots has another layout: graphs would be made anew for it
         for row, length in enumerate(self._lengths, first):
             self._dirty[row] = max(self._dirty[row], length + count)
@@ -116,31 +125,23 @@ class RowCache:
     @property
     def _lengths(self) -> list[int]:
         """Of the rows that take part in this pass."""
-        return self.lengths[self._first : self._stop]
-
-    @property
-    def part(self) -> slice:
-        """The rows that take part in this pass."""
-        return slice(self._first, self._stop)
-
-    @property
-    def partial(self) -> bool:
-        """Whether some of the rows do not take part in this pass."""
-        return self._first > 0 or self._stop is not None
+        return self.lengths[self.part]
 
     @property
     def stores(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, of the rows in use, with all their slots; empty before the first pass."""
-        rows = len(self.lengths)
-        if self._in_use[0] != rows:  # dozens of views, which every pass would make again
-            layers = [self._layers[layer] for layer in sorted(self._layers)]
-            self._in_use = rows, [(keys[:rows], values[:rows]) for keys, values in layers]
-        return self._in_use[1]
+        """Keys and values of every layer, of all rows, with all their slots; empty before the first pass."""
+        return self._of(slice(0, len(self.lengths)))
 
     @property
     def taking_part(self) -> list[tuple[Tensor, Tensor]]:
-        """The same of the rows of this pass."""
-        return [(keys[self.part], values[self.part]) for keys, values in self.stores] if self.partial else self.stores
+        """Keys and values of every layer, of the rows of this pass, with all their slots."""
+        return self._of(self.part)
+
+    def _of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        if self._views is None or self._views[0] != rows:  # dozens of views, which every pass would make again
+            layers = [self._layers[layer] for layer in sorted(self._layers)]
+            self._views = rows, [(keys[rows], values[rows]) for keys, values in layers]
+        return self._views[1]
 
     @property
     def last_sees_all(self) -> bool:
@@ -159,11 +160,10 @@ class RowCache:
 
     @torch.inference_mode()
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (rows, heads, count, head_dim) -> all of the rows so far, (rows, heads, end, ...)."""
+        """Store keys and values (rows, heads, count, head_dim) -> all of these rows so far, (rows, heads, end, ...)."""
         if layer not in self._layers:
-            self._layers[layer], self._in_use = (self._allocate(keys), self._allocate(values)), (0, [])
-        rows = range(len(self.lengths))[self._first : self._stop]
-        stores = tuple(store[rows.start : rows.stop] for store in self._layers[layer])
+            self._layers[layer], self._views = (self._allocate(keys), self._allocate(values)), None
+        stores = tuple(store[self.part] for store in self._layers[layer])
         for store, new in zip(stores, (keys, values), strict=True):
             self._write(store, new)
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
@@ -178,7 +178,7 @@ class RowCache:
 
     def advance(self, counts: Sequence[int]) -> None:
         """The pass is over: row first + r has `counts[r]` more tokens."""
-        for row, count in enumerate(counts, self._first):
+        for row, count in enumerate(counts, self.part.start):
             self.lengths[row] += count
 
     # ---- storage ----
@@ -188,6 +188,11 @@ class RowCache:
         """What one token takes in all layers; 0 before the first pass."""
         stores = chain.from_iterable(self._layers.values())
         return sum(store.element_size() * store.shape[1] * store.shape[3] for store in stores)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What the tokens of all rows take."""
+        return self.bytes_per_token * sum(self.lengths)
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, dim = like.shape
@@ -203,7 +208,7 @@ class RowCache:
         if (capacity, width) == (self._capacity, self._slots):
             return
         self._dirty += [0] * (self._capacity - capacity)
-        self._in_use = 0, []
+        self._views = None
         for layer, stores in self._layers.items():
             keys, values = (self._allocate(store) for store in stores)
             for new, old in zip((keys, values), stores, strict=True):

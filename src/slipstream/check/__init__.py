@@ -68,7 +68,7 @@ def _case(engine: Engine, prompts: Sequence[Prompt], settings: Settings, listene
     if not texts:
         raise ValueError("there is no prompt: give at least one.")
     chosen = rule(settings.verify) if isinstance(settings.verify, str) else settings.verify or engine.rule
-    decoder = replace(engine.decoder, verifier=chosen.verify, seam=chosen.seam)
+    decoder = replace(engine.decoder, verifier=chosen.verify, rng=chosen.rng)
     if settings.gamma is not None:
         decoder = replace(decoder, controller=Fixed(settings.gamma))
     eos = frozenset[int]() if settings.ignore_eos else engine.eos

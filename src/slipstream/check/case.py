@@ -14,10 +14,8 @@ from slipstream.decoding.rules import Rule
 Listener = Callable[[str, int, int], None]
 """Told how far a check is: (what it does, done, of how many)."""
 
-
 BATCH = 32
 """Short texts that run together, unless the engine runs more."""
-
 
 MOST_SAMPLES = 1_000_000
 """All of them are held in memory."""
@@ -80,7 +78,7 @@ class Case:
 
     def under(self, rule: Rule) -> Decoder:
         """The decoder with another rule."""
-        return replace(self.decoder, verifier=rule.verify, seam=rule.seam)
+        return replace(self.decoder, verifier=rule.verify, rng=rule.rng)
 
     def at(self, what: str) -> Callable[[int, int], None]:
         """The listener to one stage."""

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from slipstream.check.record import Emission, Text
 from slipstream.check.report import Difference
+from slipstream.core.draws import Key, Purpose, Rng
 from slipstream.core.law import Law
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Key, Seam
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, sound
 from slipstream.measure.replay import distance, plain_law, replay
 
 HALF = {torch.float16, torch.bfloat16}
-
 
 MARGIN = 4
 """Near-ties may be so many times the measured rounding: 2 since two scores move, 2 for processors that scale them."""
@@ -94,10 +93,10 @@ class Comparison:
 def compare(
     target: Scorer,
     texts: Sequence[Text],
-    seam: Seam | None = None,
+    rng: Rng | None = None,
     on_text: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Follow every text through the target. With a seam, its choices are compared as well; greedy ones always are."""
+    """Follow every text through the target. With an rng, its choices are compared as well; greedy ones always are."""
     found = Comparison()
     for prompt, text in enumerate(texts):
         on_text(prompt, len(texts))
@@ -107,10 +106,10 @@ def compare(
             used = plain_law(rows, emission.scores[None, None], target.name)
             found.rounding.see(scores[0, 0], emission.scores)
             found.moved += float(distance(law, used))
-            choice = _choice(law, rows[0], emission, seam)
-            found.unforced += _choice(used, rows[0], emission, seam) not in (None, emission.token)
+            choice = _choice(law, rows[0], emission, rng)
+            found.unforced += _choice(used, rows[0], emission, rng) not in (None, emission.token)
             if choice is not None and choice != emission.token:
-                gap = _greedy_gap(law, emission) if law.point else _coupled_gap((law, used), rows[0], emission, seam)
+                gap = _greedy_gap(law, emission) if law.point else _coupled_gap((law, used), rows[0], emission, rng)
                 where = emission.token, *gap, emission.round, emission.source
                 found.differences.append(Difference(prompt, place, choice, *where))
             plain.append(scores[0, 0])
@@ -119,16 +118,17 @@ def compare(
     return found
 
 
-def _choice(law: Law, row: Row, emission: Emission, seam: Seam | None) -> int | None:
+def _choice(law: Law, row: Row, emission: Emission, rng: Rng | None) -> int | None:
     """What plain decoding takes; None if that is a matter of chance."""
-    if law.tokens is not None:
+    if law.point:
+        assert law.tokens is not None
         return int(law.tokens)
-    return None if seam is None else int(seam(law, _key(row, emission)))
+    return None if rng is None else int(rng(law, _key(row, emission)))
 
 
 def _key(row: Row, emission: Emission) -> Key:
     request = row.request
-    return Key((request.seed,), (request.key,), (emission.origin,), (len(row.tokens),), "next")
+    return Key((request.seed,), (request.key,), (emission.origin,), (len(row.tokens),), Purpose.NEXT)
 
 
 Scores = tuple[float, float, float]
@@ -141,20 +141,20 @@ def _greedy_gap(law: Law, emission: Emission) -> Scores:
     return best, ours, best - ours
 
 
-def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, seam: Seam | None) -> Scores:
-    """How much likelier the emitted token would have to be to win: its noise is known to the seam alone."""
-    assert seam is not None
+def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng | None) -> Scores:
+    """How much likelier the emitted token would have to be to win: its noise is known to the rng alone."""
+    assert rng is not None
     law = next((law for law in laws if float(law.dense[0, 0, emission.token]) > 0), None)
     if law is None:
         return 0.0, -math.inf, math.inf
     # A token that is missing from the plain law alone was at the edge of top-k or top-p.
     ours = law.dense.double().log()
-    best, low, high = float(ours[0, 0, int(seam(law, _key(row, emission)))]), 0.0, 64.0
+    best, low, high = float(ours[0, 0, int(rng(law, _key(row, emission)))]), 0.0, 64.0
     for _ in range(40):
         middle = (low + high) / 2
         ahead = ours.clone()
         ahead[0, 0, emission.token] += middle
-        won = int(seam(Law(probs=ahead.softmax(-1)), _key(row, emission))) == emission.token
+        won = int(rng(Law(probs=ahead.softmax(-1)), _key(row, emission))) == emission.token
         low, high = (low, middle) if won else (middle, high)
     heat = float(getattr(row.request.sampler, "temperature", 1.0))
     return best, float(ours[0, 0, emission.token]), high * heat

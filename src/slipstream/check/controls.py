@@ -8,18 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.law import Law
-from slipstream.core.protocols import Verifier
 from slipstream.decoding.rules import TOKEN, Rule
 
 Draw = Callable[..., Tensor]
 
 
 def broken(rule: Rule, greedy: bool) -> list[Rule]:
-    """The controls of a rule: they draw through its seam, except the one that breaks token verification itself."""
-    everything = Rule("accept everything", _everything(rule.verify), rule.seam)
-    first = Rule("first draft token unverified", _first(rule.verify), rule.seam)
+    """The controls of a rule: they draw as it does, except the one that breaks token verification itself."""
+    everything = Rule("accept everything", _everything(rule.verify), rule.rng)
+    first = Rule("first draft token unverified", _first(rule.verify), rule.rng)
     return [everything, first] if greedy else [everything, first, Rule("correction from p", _from_p)]
 
 

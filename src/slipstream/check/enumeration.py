@@ -13,20 +13,16 @@ from itertools import count, product
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
+from slipstream.core.draft import ABSENT, Draft, Verdict, Verifier, ancestors
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
-from slipstream.core.protocols import Verifier
 
 WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
-
 
 CHOICES = 4
 """Coins have two or three sides; a draw with more outcomes than this is one of a token, too many to enumerate."""
 
-
 Topology = tuple[int, ...]
-
-
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 
@@ -178,8 +174,9 @@ class Replay:
         self.sizes: list[int] = []
         self.chance = torch.ones(1, dtype=torch.float64)
 
-    def __call__(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
-        if law.tokens is not None:
+    def __call__(self, law: Law, purpose: Purpose, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
+        if law.point:
+            assert law.tokens is not None
             return law.tokens
         picks = [self._pick(law.dense.shape[-1]) for _ in range(law.positions)]
         tokens = torch.tensor(picks).expand(law.rows, -1)

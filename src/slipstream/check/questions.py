@@ -12,14 +12,12 @@ from slipstream.check.enumeration import distances
 from slipstream.check.record import Sight, watch
 from slipstream.check.report import Answer, Control, Difference, Part
 from slipstream.check.samples import FALSE_ALARM, POWER, Samples, take
-from slipstream.core.draws import draw_coupled
 from slipstream.core.request import Request
 from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
 
 SAME = 1e-6
 """Laws that should be equal may be so far apart (total variation)."""
-
 
 CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 """A broken rule shows itself soon."""
@@ -56,9 +54,9 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     """Decode and follow the texts, enumerate the rule, draw samples, and do the same with broken rules."""
     case.listener("sampling: decoding", 0, 1)
     sight = watch(case.decoder, case.requests(sampler))
-    coupled = case.rule.seam is draw_coupled
-    seam = case.rule.seam if coupled else None
-    found = compare(case.decoder.target, sight.texts, seam, case.at("sampling: following the texts"))
+    coupled = case.rule.rng.coupled
+    rng = case.rule.rng if coupled else None
+    found = compare(case.decoder.target, sight.texts, rng, case.at("sampling: following the texts"))
     moved = found.moved / max(1, found.tokens)
     tests = [about_rule(case.rule, sight), about_samples(_samples(case, sampler, case.rule, moved))]
     tests += [about_choices("same seed", case, found)] if coupled else []
@@ -113,9 +111,9 @@ def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: b
 
 def _sampling_control(case: Case, sampler: Sampling, rule: Rule, sight: Sight) -> Control:
     tests = [about_rule(rule, sight), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
-    if case.rule.seam is draw_coupled:
+    if case.rule.rng.coupled:
         texts = watch(case.under(rule), _control_requests(case, sampler)).texts
-        tests.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.seam)))
+        tests.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.rng)))
     return Control(rule.name, tuple(test.name for test in tests if not test.passed))
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from slipstream.check.enumeration import WIDE, Pair, normed
-from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
+from slipstream.core.draft import ABSENT, Draft, Part, Verdict, ancestors
+from slipstream.core.draws import Key, Purpose, Rng
 from slipstream.core.law import Law
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Key, Round
+from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds, sound
 from slipstream.measure.replay import distance, plain_law
@@ -70,15 +71,28 @@ class Sight:
     pairs: list[Pair] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """One draw of a round: the law and the tokens (rows, positions), or the `chances` that a graph drew by."""
+
+    key: Key
+    law: Law | None = None
+    tokens: Tensor | None = None
+    chances: list[list[float]] | None = None
+
+
 class _Tap:
     """A decoder that keeps what passed between its parts in the current round."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._parts = decoder
         self.decoder = replace(
-            decoder, target=cast(Scorer, _Target(decoder.target, self)), verifier=self._verify, seam=self._draw
+            decoder,
+            target=cast(Scorer, _Target(decoder.target, self)),
+            verifier=self._verify,
+            rng=_Overheard(decoder.rng, self),
         )
-        self.drawn: list[tuple[str, Law, Tensor]] = []
+        self.drawn: list[Drawn] = []
         self.scores: Tensor
         self.p: Law
         self.verdict: Verdict
@@ -87,10 +101,39 @@ class _Tap:
         self.p, self.verdict = p, self._parts.verifier(p, draft, draw)
         return self.verdict
 
-    def _draw(self, law: Law, key: Key) -> Tensor:
-        tokens = self._parts.seam(law, key)
-        self.drawn.append((key.purpose, law, tokens))
+    def draws(self, scope: tuple[str, ...], purpose: Purpose) -> list[Drawn]:
+        """The draws of this round by one part of it, for one purpose."""
+        return [each for each in self.drawn if each.key.scope == scope and each.key.purpose == purpose]
+
+
+@dataclass(frozen=True, eq=False)
+class _Overheard:
+    """The decoder's own draws; what is drawn, and the numbers that are handed out, are kept."""
+
+    rng: Rng
+    tap: _Tap
+
+    @property
+    def coupled(self) -> bool:
+        """As the decoder's."""
+        return self.rng.coupled
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (rows, positions), drawn as the decoder does it."""
+        tokens = self.rng(law, key)
+        self.tap.drawn.append(Drawn(key, law, tokens))
         return tokens
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """The decoder's numbers, for drafts that are drawn inside a graph."""
+        numbers = self.rng.chances(key, positions)
+        if numbers is not None:
+            self.tap.drawn.append(Drawn(key, chances=numbers))
+        return numbers
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`."""
+        return _Overheard(self.rng.select(places), self.tap)
 
 
 class _Target:
@@ -151,7 +194,8 @@ class _View:
         plain = plain_law(rows, self.tap.scores[self.place, positions].unsqueeze(1), self.tap.decoder.target.name)
         used = self.tap.p.select(torch.full_like(positions, self.place)).at(positions)
         sight.p = _worst(sight.p, distance(plain, used))
-        _, _, drawn = self.tap.drawn[-1]
+        drawn = self.tap.draws((), Purpose.NEXT)[-1].tokens
+        assert drawn is not None
         stands = [*(self.tokens[node] for node in self.path), int(drawn[self.place, 0])]
         sight.astray += sum(a != b for a, b in zip(self.emitted, stands, strict=False))
         sight.astray += max(0, len(self.emitted) - len(stands))
@@ -183,17 +227,91 @@ class _View:
 
 
 def _compare_draws(sight: Sight, round: Round, tap: _Tap) -> None:
-    """The draft's reported laws with those drawn from, and the verdict's with that of the last token."""
-    sight.next = _worst(sight.next, distance(tap.drawn[-1][1], tap.verdict.law))
-    draft = round.draft
+    """What the draft and the verdict say of laws, with what was drawn from."""
+    _compare_next(sight, tap.verdict, tap.draws((), Purpose.NEXT))
+    _compare_draft(sight, round.draft, (), tap)
+
+
+def _compare_next(sight: Sight, verdict: Verdict, drawn: Sequence[Drawn]) -> None:
+    """The verdict's law with that of the last token."""
+    assert drawn[-1].law is not None
+    sight.next = _worst(sight.next, distance(drawn[-1].law, verdict.law))
+
+
+def _compare_draft(sight: Sight, draft: Draft, scope: tuple[str, ...], tap: _Tap) -> None:
+    """The laws that a draft reports with those that its tokens were drawn from, part by part if it has parts."""
     if draft.law is None:
         return
-    drawn = [(law, tokens) for purpose, law, tokens in tap.drawn if purpose.split(".")[0] == "draft"]
-    if draft.law.tokens is not None:
+    if draft.parts:
+        for part in draft.parts:
+            within = (*scope, part.scope)
+            _compare_draft(sight, part.draft, within, tap)
+            if part.verdict is not None:
+                _compare_next(sight, part.verdict, tap.draws(within, Purpose.NEXT))
+        sight.q = _worst(sight.q or 0.0, _put_together(draft, scope, tap))
+    elif draft.law.point:
+        assert draft.law.tokens is not None
         sight.q = _worst(sight.q or 0.0, draft.law.tokens != draft.tokens)
-    elif len(drawn) == draft.law.positions:
-        for node, (law, tokens) in enumerate(drawn):
-            sight.q = _worst(sight.q or 0.0, _drawn_from(draft, node, law.to(draft.tokens.device), tokens))
+    else:
+        _compare_leaf(sight, draft, tap.draws(scope, Purpose.DRAFT))
+
+
+def _compare_leaf(sight: Sight, draft: Draft, drawn: Sequence[Drawn]) -> None:
+    """A draft that was drawn token by token, or by a graph."""
+    assert draft.law is not None
+    for each in drawn:
+        if each.chances is not None:
+            sight.q = _worst(sight.q or 0.0, _inverted(draft, each.chances))
+    tokenwise = [each for each in drawn if each.chances is None]
+    if len(tokenwise) == draft.law.positions:
+        for node, each in enumerate(tokenwise):
+            assert each.law is not None and each.tokens is not None
+            gap = _drawn_from(draft, node, each.law.to(draft.tokens.device), each.tokens)
+            sight.q = _worst(sight.q or 0.0, gap)
+
+
+def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:
+    """How far numbers lie outside the stretch of [0, 1) that the law reports for the drafted tokens (rows, gamma)."""
+    assert draft.law is not None
+    weights = draft.law.dense.double()
+    wanted = torch.tensor(chances, dtype=torch.float64, device=weights.device)[:, : draft.law.positions]
+    aim = wanted * weights.sum(-1)
+    upper = weights.cumsum(-1).gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
+    lower = upper - weights.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
+    outside = torch.maximum(lower - aim, aim - upper).clamp(min=0)
+    there = torch.arange(draft.law.positions) < torch.tensor(draft.lengths)[:, None]
+    return outside.where(there.to(outside.device), 0.0)
+
+
+def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
+    """How far the law of every row is from those of the parts that its tokens come from (rows,); 1 for other tokens."""
+    gaps = []
+    for row, length in enumerate(draft.lengths):
+        if not length:
+            continue
+        laws, tokens = list[Law](), list[int]()
+        for part in draft.parts:
+            if row in part.rows:
+                law, new = _of_part(part, row, tap.draws((*scope, part.scope), Purpose.NEXT))
+                laws, tokens = [*laws, law], [*tokens, *new]
+        assert draft.law is not None
+        reported = draft.law.select(torch.tensor([row], device=draft.law.device)).first(length)
+        gap = distance(Law.join(laws, 1).first(length), reported).max()
+        gaps.append(gap if tokens[:length] == draft.tokens[row, :length].tolist() else torch.ones_like(gap))
+    return torch.stack(gaps)
+
+
+def _of_part(part: Part, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
+    """What one part gave to a row: the laws of its tokens, and the tokens."""
+    place = torch.tensor([row])
+    if part.verdict is None:
+        assert part.draft.law is not None
+        length = part.draft.lengths[row]
+        return part.draft.law.select(place).first(length), part.draft.tokens[row, :length].tolist()
+    assert part.p is not None and following[-1].tokens is not None
+    accepted = int(part.verdict.accepted[row])
+    tokens = [*part.draft.tokens[row, :accepted].tolist(), int(following[-1].tokens[row, 0])]
+    return part.p.select(place).first(accepted + 1), tokens
 
 
 def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:

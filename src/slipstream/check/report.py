@@ -10,17 +10,12 @@ from typing import Any
 from slipstream.text.jsontext import json_text
 
 PASS, FAIL, UNSURE = "pass", "fail", "cannot judge"
-
-
 WIDTH = 100
-
-
 HEADLINES = {
     PASS: "the output follows the target's law",
     FAIL: "the output does NOT follow the target's law",
     UNSURE: "no fault was found, but a broken rule would not have been noticed either",
 }
-
 
 ELSE = "longer texts (--max-new-tokens), other prompts or a weaker draft"
 """What helps where nothing, or not every broken rule, was noticed."""

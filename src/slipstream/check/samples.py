@@ -19,22 +19,16 @@ from slipstream.decoding.generate import generate, sound
 from slipstream.measure.replay import distance, replay
 
 FALSE_ALARM, POWER = 1e-4, 0.9
-
-
 RATIOS, SIZES = (0.8, 1.25), (0.03, 0.3)
-
 
 CELLS = (len(RATIOS) + 1) * (len(SIZES) + 1)
 """Cells by q/p, where a wrong acceptance shows, and by p, where a token from a wrong position shows."""
 
-
 GROUPS = 3
 """First tokens, second tokens and all later ones are counted apart."""
 
-
 LEARNED = 0.01
 """A draft that moves further (total variation) while a batch is decoded has learned from it, so q tells the tokens."""
-
 
 RARE, SHARE = 1e-3, 0.9
 """Tokens less likely than RARE are counted for themselves: where all is nearly certain, no cell would show them.

@@ -23,38 +23,20 @@ if TYPE_CHECKING:
 
 
 Quick = Annotated[bool, option(None, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
-
-
 Repetitions = Annotated[int | None, option(None, "How often everything is measured.", metavar="N", min=1)]
-
-
 Drafts = Annotated[
     list[str] | None, option(MODELS, "As in other commands. Repeatable: each is measured.", "--draft", metavar="MODEL")
 ]
-
-
 Rules = Annotated[list[str] | None, option(MODELS, "Acceptance rule of ours. Repeatable.", "--verify", metavar="RULE")]
-
-
 Gammas = Annotated[
     list[int] | None, option(MODELS, "Tokens drafted per round. Repeatable.", "--gamma", metavar="N", min=1)
 ]
-
-
 Temperatures = Annotated[
     list[float] | None, option(SAMPLING, "0 is greedy. Repeatable.", "--temperature", metavar="X", min=0.0)
 ]
-
-
 NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion.", metavar="N", min=1)]
-
-
 StopAtEos = Annotated[bool, option(SAMPLING, "End at EOS instead of the same length for all.", "--stop-at-eos")]
-
-
 Plot = Annotated[Path | None, option(OUTPUT, "Also draw the speeds, as .png, .svg or .pdf.", "--plot", metavar="FILE")]
-
-
 Json = Annotated[bool, option(OUTPUT, "The whole report as one JSON object, nothing else.", "--json")]
 
 
@@ -113,8 +95,8 @@ def _engines(
     from slipstream.bench import Side
     from slipstream.bench.records import COMPILED
     from slipstream.engine.load import embedded, load
+    from slipstream.execution.draft_graphs import DraftsInGraphs
     from slipstream.measure.environment import scorers
-    from slipstream.models.causal import CausalScorer
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
@@ -124,7 +106,7 @@ def _engines(
         first = drafts[0] if drafts else None if target else "embedded"
         fast = load(shared, first, gamma=max(sizes), compile=True, progress=say, **where)
         for model in scorers(fast.decoder)[1:]:
-            if isinstance(model, CausalScorer):
+            if isinstance(model, DraftsInGraphs):
                 model.fuse(sizes, say)
         others.append(Side(fast, models[-1].name if (models := scorers(engine.decoder)[1:]) else first, COMPILED))
     return engine, others
@@ -158,11 +140,7 @@ def _prompts(file: str | None, most: int | None) -> list[Any]:
 
 
 SPEED = ("tokens/s", "min-max", "x plain", "x generate", "same")
-
-
 ROUND = ("alpha", "kept", "per call", "ms per round", "over")
-
-
 LEGEND = (
     "x: speed / that of our plain decoding and of transformers' generate, the median over repetitions; same: prompts "
     "with the same tokens as these two; kept: accepted / drafted tokens; per call: tokens per target call; ms per "

@@ -38,26 +38,18 @@ from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
-
-
 Temperature = Annotated[
     float | None, typer.Option(metavar="X", min=0.0, help="Without: greedy, then 1.", rich_help_panel=SAMPLING)
 ]
-
-
 MaxNewTokens = Annotated[
     int,
     typer.Option(
         metavar="N", min=1, help="Tokens of the texts that are followed one by one.", rich_help_panel=SAMPLING
     ),
 ]
-
-
 Samples = Annotated[
     int, typer.Option(metavar="N", min=1, help="Short texts of the statistical test.", rich_help_panel=SAMPLING)
 ]
-
-
 Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", rich_help_panel=SAMPLING)]
 
 

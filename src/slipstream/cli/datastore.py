@@ -20,19 +20,11 @@ if TYPE_CHECKING:
 
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder of the datastore.")]
-
-
 Sources = Annotated[
     list[str], typer.Argument(metavar="SOURCE...", help="Text files, .jsonl, .npy (token ids), folders of them.")
 ]
-
-
 Field = Annotated[str | None, typer.Option("--field", metavar="NAME", help="Of JSON lines: where the document is.")]
-
-
 Name = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Whose responses.")]
-
-
 group = typer.Typer(no_args_is_help=True)
 
 

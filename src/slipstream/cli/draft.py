@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 NONE_WORKS = 1
 """The exit code if no draft can be used."""
 
-
 draft = typer.Typer(no_args_is_help=True)
 
 
@@ -30,8 +29,6 @@ app.add_typer(draft, name="draft")
 Drafts = Annotated[
     list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")
 ]
-
-
 Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing else.")]
 
 

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 Gamma = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted per round while every choice is tried.")]
-
-
 Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")]
-
-
 First = Annotated[bool, typer.Option("--first", help="Only exits after the first layers, no sets with skipped ones.")]
 
 
@@ -49,10 +45,10 @@ def exits(
     """
     from slipstream.bench import PROMPTS
     from slipstream.core.draws import request_key
+    from slipstream.core.protocols import HasModel
     from slipstream.core.request import Request
     from slipstream.decoding.sampling import Sampling
     from slipstream.engine.load import embedded, load
-    from slipstream.models.causal import CausalScorer
     from slipstream.plan.layers import first_layers, search_exit
 
     given = sound(gather(prompts or [], file, chat)) if prompts or file else []
@@ -63,7 +59,7 @@ def exits(
     ids = [engine.encode(item.prompt) for item in given] or [engine.encode(prompt) for prompt in PROMPTS]
     requests = [Request(one, sampler, max_new_tokens, engine.eos, seed, request_key(one)) for one in ids]
     scorer = engine.decoder.target
-    assert isinstance(scorer, CausalScorer)
+    assert isinstance(scorer, HasModel)
     screen = console(stderr=True)
     try:
         with busy(screen, "measuring"):

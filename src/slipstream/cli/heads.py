@@ -22,38 +22,16 @@ app.add_typer(heads, name="heads")
 
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
-
-
 Text = Annotated[list[Path], typer.Option(metavar="FILE", help="Text to learn on: a file, or a folder. Repeatable.")]
-
-
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Where heads and the state of their training go.")]
-
-
 Count = Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Heads, and so the most tokens of a draft.")]
-
-
 Inner = Annotated[int, typer.Option(metavar="N", min=0, help="Hidden units of a head; 0: as a layer of the target.")]
-
-
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the whole training.")]
-
-
 Rows = Annotated[int, typer.Option(metavar="N", min=1, help="Windows of text in a step.")]
-
-
 Length = Annotated[int, typer.Option(metavar="N", min=3, help="Tokens of a window.")]
-
-
 Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate.")]
-
-
 Blind = Annotated[bool, typer.Option("--blind", help="Heads that do not see the pending token, as in Stern et al.")]
-
-
 Bfloat16 = Annotated[bool, typer.Option("--bfloat16", help="Multiply in bfloat16: faster where the processor can.")]
-
-
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Same seed, same heads.")]
 
 

@@ -25,29 +25,18 @@ Texts = Annotated[
     list[str],
     typer.Argument(metavar="TEXT...", help="Files of text or JSON lines, also .gz, folders of them, dataset:NAME."),
 ]
-
-
 Out = Annotated[str, typer.Option(metavar="FILE", help="The model; it appears when it is whole.")]
-
-
 Tokens = Annotated[
     str | None,
     typer.Option(
         "--tokenizer", "--target", metavar="MODEL", help="Whose tokens to count. Without: the embedded target's."
     ),
 ]
-
-
 Order = Annotated[int, typer.Option(metavar="N", min=1, max=5, help="The longest n-gram.")]
-
-
 Vocab = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Size of the target's logits, if it has no config.json.")
 ]
-
-
 Json = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]
-
 
 BATCH = 1 << 20
 """Bytes of text that are tokenized together."""

@@ -30,8 +30,6 @@ def parse_gamma(text: int | str) -> int | str:
 
 
 Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
-
-
 Draft = Annotated[
     str | None,
     _option(
@@ -41,8 +39,6 @@ Draft = Annotated[
         "'a||b' (docs/drafts.md). Or --draft-model. Without: plain.",
     ),
 ]
-
-
 Gamma = Annotated[
     Any,
     _option(
@@ -50,95 +46,43 @@ Gamma = Annotated[
         parser=parse_gamma,
     ),
 ]
-
-
 Tree = Annotated[str | None, _option(MODELS, "K,K,..", "Candidates per level instead of a chain, e.g. 3,2,1.")]
-
-
 Verify = Annotated[
     str,
     _option(MODELS, "RULE", "token, block, match, coupled (a seed's text is the same with any draft), lenient:L."),
 ]
-
-
 PlanFile = Annotated[
     str | None, _option(MODELS, "FILE", "A plan of `slipstream plan`; what is given beside it comes first.", "--plan")
 ]
-
-
 Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output law.", "--lossless")]
-
-
 ExactShape = Annotated[
     bool, _option(MODELS, None, "Run the target in one shape: same bits with and without a draft.", "--exact-shape")
 ]
-
-
 Plain = Annotated[bool, _option(MODELS, None, "Decode without the draft, to compare.", "--plain")]
-
-
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     _option(MODELS, "NAME", "Of the weights: auto, float32, bfloat16 or float16."),
 ]
-
-
 Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
-
-
 Compile = Annotated[
     bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
 ]
-
-
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
-
-
 Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
-
-
 MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
-
-
 Temperature = Annotated[float, _option(SAMPLING, "X", "0 is greedy.", min=0.0)]
-
-
 TopK = Annotated[int, _option(SAMPLING, "N", "Only the N most probable tokens; 0 is off.", min=0)]
-
-
 TopP = Annotated[float, _option(SAMPLING, "X", "Only the smallest set this probable; 1 is off.", min=0.0, max=1.0)]
-
-
 MinP = Annotated[float, _option(SAMPLING, "X", "Only this probable beside the best; 0 is off.", min=0.0, max=1.0)]
-
-
 TypicalP = Annotated[float, _option(SAMPLING, "X", "Locally typical sampling; 1 is off.", min=0.0, max=1.0)]
-
-
 RepetitionPenalty = Annotated[float, _option(SAMPLING, "X", "On tokens of prompt and output; 1 is off.")]
-
-
 PresencePenalty = Annotated[float, _option(SAMPLING, "X", "Once on tokens of the output; 0 is off.")]
-
-
 FrequencyPenalty = Annotated[float, _option(SAMPLING, "X", "On each appearance in the output; 0 is off.")]
-
-
 Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, whatever runs beside it.", min=0)]
-
-
 Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this text (\n, \t work). Repeatable.")]
-
-
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
-
-
 File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
-
-
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
-
-
 Task = Annotated[
     str | None,
     _option(
@@ -146,31 +90,15 @@ Task = Annotated[
         "Of an encoder-decoder: translation_en_to_de, 'eng_Latn>deu_Latn', or text before each source, 'summarize: '.",
     ),
 ]
-
-
 Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
-
-
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
-
-
 Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]
-
-
 Json = Annotated[bool, _option(OUTPUT, None, "A JSON line per prompt, as each finishes; index names it.", "--json")]
-
-
 Out = Annotated[
     str | None, _option(OUTPUT, "FILE", "Write the JSON lines to FILE, each as it finishes, instead of printing.")
 ]
-
-
 Resume = Annotated[bool, _option(OUTPUT, None, "Go on with the --out FILE of an earlier run.", "--resume")]
-
-
 Force = Annotated[bool, _option(OUTPUT, None, "Replace the --out FILE if there is one.", "--force")]
-
-
 ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 CORPORA = "Models and corpora"
-
-
 NAMES = "table1 to table5, figure1 to figure5, gamma (best, and an oracle's), iid, bleu, or all."
 
 
@@ -29,54 +27,32 @@ def _option(panel: str | None, metavar: str | None, help: str, *names: str) -> A
 
 
 What = Annotated[list[str], typer.Argument(metavar="NAME...", help=NAMES)]
-
-
 Standins = Annotated[
     str | None, _option(CORPORA, "FOLDER", "Stand-ins for the paper's T5 models; trained there if absent (hours).")
 ]
-
-
 Pairs = Annotated[
     str | None,
     _option(CORPORA, "FOLDER", "Aligned files as Multi30k's: *train*.en, *train*.de, *test*...; or dataset:NAME."),
 ]
-
-
 Articles = Annotated[
     str | None, _option(CORPORA, "FILE", 'News to summarize: a JSON list with "article"; or dataset:NAME.')
 ]
-
-
 Texts = Annotated[list[str] | None, _option(CORPORA, "FILE", "More text for summaries. Repeatable.", "--texts")]
-
-
 Own = Annotated[
     str | None, _option(CORPORA, "MODEL", "An encoder-decoder of your own instead of stand-ins: hub name or folder.")
 ]
-
-
 Drafts = Annotated[
     list[str] | None, _option(CORPORA, "MODEL", "Its drafts. Repeatable, the smallest first.", "--draft")
 ]
-
-
 DraftDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,
     _option(MODELS, "NAME", "Of the drafts' weights. Without: as the target's.", "--draft-dtype"),
 ]
-
-
 Quick = Annotated[
     bool, _option(None, None, "Tiny models and few texts: minutes instead of hours; labelled so.", "--quick")
 ]
-
-
 Again = Annotated[bool, _option(None, None, "Measure anew what the folder holds.", "--again")]
-
-
 Out = Annotated[str | None, _option(OUTPUT, "FOLDER", "Write JSON and plots there, and the page FOLDER.md beside it.")]
-
-
 Json = Annotated[bool, _option(OUTPUT, None, "The sheets as JSON, nothing else.", "--json")]
 
 

@@ -49,67 +49,33 @@ if TYPE_CHECKING:
 
 FIGURES = "Without models"
 
-
 ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve"}
 """Any of these asks for a plan without models."""
 
-
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
-
-
 QUICK_PROMPTS, PROMPTS = 8, 32
-
-
 Drafts = Annotated[
     list[str] | None, option(MODELS, "As for generate. Repeatable: the best is planned.", "--draft", metavar="DRAFT")
 ]
-
-
 Gammas = Annotated[
     list[int] | None, option(MODELS, "Try only these. Repeatable. Without: 1 to 10.", "--gamma", metavar="N", min=1)
 ]
-
-
 NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion; 128.", metavar="N", min=2)]
-
-
 Sample = Annotated[int | None, option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
-
-
 Repetitions = Annotated[int | None, option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
-
-
 Quick = Annotated[bool, option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
-
-
 Alpha = Annotated[float | None, option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
-
-
 Cost = Annotated[float | None, option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
-
-
 Operations = Annotated[
     float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
 ]
-
-
 Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
-
-
 Save = Annotated[str | None, option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
-
-
 Given = Annotated[str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
-
-
 Export = Annotated[
     list[str] | None, option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
 ]
-
-
 Plot = Annotated[str | None, option(OUTPUT, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", metavar="FILE")]
-
-
 Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON object.", "--json")]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -65,6 +65,9 @@ class Draft:
     `parents` is None for a chain. In a tree it names each node's parent (-1 for the pending token; level by level);
     siblings were drawn one after the other from the law at their parent, each without the tokens drawn before if
     `replacement` is False. A row may lack nodes: those from `lengths[r]` on, and those whose token is ABSENT.
+
+    `parts` say how a draft was put together that was not drawn token by token: the drafts that it was chosen from, or
+    the rounds of a draft that is drafted itself. Nobody needs them to decode; a certificate follows them.
     """
 
     tokens: Tensor
@@ -73,6 +76,7 @@ class Draft:
     windowed: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     replacement: bool = False
+    parts: tuple[Part, ...] = ()
 
     @property
     def tree(self) -> Tree | None:
@@ -105,6 +109,32 @@ class Draft:
             return self
         return replace(self, tokens=self.tokens.to(device), law=self.law and self.law.to(device))
 
+    def select(self, places: Sequence[int]) -> Draft:
+        """The draft of some of the rows, in this order."""
+        return replace(
+            self,
+            tokens=self.tokens[list(places)],
+            law=self.law and self.law.select(torch.tensor(places, device=self.law.device)),
+            lengths=tuple(self.lengths[place] for place in places),
+            windowed=tuple(self.windowed[place] for place in places) if self.windowed else (),
+            parts=(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a draft was put together from: a draft whose draws have names under `scope`.
+
+    If that draft was verified, as one level further in of a draft that is drafted itself, `p` is the law at each of its
+    positions (see `Round.p`) and `verdict` what came of it. `rows` are the places, in the whole draft, of its rows.
+    """
+
+    scope: str
+    draft: Draft
+    rows: tuple[int, ...]
+    p: Law | None = None
+    verdict: Verdict | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -125,8 +155,35 @@ class Verdict:
     path: Tensor | None = None
 
 
+def merge_verdicts(verdicts: Sequence[Verdict], places: Sequence[Sequence[int]]) -> Verdict:
+    """One verdict out of those of groups of rows, the rows of each standing at its `places`."""
+    order = torch.tensor([place for group in places for place in group]).argsort().to(verdicts[0].accepted.device)
+
+    def priced(name: str) -> Tensor | None:
+        """A figure that only lossy rules tell; 0 for the rows of the others."""
+        if all(getattr(verdict, name) is None for verdict in verdicts):
+            return None
+        found = [getattr(verdict, name) for verdict in verdicts]
+        zeros = (torch.zeros_like(verdict.beta) for verdict in verdicts)
+        return torch.cat([zero if each is None else each for each, zero in zip(found, zeros, strict=True)])[order]
+
+    paths = [verdict.path for verdict in verdicts if verdict.path is not None]
+    return Verdict(
+        torch.cat([verdict.accepted for verdict in verdicts])[order],
+        Law.join([verdict.law for verdict in verdicts], 0).select(order),
+        torch.cat([verdict.beta for verdict in verdicts])[order],
+        priced("relaxed"),
+        priced("distance"),
+        torch.cat(paths)[order] if paths else None,
+    )
+
+
 def accepted_paths(verdict: Verdict) -> list[list[int]]:
     """The accepted nodes of a tree, per row."""
     assert verdict.path is not None
     pairs = zip(verdict.path.tolist(), verdict.accepted.tolist(), strict=True)
     return [path[:count] for path, count in pairs]
+
+
+Verifier = Callable[[Law, Draft, Callable[..., Tensor]], Verdict]
+"""(p over gamma + 1 positions, draft, draw(law, purpose, start=0, node=None)) -> Verdict."""

@@ -1,23 +1,91 @@
-"""All randomness: numbers that are functions of seed, request and position, and the draws made with them."""
+"""All randomness: numbers that are functions of seed, request and position, and the draws made with them.
+
+`Rng` is the one protocol that draws go through. `draw` inverts cumulative weights, `draw_coupled` chooses by Gumbel
+noise that target and draft share; `Within` gives the draws of one part of a round names of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.core.law import Law
-from slipstream.core.round import Key
 
-# ---- randomness -------------------------------------------------------------------------------------------------
+
+class Purpose(StrEnum):
+    """What a token is drawn for: a draft, the coin that accepts or refuses one, or the token after the accepted."""
+
+    DRAFT = "draft"
+    ACCEPT = "accept"
+    NEXT = "next"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where a draw happens: row r draws for the token positions from `positions[r]` on.
+
+    Two draws with equal (seed, request, origin, position, name) are the same draw, whatever else is in the
+    batch. `origins` are the text lengths when the round began: without them the next round would reuse the numbers
+    of tokens that this one rejects, and a rule that looks at the whole draft (block verification) would be biased.
+    `node` tells the candidates of a tree apart, and `scope` the parts of a round that draw for the same positions.
+    """
+
+    seeds: tuple[int, ...]
+    requests: tuple[int, ...]
+    origins: tuple[int, ...]
+    positions: tuple[int, ...]
+    purpose: str  # a `Purpose`, or what a drafter of one's own draws besides
+    node: int | None = None
+    scope: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the numbers of this draw are made from, besides seed, request, origin and position."""
+        return ".".join([*self.scope, self.purpose, *([] if self.node is None else [str(self.node)])])
+
+    def select(self, places: Sequence[int]) -> Key:
+        """The key of some of the rows."""
+
+        def some(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(numbers[place] for place in places)
+
+        rows = (some(self.seeds), some(self.requests), some(self.origins), some(self.positions))
+        return Key(*rows, self.purpose, self.node, self.scope)
+
+
+class Rng(Protocol):
+    """Draws tokens from laws; what is drawn is a function of the law and the key."""
+
+    @property
+    def coupled(self) -> bool:
+        """Whether a choice depends on seed, request and position alone, not on who draws, why, or in which round."""
+        ...
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Token ids (rows, positions), drawn from a law over as many rows and positions."""
+        ...
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """The numbers in [0, 1) [rows][positions] with which `inverse` makes the same draws, for drafts that are drawn
+        inside a graph; None if draws are not made by inversion."""
+        ...
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """How some of the rows draw, in a batch that this draws for."""
+        ...
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------
 
 _MASK = (1 << 64) - 1
-
-
 _STEP = 0x9E3779B97F4A7C15  # the golden ratio, splitmix64's increment
 
 
@@ -31,8 +99,8 @@ def request_key(prompt: Sequence[int], copy: int = 0) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _stream(seed: int, request: int, purpose: str) -> int:
-    text = f"{seed}/{request}/{purpose}".encode()
+def _stream(seed: int, request: int, name: str) -> int:
+    text = f"{seed}/{request}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
@@ -47,21 +115,39 @@ def uniforms(key: Key, positions: int) -> list[list[float]]:
     """Numbers in [0, 1) on the grid of 2^-53, [rows][positions]: splitmix64 counted by the token's position."""
     numbers = []
     for seed, request, origin, start in zip(key.seeds, key.requests, key.origins, key.positions, strict=True):
-        stream = _mix((_stream(seed, request, key.purpose) + origin * _STEP) & _MASK)
+        stream = _mix((_stream(seed, request, key.name) + origin * _STEP) & _MASK)
         counts = range(start + 1, start + positions + 1)
         numbers.append([(_mix((stream + count * _STEP) & _MASK) >> 11) * 2.0**-53 for count in counts])
     return numbers
 
 
-def draw(law: Law, key: Key) -> Tensor:
-    """Tokens (rows, positions) from a law, by inversion of its cumulative weights. ALL randomness is here.
+# ---- draws ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """Draws by inverting the cumulative weights of a law, with numbers of the key's own.
 
     The total of the weights may differ from one (rounding, coins). A token of weight zero is never drawn.
     """
-    if law.probs is None:
-        assert law.tokens is not None
-        return law.tokens
-    return inverse(law.probs, torch.tensor(uniforms(key, law.positions), dtype=torch.float64, device=law.device))
+
+    coupled = False
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (rows, positions) from a law."""
+        if law.point:
+            assert law.tokens is not None
+            return law.tokens
+        chances = torch.tensor(self.chances(key, law.positions), dtype=torch.float64, device=law.device)
+        return inverse(law.dense, chances)
+
+    def chances(self, key: Key, positions: int) -> list[list[float]]:
+        """See `Rng`."""
+        return uniforms(key, positions)
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`: all rows draw alike."""
+        return self
 
 
 def inverse(probs: Tensor, chances: Tensor) -> Tensor:
@@ -73,23 +159,136 @@ def inverse(probs: Tensor, chances: Tensor) -> Tensor:
     return (cumulative <= aim).sum(-1).clamp(max=probs.shape[-1] - 1)
 
 
-def draw_coupled(law: Law, key: Key) -> Tensor:
-    """Tokens (rows, positions) by the Gumbel choice argmin_v e_v / p_v on exponentials shared by position.
+@dataclass(frozen=True)
+class GumbelChoice:
+    """Draws by the Gumbel choice argmin_v e_v / p_v on exponentials shared by position.
 
     The noise depends on (seed, request, position) alone, not on who draws, why, or in which round: target and draft
-    looking at one position choose on the same noise (arXiv 2408.07978). The law of each choice is exactly `law`.
+    looking at one position choose on the same noise (arXiv 2408.07978). The law of each choice is exactly that given.
     """
-    if law.tokens is not None:
-        return law.tokens
-    rows = [
-        [_exponentials(seed, request, start + j, law.dense.shape[-1]) for j in range(law.positions)]
-        for seed, request, start in zip(key.seeds, key.requests, key.positions, strict=True)
-    ]
-    noise = torch.from_numpy(np.array(rows)).to(law.device)
-    return (noise / law.dense.double()).argmin(-1)  # x / 0 = inf: a token of weight zero is never chosen
+
+    coupled = True
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (rows, positions) from a law."""
+        if law.point:
+            assert law.tokens is not None
+            return law.tokens
+        rows = [
+            [_exponentials(seed, request, start + j, law.dense.shape[-1]) for j in range(law.positions)]
+            for seed, request, start in zip(key.seeds, key.requests, key.positions, strict=True)
+        ]
+        noise = torch.from_numpy(np.array(rows)).to(law.device)
+        return (noise / law.dense.double()).argmin(-1)  # x / 0 = inf: a token of weight zero is never chosen
+
+    def chances(self, key: Key, positions: int) -> None:
+        """No numbers: these draws are no inversions."""
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`: all rows draw alike."""
+        return self
 
 
 @lru_cache(maxsize=64)  # draft and target look at the same position, often in two rounds
 def _exponentials(seed: int, request: int, position: int, vocab: int) -> np.ndarray:
     bits = np.random.Philox(key=[_stream(seed, request, "coupled"), position])
     return np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)  # 0/0 would be NaN
+
+
+draw = Inversion()
+"""The draws of all rules but the coupled one."""
+
+draw_coupled = GumbelChoice()
+"""The draws of the coupled rule: a seed's text is the same with any draft."""
+
+
+@dataclass(frozen=True)
+class DrawnBy:
+    """Draws by a function of law and key, for rules of one's own; graphs cannot repeat such draws."""
+
+    function: Callable[[Law, Key], Tensor]
+    coupled: bool = False
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """What the function returns."""
+        return self.function(law, key)
+
+    def chances(self, key: Key, positions: int) -> None:
+        """No numbers: what the function does is not known."""
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`: all rows draw alike."""
+        return self
+
+
+@dataclass(frozen=True)
+class Within:
+    """The draws of one part of a round under names that no draw outside it has.
+
+    `name` is the part's own. A part whose texts are not those of the round, such as a draft that is drafted itself,
+    gives `origins`: for each row the length of the round's text, and where the part's text begins in it. A text inside
+    is longer than the outer one, so its length could come up again as the origin of a later round; the outer origin
+    and the part's name tell a draw once and for all.
+    """
+
+    outer: Rng
+    name: str
+    origins: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def coupled(self) -> bool:
+        """As the draws outside."""
+        return self.outer.coupled
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (rows, positions), drawn outside under another key."""
+        return self.outer(law, self._key(key))
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """See `Rng`."""
+        return self.outer.chances(self._key(key), positions)
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`."""
+        origins = None if self.origins is None else tuple(self.origins[place] for place in places)
+        return Within(self.outer.select(places), self.name, origins)
+
+    def _key(self, key: Key) -> Key:
+        key = replace(key, scope=(self.name, *key.scope))
+        if self.origins is None:
+            return key
+        positions = tuple(place + start for place, (_, start) in zip(key.positions, self.origins, strict=True))
+        return replace(key, origins=tuple(origin for origin, _ in self.origins), positions=positions)
+
+
+@dataclass(frozen=True)
+class RowByRow:
+    """The draws of a batch whose rows do not all draw in the same way: each row by its own `Rng`."""
+
+    rows: tuple[Rng, ...]
+
+    @staticmethod
+    def of(rows: Sequence[Rng]) -> Rng:
+        """The one that all rows share, which costs nothing; else one of each."""
+        shared = len({id(each) for each in rows}) == 1
+        return rows[0] if shared else RowByRow(tuple(rows))
+
+    @property
+    def coupled(self) -> bool:
+        """Whether any row's are."""
+        return any(each.coupled for each in self.rows)
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (rows, positions)."""
+        places = range(len(self.rows))
+        laws = [law.select(torch.tensor([place], device=law.device)) for place in places]
+        return torch.cat([self.rows[place](laws[place], key.select([place])) for place in places])
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """See `Rng`."""
+        found = [each.chances(key.select([place]), positions) for place, each in enumerate(self.rows)]
+        return None if None in found else [numbers[0] for numbers in found if numbers]
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`."""
+        return RowByRow.of([self.rows[place] for place in places])

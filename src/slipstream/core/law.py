@@ -13,23 +13,29 @@ from torch import Tensor
 class Law:
     """A distribution per position: dense weights, or a point mass held as token ids.
 
-    Exactly one of the two is given. `probs` (rows, positions, vocab) is float32 or wider and sums to one, except
-    for coins, which may carry any positive total. `tokens` (rows, positions) is the point mass of greedy decoding
-    and of copied drafts, so that no one-hot vector of the vocabulary is ever built for them. `scores` are the
-    processed logits behind a greedy point mass, which only lenient rules look at.
+    `probs` (rows, positions, vocab) is float32 or wider and sums to one, except for coins, which may carry any
+    positive total. `tokens` (rows, positions) is the point mass of greedy decoding and of copied drafts, so that no
+    one-hot vector of the vocabulary is built for them. `scores` are the processed logits behind a greedy point mass,
+    which only lenient rules and trees look at.
+
+    Exactly one of `probs` and `tokens` is given, except in a batch of greedy and sampled rows: there `points` names
+    the rows that are point masses, for which `tokens` holds, `probs` being one-hot; `select` takes the kinds apart.
     """
 
     probs: Tensor | None = None
     tokens: Tensor | None = None
     scores: Tensor | None = None
+    points: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        assert (self.probs is None) != (self.tokens is None), "a Law is dense or a point mass, not both"
+        both = self.probs is not None and self.tokens is not None
+        assert both == (self.points is not None), "a Law is dense or a point mass, unless it says which rows are which"
+        assert both or self.probs is not None or self.tokens is not None, "a Law without weights"
 
     @property
     def point(self) -> bool:
-        """Whether the law is a point mass."""
-        return self.tokens is not None
+        """Whether the law is a point mass for all rows."""
+        return self.probs is None
 
     @property
     def rows(self) -> int:
@@ -59,7 +65,8 @@ class Law:
         return data
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Law:
-        return Law(*(None if data is None else change(data) for data in (self.probs, self.tokens, self.scores)))
+        probs, tokens, scores = (None if x is None else change(x) for x in (self.probs, self.tokens, self.scores))
+        return Law(probs, tokens, scores, self.points)
 
     def of(self, tokens: Tensor) -> Tensor:
         """The probability of `tokens` (rows, positions), in the same shape."""
@@ -81,8 +88,18 @@ class Law:
         return replace(self, scores=None)
 
     def select(self, rows: Tensor) -> Law:
-        """The law of these rows, in this order."""
-        return self._map(lambda data: data[rows])
+        """The law of these rows, in this order; of rows of one kind, it is a law of that kind alone."""
+        probs, tokens, scores = (None if x is None else x[rows] for x in (self.probs, self.tokens, self.scores))
+        if self.points is None:
+            return Law(probs, tokens, scores)
+        points = tuple(self.points[row] for row in rows.tolist())
+        if all(points):
+            return Law(tokens=tokens, scores=scores)
+        return Law(probs, tokens, scores, points) if any(points) else Law(probs=probs)
+
+    def weighed(self) -> Law:
+        """The law with weights alone, whose point masses are one-hot; a law of point masses stays as it is."""
+        return self if self.points is None else Law(probs=self.probs)
 
     def to(self, device: torch.device) -> Law:
         """The same law on `device`."""
@@ -90,10 +107,32 @@ class Law:
 
     @staticmethod
     def join(laws: Sequence[Law], dim: int) -> Law:
-        """One law out of several: `dim` 0 stacks rows, 1 appends positions. All dense, or all point masses."""
+        """One law out of several: `dim` 0 stacks rows, 1 appends positions, of rows of the same kinds."""
         if len(laws) == 1:
             return laws[0]
-        return Law(*(_cat([getattr(law, name) for law in laws], dim) for name in ("probs", "tokens", "scores")))
+        if dim == 0 and (any(law.points for law in laws) or len({law.point for law in laws}) > 1):
+            return _stack_kinds(laws)
+        names = ("probs", "tokens", "scores")
+        probs, tokens, scores = (_cat([getattr(law, name) for law in laws], dim) for name in names)
+        return Law(probs, tokens, scores, laws[0].points)
+
+
+def _stack_kinds(laws: Sequence[Law]) -> Law:
+    """Dense rows and point masses in one law."""
+    like = next(law.probs for law in laws if law.probs is not None)
+    probs, tokens, scores, points = list[Tensor](), list[Tensor](), list[Tensor | None](), list[bool]()
+    for law in laws:
+        points += law.points or [law.point] * law.rows
+        tokens.append(law.probs.argmax(-1) if law.tokens is None else law.tokens)  # type: ignore[union-attr]
+        if law.probs is None:
+            weights = like.new_zeros(*tokens[-1].shape, like.shape[-1])
+            probs.append(weights.scatter_(-1, tokens[-1].unsqueeze(-1), 1))
+        else:
+            probs.append(law.probs)
+        scores.append(law.probs if law.scores is None else law.scores)
+    if any(law.point and law.scores is None for law in laws):
+        scores = [None]
+    return Law(torch.cat(probs), torch.cat(tokens), _cat(scores, 0) if None not in scores else None, tuple(points))
 
 
 class Fault(str):

@@ -7,15 +7,14 @@ that run together), `positions` (consecutive tokens of a row) and `vocab`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Tree, Verdict
-from slipstream.core.law import Law
+from slipstream.core.draft import Draft, Tree
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.core.source import Source, SourceForm
@@ -31,7 +30,10 @@ class Shape:
 
 
 class Scorer(Protocol):
-    """One autoregressive model and its cache for a batch of rows, each with a length of its own."""
+    """One autoregressive model and its cache for a batch of rows, each with a length of its own.
+
+    Calls serve the rows that they name or bring something for; the others lie still.
+    """
 
     @property
     def name(self) -> str: ...
@@ -61,20 +63,24 @@ class Scorer(Protocol):
         """Append empty rows, with the source of each if the model has an encoder."""
         ...
 
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order, with their sources; a row may be named several times."""
+        ...
+
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         ...
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed `counts[r]` of tokens (rows, n) to every row from `first` on -> logits (rows, n, vocab)."""
+        """Feed `counts[r]` of tokens (rows, n) to the rows first .. first + rows -> logits (rows, n, vocab)."""
         ...
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed whole texts to the rows from `first` on; no logits are wanted."""
+        """Feed texts to the rows first .. first + len(texts), behind what they hold; no logits are wanted."""
         ...
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of each row."""
+        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
         ...
 
     def scrub(self) -> None:
@@ -82,12 +88,33 @@ class Scorer(Protocol):
         ...
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move a tree's accepted tokens together: what lies at starts[r] + paths[r][i] goes to starts[r] + i."""
+        """Move a tree's accepted tokens together, in the first rows: what lies at starts[r] + paths[r][i] goes to
+        starts[r] + i."""
         ...
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on what is scored
         together; None: in the shape of the work at hand, which is faster."""
+        ...
+
+
+@runtime_checkable
+class HasModel(Scorer, Protocol):
+    """A Scorer that runs a model of transformers, which others may look into or borrow layers from."""
+
+    @property
+    def model(self) -> Any:
+        """The model; of an encoder-decoder the whole of it."""
+        ...
+
+    @property
+    def execution(self) -> Any:
+        """What makes passes faster, as graphs do, which hide the hidden states; None runs them eagerly."""
+        ...
+
+    def sharing_rows(self, model: Any, name: str) -> HasModel:
+        """A Scorer that runs another model, made of some of this one's layers, over the same rows and cache. What it
+        adds to the rows has to be rolled back before this one goes on."""
         ...
 
 
@@ -101,10 +128,6 @@ class Drafter(Protocol):
     def observe(self, round: Round) -> None:
         """Called after every round, when the rows hold the emitted tokens."""
         ...
-
-
-Verifier = Callable[[Law, Draft, Callable[..., Tensor]], Verdict]
-"""(p over gamma + 1 positions, draft, draw(law, purpose, start=0)) -> Verdict."""
 
 
 class Controller(Protocol):

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.core.draft import Verifier
+from slipstream.core.draws import Rng
 from slipstream.core.law import Fault, Law
 from slipstream.core.source import Source
 from slipstream.core.stats import Stats
@@ -54,12 +56,23 @@ class Sampler(Protocol):
         ...
 
 
+class AcceptanceRule(Protocol):
+    """How the drafts of a request are accepted, and how its tokens are drawn."""
+
+    @property
+    def verify(self) -> Verifier: ...
+
+    @property
+    def rng(self) -> Rng: ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to be continued.
 
     `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is asked after every emitted
     token and answers a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.
+    `rule` and `gamma` are the request's own, in place of the decoder's; with gamma 0 nothing is drafted for it.
     """
 
     prompt: tuple[int, ...]
@@ -70,6 +83,8 @@ class Request:
     key: int = 0
     stop: Callable[[list[int]], str | None] | None = None
     source: Source | None = None
+    rule: AcceptanceRule | None = None
+    gamma: int | None = None
 
 
 @dataclass

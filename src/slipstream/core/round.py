@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft, Verdict, ancestors
+from slipstream.core.draws import Key, Rng
 from slipstream.core.law import Fault, Faults, Law, RowFailure
 from slipstream.core.request import Row, Texts
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """Where a draw happens: row r draws for the token positions from `positions[r]` on.
-
-    Two draws with equal (seed, request, origin, position, purpose) are the same draw, whatever else is in the
-    batch. `origins` are the text lengths when the round began: without them the next round would reuse the numbers
-    of tokens that this one rejects, and a rule that looks at the whole draft (block verification) would be biased.
-    """
-
-    seeds: tuple[int, ...]
-    requests: tuple[int, ...]
-    origins: tuple[int, ...]
-    positions: tuple[int, ...]
-    purpose: str
-
-
-Seam = Callable[[Law, Key], Tensor]
-"""All randomness: a law over (rows, positions) and a key -> token ids (rows, positions)."""
-
-
-@dataclass(frozen=True, slots=True)
 class Context:
-    """The rows that run together, as drafters see them, and the seam they draw through."""
+    """The rows that run together, as drafters see them, and how they draw."""
 
     rows: tuple[Row, ...]
-    seam: Seam
+    rng: Rng
 
     def law(self, logits: Tensor, texts: Texts, model: str) -> Law:
         """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
@@ -73,18 +54,22 @@ class Context:
         texts = Texts.chain(draft.tokens, logits.shape[1]) if paths is None else Texts(draft.fed, paths)
         return self.law_and_faults(logits, texts, model)
 
-    def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0) -> Tensor:
-        """Token ids (rows, positions), drawn from a law by `key`."""
-        return self.seam(law, self.key(purpose, start))
+    def select(self, places: Sequence[int]) -> Context:
+        """The context of some of the rows."""
+        return Context(tuple(self.rows[place] for place in places), self.rng.select(places))
 
-    def key(self, purpose: str, start: int | Sequence[int] = 0) -> Key:
-        """Of draws for the texts' tokens from len(tokens) + start on; `start` is one number, or one per row."""
+    def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
+        """Token ids (rows, positions), drawn from a law by `key`."""
+        return self.rng(law, self.key(purpose, start, node))
+
+    def key(self, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Key:
+        """The key of draws for the texts' tokens from len(tokens) + start on; `start` is one number, or one per row."""
         starts = [start] * len(self.rows) if isinstance(start, int) else start
         origins = tuple(len(row.tokens) for row in self.rows)
         places = tuple(origin + begin for origin, begin in zip(origins, starts, strict=True))
         requests = [row.request for row in self.rows]
         seeds, names = tuple(request.seed for request in requests), tuple(request.key for request in requests)
-        return Key(seeds, names, origins, places, purpose)
+        return Key(seeds, names, origins, places, purpose, node)
 
 
 def _attempt(rows: Sequence[Row], logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
@@ -101,7 +86,8 @@ class Round:
     `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from the
     draft, and one more, unless a cut came before it, from the target. `gammas` are what the controller asked for;
     the room that is left and the drafter may have made `draft.lengths` of it. `seconds` has the phases `draft`,
-    `target`, `accept` (laws, verification and draws) and `rest`.
+    `target`, `accept` (laws, verification and draws) and `rest`. `p` are the target's laws that the draft was verified
+    with, at the pending token and after every drafted one (None in the rounds of a simulation, which has no models).
     """
 
     rows: tuple[Row, ...]
@@ -111,6 +97,7 @@ class Round:
     accepted: tuple[int, ...]
     gammas: tuple[int, ...]
     seconds: dict[str, float]
+    p: Law | None = None
 
     def source(self, row: int, position: int) -> str:
         """Where an emitted token came from: "draft", "correction", "bonus", or "target" if nothing was drafted."""

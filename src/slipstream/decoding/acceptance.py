@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
-from slipstream.core.protocols import Verifier
 
 Draw = Callable[..., Tensor]
 
@@ -33,7 +33,7 @@ def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
         q_x = draft.law.of(draft.tokens)
         keep = torch.minimum(p.first(draft.law.positions).of(draft.tokens), q_x)
         # A coin with weights (keep, q - keep): accepted iff u * q < min(p, q), the ratio test without a division.
-        passed = draw(_coin(keep, q_x - keep), "accept") == 0
+        passed = draw(_coin(keep, q_x - keep), Purpose.ACCEPT) == 0
     accepted = _leading(passed, draft)
     return Verdict(accepted, _next_law(p, draft, accepted), beta(p, draft.law))
 
@@ -55,7 +55,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
     keep = torch.where(place == lengths[:, None], b[:, 1:], torch.cat([excess[:, 1:], b[:, -1:]], 1))
     lose = 1 - b[:, 1:]
     sure = (keep + lose) <= 0  # 0/0 stands for certainty
-    passed = draw(_coin(torch.where(sure, 1.0, keep), lose), "accept") == 0
+    passed = draw(_coin(torch.where(sure, 1.0, keep), lose), Purpose.ACCEPT) == 0
     accepted = (place * (passed & (place <= lengths[:, None]))).amax(-1)
     weight = b.gather(1, accepted[:, None])
     return Verdict(accepted, _next_law(p, draft, accepted, weight), beta(p, draft.law))
@@ -86,11 +86,11 @@ def _excess(b: Tensor, p: Law, q: Law) -> Tensor:
 def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """Sample and match: draw the target's own choice at every position, keep the draft while it equals it.
 
-    Exact for any draft made without looking at the choice. With a seam that depends on the token's position alone
-    (`sampling.draw_coupled`), for target and draft alike, it is coupled, drafter-invariant sampling (arXiv
+    Exact for any draft made without looking at the choice. With draws that depend on the token's position alone
+    (`draws.draw_coupled`), for target and draft alike, it is coupled, drafter-invariant sampling (arXiv
     2408.07978): the output is what the target alone would have drawn, the same text for every draft.
     """
-    choice = draw(p, "next")
+    choice = draw(p, Purpose.NEXT)
     if draft.law is None:
         none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
         return Verdict(none, Law(tokens=choice[:, :1]), _no_beta(none))
@@ -124,7 +124,7 @@ def _lenient_sampling(p: Law, draft: Draft, draw: Draw, leniency: float) -> tupl
     assert draft.law is not None
     p_x, q_x = p.of(draft.tokens), draft.law.of(draft.tokens)
     strict, keep = torch.minimum(p_x, q_x), torch.minimum(p_x / leniency, q_x)
-    side = draw(Law(probs=torch.stack([strict, keep - strict, q_x - keep], -1)), "accept")
+    side = draw(Law(probs=torch.stack([strict, keep - strict, q_x - keep], -1)), Purpose.ACCEPT)
     return side < 2, side == 1, distance(lenient_law(p, draft.law, leniency), p)
 
 

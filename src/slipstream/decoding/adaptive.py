@@ -10,17 +10,9 @@ from slipstream.core.round import Round
 from slipstream.decoding.round_estimates import Acceptance, Costs, Curve, clocked
 
 NEAR = 0.97  # gammas whose predicted speed is this near to the best may be tried instead, to time them
-
-
 ENOUGH = 2  # times
-
-
 SHARE = 0.5  # of what a position costs per row, which a row must be expected to gain to take part in it
-
-
 PATIENCE = (4, 32)  # plain rounds before a new attempt: at least, at most
-
-
 OUTLIER = 2.0  # a round that took longer than so many predictions counts as so many
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.core.draft import Draft
-from slipstream.core.draws import draw
-from slipstream.core.protocols import Controller, Drafter, Scorer, Verifier
-from slipstream.core.round import Context, Round, Seam
+from slipstream.core.draft import Draft, Verifier
+from slipstream.core.draws import Rng, draw
+from slipstream.core.protocols import Controller, Drafter, Scorer
+from slipstream.core.round import Context, Round
 from slipstream.core.source import Frame
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
@@ -37,7 +37,7 @@ class Decoder:
     verifier: Verifier = TOKEN.verify
     controller: Controller = field(default_factory=lambda: Fixed(5))
     batch_size: int = 8
-    seam: Seam = draw
+    rng: Rng = draw
     frame: Frame | None = None  # around the sources of an encoder-decoder
     inside: bool = False  # a draft: its texts are not to end where no law can be made, any will do
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
-from slipstream.decoding.scheduler import admit, check_requests, dismiss
-from slipstream.decoding.speculate import play_round
+from slipstream.decoding.scheduler import Scheduler, check_requests
 
 
 def rounds(decoder: Decoder, requests: Sequence[Request], numbers: Sequence[int] | None = None) -> Iterator[Round]:
@@ -24,27 +21,21 @@ def rounds(decoder: Decoder, requests: Sequence[Request], numbers: Sequence[int]
     another call has not ended: its stream has to be drained or closed first.
     """
     check_requests(decoder.target, requests)
-    if decoder.target.lengths:
-        raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
-    counted = zip(range(len(requests)) if numbers is None else numbers, requests, strict=True)
-    everyone = [Row(request, index, list(request.prompt)) for index, request in counted]
-    for _, group in groupby(everyone, key=lambda row: row.request.sampler.greedy):
-        waiting, running = deque(group), list[Row]()
-        state = decoder.controller.init()
-        try:
-            while admit(decoder, waiting, running):
-                round = play_round(decoder, running, decoder.controller.gammas(state, running))
-                state = decoder.controller.update(state, round)
-                dismiss(decoder, running)
-                yield round
-        finally:
-            decoder.target.free(range(len(decoder.target.lengths)))
+    with Scheduler(decoder) as scheduler:
+        for place, request in enumerate(requests):
+            scheduler.add(request, None if numbers is None else numbers[place])
+        while (round := scheduler.step()) is not None:
+            yield round
 
 
 def generate(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
     """Decode all requests to their end -> their rows, in order; those that failed have an `error`."""
-    rows = {row.index: row for round in rounds(decoder, requests) for row in round.rows}
-    return [rows[index] for index in range(len(requests))]
+    check_requests(decoder.target, requests)
+    with Scheduler(decoder) as scheduler:
+        rows = [scheduler.add(request) for request in requests]
+        while scheduler.step() is not None:
+            pass
+    return rows
 
 
 def plain(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:

@@ -9,23 +9,11 @@ from dataclasses import dataclass, field, replace
 from slipstream.core.round import Round
 
 WINDOW = 9  # samples of one kind that are kept: what is older was another load of the machine, another text length
-
-
 DRIFT = 0.1  # how fast the load of the machine is followed
-
-
 FAST, SLOW = 0.88, 0.985  # what a round leaves of the counts of a row, and of all rows together
-
-
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds that a clock can have measured
-
-
 LOADS = 1e-50, 1e50  # only ratios count, so the load may creep; it must not leave what floats can hold
-
-
 PRIOR, LEVEL_WEIGHT = 0.6, 4.0  # alpha before anything is seen, and as how many tests that counts
-
-
 POSITION_WEIGHT, ROW_WEIGHT = 8.0, 5.0  # as how many tests the mean of all positions, of all rows counts
 
 

@@ -1,4 +1,4 @@
-"""Rules: how drafts are accepted, on chains and on trees, and the seam they draw through, under users' names."""
+"""Rules: how drafts are accepted, on chains and on trees, and how they draw, under users' names."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict
-from slipstream.core.draws import draw, draw_coupled
+from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draws import Rng, draw, draw_coupled
 from slipstream.core.law import Law
-from slipstream.core.protocols import Verifier
-from slipstream.core.round import Seam
 from slipstream.decoding import acceptance
 from slipstream.decoding import tree_acceptance as trees
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A verifier and its seam. `lossless` rules leave the target's law exactly as it is."""
+    """A verifier and how it draws. `lossless` rules leave the target's law exactly as it is."""
 
     name: str
     verify: Verifier
-    seam: Seam = draw
+    rng: Rng = draw
     lossless: bool = True
 
 
@@ -39,14 +37,8 @@ class ByShape:
 
 
 TOKEN = Rule("token", ByShape(acceptance.token, trees.recursive))
-
-
 BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal))
-
-
 MATCH = Rule("match", ByShape(acceptance.match, trees.match))
-
-
 COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 
 

@@ -51,7 +51,6 @@ class AppearancePenalty(LogitsProcessor):
 
 LEAST = 1e-20  # temperature; logits over a smaller one are infinite
 
-
 RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "temperature": (float, "0 (greedy), or 1e-20 and more", lambda x: x == 0 or x >= LEAST),
     "top_k": (int, "0 (off) or more", lambda x: x >= 0),

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft, Verdict, accepted_paths
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Faults
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.decoding.accounting import Stopwatch, count_round, share_time
 from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.row_settings import rng_of, verify
 
 
 @torch.inference_mode()
 def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) -> Round:
     """One round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
     watch = Stopwatch()
-    target, context = decoder.target, Context(tuple(running), decoder.seam)
+    target, context = decoder.target, Context(tuple(running), rng_of(decoder, running))
     possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
     draft = decoder.drafter.propose(context, possible).to(target.device)
     watch.lap("draft")
@@ -34,14 +36,14 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) 
     logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
     watch.lap("target")
     p, faults = context.target_law(logits, draft, target.name)
-    verdict = decoder.verifier(p, draft, context.draw)
+    verdict = verify(decoder, context, p, draft)
     following = _next(context, verdict)
     watch.lap("accept")
     if verdict.path is not None:
         target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
     tokens, accepted = _commit(running, draft, verdict, following, {} if decoder.inside else faults)
     _roll_back(target, running, faults)
-    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(gammas), watch.laps)
+    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(gammas), watch.laps, p)
     decoder.drafter.observe(round)
     count_round(round)
     watch.lap("rest")
@@ -57,7 +59,7 @@ def _room(target: Scorer, row: Row, gamma: int) -> int:
 
 def _next(context: Context, verdict: Verdict) -> Tensor:
     """Draw the token after the accepted ones (rows,)."""
-    return context.draw(verdict.law, "next", verdict.accepted.tolist())[:, 0]
+    return context.draw(verdict.law, Purpose.NEXT, verdict.accepted.tolist())[:, 0]
 
 
 def _commit(

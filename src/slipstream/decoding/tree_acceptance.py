@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.decoding.acceptance import beta, nothing_drafted
 
 Draw = Callable[..., Tensor]
-
-
 ROOT = -1
 
 
@@ -89,7 +88,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """Sample and match: draw y from p at the node, descend if a candidate equals y, else emit y.
 
     Exact for any candidates chosen without looking at y; the best there is for deterministic ones, and with the
-    coupled seam the drafter-invariant rule (arXiv 2408.07978).
+    coupled draws the drafter-invariant rule (arXiv 2408.07978).
     """
     if draft.law is None:
         return nothing_drafted(p)
@@ -97,7 +96,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     node = torch.full((p.rows,), ROOT, device=p.device)
     here, choice = walk.everyone, node
     for depth in range(walk.depth + 1):
-        drawn = draw(p.at(node + 1), "next", depth)[:, 0]
+        drawn = draw(p.at(node + 1), Purpose.NEXT, depth)[:, 0]
         choice = drawn.where(here, choice)
         below = node
         for child, parent in enumerate(walk.parents):
@@ -159,7 +158,7 @@ class _Walk:
     def toss(self, heads: Tensor, tails: Tensor, asked: Tensor, node: int) -> Tensor:
         """A coin with these weights for the rows that are asked; the others get False without chance."""
         coin = torch.stack([torch.where(asked, heads, 1), torch.where(asked, tails, 0)], -1)
-        return asked & (self._draw(Law(probs=coin.unsqueeze(1)), f"accept.{node}")[:, 0] == 0)
+        return asked & (self._draw(Law(probs=coin.unsqueeze(1)), Purpose.ACCEPT, node=node)[:, 0] == 0)
 
     def settle(self, node: int, here: Tensor, law: Tensor) -> None:
         """These rows end at this node; `law` (rows, vocab) is that of their next token."""

@@ -9,21 +9,21 @@ beyond it, while others still work, is cut by position alone, which leaves the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Tree, Verdict, padded
-from slipstream.core.draws import draw_coupled
+from slipstream.core.draft import Draft, Part, Tree, padded
+from slipstream.core.draws import Rng, Within
 from slipstream.core.law import Law, fit
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Row
-from slipstream.core.round import Context, Key, Round, Seam
+from slipstream.core.round import Context, Round
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.rules import MATCH, TOKEN
+from slipstream.decoding.rules import MATCH, TOKEN, Rule
 from slipstream.decoding.speculate import play_round
 from slipstream.drafters.following import Follower
 
@@ -55,13 +55,12 @@ class ChainDrafter:
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.cover(2 * max(gammas) + 1)
         shadows = self._cast(context.rows)
-        made = self._rounds(context, shadows, gammas)
-        laws = [Law.join(parts, 1).first(max(gammas)) for parts in made]
+        parts, laws = self._rounds(context, shadows, gammas)
         bases = [len(shadow.outer.tokens) - shadow.start for shadow in shadows]
         new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
         tokens = padded(new, self.scorer.device)
         windowed = tuple(gamma if shadow.start else 0 for gamma, shadow in zip(gammas, shadows, strict=True))
-        return Draft(tokens, Law.join(laws, 0), tuple(gammas), windowed)
+        return Draft(tokens, laws, tuple(gammas), windowed, parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
         """Forget drafted tokens that were not kept, here and further in."""
@@ -86,27 +85,33 @@ class ChainDrafter:
         self._shadows = kept
         return list(kept.values())
 
-    def _rounds(self, context: Context, shadows: Sequence[Shadow], gammas: Sequence[int]) -> list[list[Law]]:
-        """Play rounds until every row has its tokens -> the laws of each row's tokens, round by round."""
-        made: list[list[Law]] = [[] for _ in shadows]
-        left, number = list(gammas), 0
-        rule = MATCH if _root(context.seam) is draw_coupled else TOKEN
+    def _rounds(self, context: Context, shadows: Sequence[Shadow], gammas: Sequence[int]) -> tuple[list[Part], Law]:
+        """Play rounds until every row has its tokens -> the rounds, and the law of the tokens (rows, gamma)."""
+        made, left, laws = list[Part](), list(gammas), [list[Law]() for _ in shadows]
+        rows, origins = [shadow.row for shadow in shadows], tuple(shadow.origin for shadow in shadows)
         while max(left) > 0:
-            seen: list[Law] = []
-
-            def verify(p: Law, draft: Draft, draw: Callable[..., Tensor], seen: list[Law] = seen) -> Verdict:
-                seen.append(p.bare())
-                return rule.verify(p, draft, draw)
-
-            seam = Nested(context.seam, f"inner.{number}", tuple(shadow.origin for shadow in shadows))
-            decoder = Decoder(self._fitted, self.inner, verify, seam=seam, inside=True)
-            round = play_round(decoder, [shadow.row for shadow in shadows], [min(self.gamma, n - 1) for n in left])
-            for r, new in enumerate(round.tokens):
-                made[r].append(seen[0].select(torch.tensor([r], device=seen[0].device)).first(len(new)))
-                left[r] -= len(new)
-            number += 1
+            scope = f"inner.{len(made)}"
+            decoder = self._decoder(Within(context.rng, scope, origins), rows)
+            round = play_round(decoder, rows, [min(self.gamma, n - 1) for n in left])
+            assert round.p is not None
+            p = round.p.bare()
+            made.append(Part(scope, round.draft, tuple(range(len(rows))), p, round.verdict))
+            left = [n - len(new) for n, new in zip(left, round.tokens, strict=True)]
+            for place, new in enumerate(round.tokens):
+                here = torch.tensor([place], device=p.device)
+                laws[place].append(p.select(here).first(len(new)))
         width = max(gammas)
-        return [_padded(laws, width) for laws in made]
+        return made, Law.join([Law.join(_padded(each, width), 1).first(width) for each in laws], 0)
+
+    def _decoder(self, rng: Rng, rows: Sequence[Row]) -> Decoder:
+        """What plays the rounds inside: coupled rows have to match, the others take token verification."""
+        ways = [rng.select([place]) for place in range(len(rows))]
+        mixed = len({way.coupled for way in ways}) > 1
+        for row, way in zip(rows, ways, strict=True):
+            own = Rule("inside", (MATCH if way.coupled else TOKEN).verify, way) if mixed else None
+            row.request = replace(row.request, rule=own)
+        verify = MATCH.verify if ways[0].coupled else TOKEN.verify
+        return Decoder(self._fitted, self.inner, verify, rng=rng, inside=True)
 
 
 @dataclass(frozen=True)
@@ -130,34 +135,15 @@ class Shadow:
 def _inside(row: Row, start: int) -> Row:
     """A row that never ends by itself: what is cut is decided outside."""
     request = replace(
-        row.request, prompt=row.request.prompt[start:], max_new_tokens=ENDLESS, eos=frozenset(), stop=None
+        row.request,
+        prompt=row.request.prompt[start:],
+        max_new_tokens=ENDLESS,
+        eos=frozenset(),
+        stop=None,
+        rule=None,
+        gamma=None,
     )
     return Row(request, row.index, row.tokens[start:])
-
-
-@dataclass(frozen=True)
-class Nested:
-    """The seam inside a draft: its draws have names that no draw outside has.
-
-    A text inside is longer than the outer one, so its length could come up again as the origin of a later round. The
-    outer origin and the number of the inner round name a draw once and for all.
-    """
-
-    outer: Seam
-    name: str
-    origins: tuple[tuple[int, int], ...]
-
-    def __call__(self, law: Law, key: Key) -> Tensor:
-        positions = tuple(place + start for place, (_, start) in zip(key.positions, self.origins, strict=True))
-        origins = tuple(origin for origin, _ in self.origins)
-        return self.outer(law, replace(key, origins=origins, positions=positions, purpose=f"{self.name}.{key.purpose}"))
-
-
-def _root(seam: Seam) -> Seam:
-    """The seam of the outermost level: coupled draws need the rule that goes with them."""
-    while isinstance(seam, Nested):
-        seam = seam.outer
-    return seam
 
 
 def _padded(laws: list[Law], width: int) -> list[Law]:

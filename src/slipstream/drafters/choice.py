@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft
+from slipstream.core.draft import Draft, Part
+from slipstream.core.draws import Within
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
-from slipstream.core.round import Context, Key, Round, Seam
+from slipstream.core.round import Context, Round
 from slipstream.decoding.round_estimates import believable
 from slipstream.drafters.tree import TreeDrafter
 
@@ -32,30 +33,23 @@ class Choice:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` tokens for each row, by the first drafter that has some."""
-        left, drafts = list(gammas), list[Draft]()
+        left, drafts, parts = list(gammas), list[Draft](), list[Part]()
         for place, drafter in enumerate(self.drafters):
             if not any(left):
                 break
-            draft = drafter.propose(replace(context, seam=Apart(context.seam, f"choice{place}")), left)
+            scope = f"choice{place}"
+            draft = drafter.propose(replace(context, rng=Within(context.rng, scope)), left)
             left = [0 if length else gamma for gamma, length in zip(left, draft.lengths, strict=True)]
             drafts.append(draft)
-        return merge(drafts) if drafts else Draft.empty(len(gammas), torch.device("cpu"))
+            parts.append(Part(scope, draft, tuple(row for row, length in enumerate(draft.lengths) if length)))
+        if not drafts:
+            return Draft.empty(len(gammas), torch.device("cpu"))
+        return replace(merge(drafts), parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
         """Everyone sees the round."""
         for drafter in self.drafters:
             drafter.observe(round)
-
-
-@dataclass(frozen=True)
-class Apart:
-    """The seam of one drafter among several, which may draw for the same positions."""
-
-    outer: Seam
-    name: str
-
-    def __call__(self, law: Law, key: Key) -> Tensor:
-        return self.outer(law, replace(key, purpose=f"{self.name}.{key.purpose}"))
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
@@ -95,7 +89,8 @@ def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:
     if blank is None:
         assert law.tokens is not None
         return Law(tokens=torch.nn.functional.pad(law.tokens[row : row + 1], (0, missing)))
-    if law.tokens is not None:
+    if law.point:
+        assert law.tokens is not None
         probs = blank.repeat(1, law.positions, 1).scatter_(-1, law.tokens[row : row + 1].unsqueeze(-1), 1.0)
     else:
         probs = law.dense[row : row + 1]

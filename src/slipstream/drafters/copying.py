@@ -13,8 +13,6 @@ from slipstream.core.law import Law
 from slipstream.core.request import Row
 
 CPU = torch.device("cpu")
-
-
 T = TypeVar("T")
 
 

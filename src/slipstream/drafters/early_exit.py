@@ -17,10 +17,11 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.core.draft import Draft
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
+from slipstream.core.protocols import HasModel
 from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
-from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
@@ -30,7 +31,7 @@ class ExitDrafter:
     It serves the decoder whose target it was made of, and no other.
     """
 
-    def __init__(self, target: CausalScorer, layers: int | Sequence[int]) -> None:
+    def __init__(self, target: HasModel, layers: int | Sequence[int]) -> None:
         """`layers`: how many of the first ones, or which ones, counted from 0.
 
         Raises ValueError if the target has no such layers or cannot run with some of them.
@@ -53,7 +54,7 @@ class ExitDrafter:
         for i in range(gamma):
             logits = self.scorer.extend(fed, [int(i < wanted) for wanted in gammas])
             laws.append(context.law(logits, Texts.chain(tokens, 1), self.scorer.name).bare())
-            fed = context.draw(laws[-1], "draft", start=i)
+            fed = context.draw(laws[-1], Purpose.DRAFT, start=i)
             tokens = torch.cat([tokens, fed], 1)
         self.scorer.rollback(before)
         return Draft(tokens, Law.join(laws, 1), tuple(gammas))
@@ -62,7 +63,7 @@ class ExitDrafter:
         """The target's cache is rolled back by the loop, and there is no other."""
 
     def _text_lengths(self, context: Context) -> list[int]:
-        lengths = list(self.scorer.lengths)
+        lengths = self.scorer.lengths[: len(context.rows)]  # behind them prompts may still be read
         if lengths != [len(row.tokens) - 1 for row in context.rows]:
             raise ValueError(f"{self.scorer.name} drafts only for the target it was made of: make one for this target.")
         return lengths

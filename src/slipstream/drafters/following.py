@@ -61,7 +61,7 @@ class Follower:
     def cover(self, room: int) -> None:
         """Feed what the cache lacks but the last token, leaving room for more: as a target's cache before a round."""
         self._slide(room)
-        missing = [tokens[:-1] for tokens in self._missing()]
+        missing = [tokens[:-1] for tokens in self._texts_behind()]
         if any(missing):
             self.scorer.prefill(missing)
 
@@ -80,7 +80,13 @@ class Follower:
         self.scorer.rollback([min(pair) for pair in zip(have, kept, strict=True)])
 
     def _missing(self) -> list[list[int]]:
-        """The tokens the cache lacks. An id that only the target knows is fed as the draft's last one (padding)."""
+        """The tokens the cache lacks. A row that asked for no drafts is never read: its last token stands in for its
+        text, which nobody looks at."""
+        texts = zip(self._rows, self._texts_behind(), strict=True)
+        return [text if row.request.gamma != 0 else text[-1:] for row, text in texts]
+
+    def _texts_behind(self) -> list[list[int]]:
+        """What follows the cache in every text. An id that only the target knows is fed as the draft's last one."""
         last = self.scorer.vocab - 1
         places = zip(self._rows, self.starts, self.scorer.lengths, strict=True)
         return [[min(token, last) for token in row.tokens[start + have :]] for row, start, have in places]

@@ -23,16 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.core.draft import Draft
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
+from slipstream.core.protocols import HasModel
 from slipstream.core.request import Row, Texts
 from slipstream.core.round import Context, Round
 from slipstream.files import Kind, load_tensors, save_tensors
-from slipstream.models.causal import CausalScorer
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
-
-
 KIND = Kind("parallel heads", "slipstream heads 1", None, "train heads with `slipstream heads train`")
 
 
@@ -130,10 +129,10 @@ class HeadsDrafter:
     A text's first round is a plain step: only a pass that scores tokens gives a state.
     """
 
-    def __init__(self, target: CausalScorer, heads: ParallelHeads) -> None:
+    def __init__(self, target: HasModel, heads: ParallelHeads) -> None:
         """Raises ValueError if the heads were made for hidden states of another size, or the target is compiled."""
         model, own = target.model, heads.sizes
-        if getattr(target, "execution", None) is not None:
+        if target.execution is not None:
             raise ValueError(f"{target.name} is compiled, which hides its hidden states: use heads without compiling.")
         self._project, self._embed = model.get_output_embeddings(), model.get_input_embeddings()
         width = getattr(self._project, "in_features", None) or self._project.weight.shape[-1]
@@ -161,7 +160,7 @@ class HeadsDrafter:
         laws: list[Law] = []
         for i in range(depth):  # samplers may look at the tokens before; the heads do not
             laws.append(context.law(logits[:, i : i + 1], Texts.chain(tokens, 1), "heads").bare())
-            tokens = torch.cat([tokens, context.draw(laws[-1], "draft", start=i)], 1)
+            tokens = torch.cat([tokens, context.draw(laws[-1], Purpose.DRAFT, start=i)], 1)
         return Draft(tokens, Law.join(laws, 1), lengths)
 
     def observe(self, round: Round) -> None:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw, uniforms
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, fit
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.following import Follower, windowed_lengths
-from slipstream.execution.draft_graphs import Wish
-from slipstream.models.causal import CausalScorer
+from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
 
 
 class ModelDrafter:
@@ -30,6 +29,7 @@ class ModelDrafter:
         self.scorer = scorer
         self.vocab = vocab or scorer.vocab
         self._follower = Follower(scorer)
+        self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
@@ -45,23 +45,25 @@ class ModelDrafter:
         laws: list[Law] = []
         for i in range(gamma):
             laws.append(context.law(fit(logits, self.vocab), Texts.chain(tokens, 1), self.scorer.name).bare())
-            tokens = torch.cat([tokens, context.draw(laws[-1], "draft", start=i)], 1)
+            tokens = torch.cat([tokens, context.draw(laws[-1], Purpose.DRAFT, start=i)], 1)
             if i + 1 < gamma:
                 logits = self.scorer.extend(tokens[:, -1:], [int(i + 1 < wanted) for wanted in gammas])
         return Draft(tokens, Law.join(laws, 1), tuple(gammas), windowed_lengths(self._follower, gammas))
 
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
         """The chains by graphs, with the draws they would have token by token; None if there are no such graphs, or if
-        more than temperatures makes the laws. (Greedy texts and sampled ones are decoded apart.)"""
-        if not isinstance(self.scorer, CausalScorer) or self.scorer.fused is None or context.seam is not draw:
+        more than temperatures makes the laws. (A batch of greedy and sampled texts is drafted token by token.)"""
+        if self._graphs is None or self._graphs.fused is None:
             return None
         samplers = [row.request.sampler for row in context.rows]
         known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
         temperatures = [each for each in known if each is not None]
-        if len(temperatures) < len(samplers):
+        if len(temperatures) < len(samplers) or (any(temperatures) and not all(temperatures)):
             return None
-        chances = uniforms(context.key("draft"), max(gammas)) if any(temperatures) else ()
-        chains = self.scorer.chain(Wish(missing, gammas, temperatures, self.vocab, chances))
+        chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
+        if chances is None:
+            return None
+        chains = self._graphs.chain(Wish(missing, gammas, temperatures, self.vocab, chances))
         return chains and Draft(*chains, tuple(gammas), windowed_lengths(self._follower, gammas))
 
     def observe(self, round: Round) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from slipstream.core.draft import Draft
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
@@ -47,7 +48,7 @@ class Ngram:
             q = [self.model.law(state, self.online, text) for state, text in zip(states, texts, strict=True)]
             logits = torch.from_numpy(np.log(np.stack(q))).unsqueeze(1)
             laws.append(context.law(logits, Texts.chain(tokens, 1), "the n-gram model").bare())
-            drawn = context.draw(laws[-1], "draft", start=i)
+            drawn = context.draw(laws[-1], Purpose.DRAFT, start=i)
             tokens = torch.cat([tokens, drawn], 1)
             for text, (token,) in zip(texts, drawn.tolist(), strict=True):
                 text.append(token)

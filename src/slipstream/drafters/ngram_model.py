@@ -15,32 +15,22 @@ import torch
 from slipstream.files import Kind, load_tensors, save_tensors
 
 ORDERS = range(1, 6)
-
-
 MOST_TOKENS = 1 << 24  # in a vocabulary: more than any has, and few enough for tables with an entry for each
-
-
 KIND = Kind("n-gram model", "slipstream.ngram", "1", "build it again")
-
 
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of 1, 2, 3 or more where counts of counts give none: too little text (KenLM's values)."""
 
-
 HELD = 1 << 18
 """Contexts that online counts hold, about 100 MB; then the older half is forgotten."""
 
-
 Array = np.ndarray[Any, np.dtype[Any]]
-
 
 State = tuple[int, ...]
 """The contexts known before a position, shortest first: entry k is the place of the last k tokens in the tables."""
 
-
 Level = tuple[float, Array, Array]
 """One step of interpolation, gamma * lower + alpha at tokens: (gamma, tokens (n,), alpha (n,))."""
-
 
 Progress = Callable[[int, int], None]
 

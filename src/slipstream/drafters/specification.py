@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.protocols import Drafter, Scorer
+from slipstream.core.protocols import Drafter, HasModel, Scorer
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice
@@ -37,7 +37,6 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.tree import TreeDrafter, tree_shape
 from slipstream.execution.passes import EAGER, Mode
-from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import read_layers
 from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
 
@@ -267,9 +266,9 @@ def _heads(site: Site, folder: str) -> Drafter:
     return HeadsDrafter(_own(site), ParallelHeads.load(folder))
 
 
-def _own(site: Site) -> CausalScorer:
+def _own(site: Site) -> HasModel:
     """The target, where it drafts for itself."""
-    if not isinstance(site.target, CausalScorer) or site.target.source_form:
+    if not isinstance(site.target, HasModel) or site.target.source_form:
         raise ValueError(f"{site.target.name} is no causal language model, so it cannot draft for itself.")
     return site.target
 
@@ -303,7 +302,7 @@ def _embedder(site: Site, sentence: str | None) -> Embedder:
         if site.tokenizer is None:
             raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
         return SentenceEmbedder(sentence, site.tokenizer.decode, site.device)
-    if not isinstance(site.target, CausalScorer):
+    if not isinstance(site.target, HasModel):
         raise ValueError(
             f"{site.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
         )
@@ -319,17 +318,11 @@ def switch(text: str) -> bool:
 
 
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str}
-
-
 MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
-
-
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
     **dict.fromkeys(("factor", "offset"), float),
 }
-
-
 STORE: dict[str, Callable[[str], Any]] = {
     "namespace": str,
     "learn": switch,
@@ -341,7 +334,6 @@ STORE: dict[str, Callable[[str], Any]] = {
     "nearest": int,
     "own": switch,
 }
-
 
 KINDS: dict[str, Kind] = {
     "model": Kind("model:NAME", "a smaller model, by hub name or folder", _model, MODEL),
@@ -362,9 +354,7 @@ KINDS: dict[str, Kind] = {
 }
 """kind -> how it is written and built."""
 
-
 MODELS = ("model", "embedded")
-
 
 ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
 """Names of options in other engines."""

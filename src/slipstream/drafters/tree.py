@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import ABSENT, Draft, Tree, ancestors
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, fit
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Texts
@@ -104,6 +105,8 @@ class TreeDrafter:
         place, start, level = where
         width = self.shape[level]
         one = law.at(torch.full((law.rows,), place, device=law.device))
+        if one.points is not None:
+            return self._siblings_by_kind(context, law, where)
         if one.scores is not None:  # greedy: the best candidates, the lowest id first among equals
             best = one.scores[:, 0].sort(descending=True, stable=True).indices[:, :width]
             return best, Law(tokens=best)
@@ -111,11 +114,23 @@ class TreeDrafter:
         for sibling in range(width):
             some = left.sum(-1, keepdim=True) > 0
             weights = Law(probs=torch.where(some, left, one.dense))
-            new = context.draw(weights, f"draft.{start + place * width + sibling}", start=level)
+            new = context.draw(weights, Purpose.DRAFT, start=level, node=start + place * width + sibling)
             drawn.append(new.where(some[..., 0], ABSENT))
             if not self.replacement:
                 left = left.scatter(-1, new.unsqueeze(-1), 0)
         return torch.cat(drawn, 1), Law.join([one] * width, 1)
+
+    def _siblings_by_kind(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
+        """The siblings of greedy rows, and those of sampled ones."""
+        assert law.points is not None
+        kinds = [[row for row, point in enumerate(law.points) if point is kind] for kind in (True, False)]
+        found = [
+            self._siblings(context.select(rows), law.select(torch.tensor(rows, device=law.device)), where)
+            for rows in kinds
+        ]
+        order = torch.tensor([row for rows in kinds for row in rows], device=law.device).argsort()
+        tokens, laws = zip(*found, strict=True)
+        return torch.cat(tokens)[order], Law.join(laws, 0).select(order)
 
 
 def tree_parents(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.core.protocols import Controller, Verifier
+from slipstream.core.draft import Verifier
+from slipstream.core.protocols import Controller
 from slipstream.core.request import Request, Row
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import controller
@@ -149,7 +150,7 @@ class Speculation:
         requests = batch.requests(seed, away)
         check_requests(target, requests)
         read = opening.read(model, batch)
-        decoder = Decoder(target, drafter, rule.verify, self._controller, len(requests), rule.seam)
+        decoder = Decoder(target, drafter, rule.verify, self._controller, len(requests), rule.rng)
         rows = _run(_after(read, decoder, requests), requests, streamer)
         if not batch.pads_ended:
             _level(decoder, read, rows)

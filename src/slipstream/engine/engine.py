@@ -229,7 +229,7 @@ class Engine:
         chosen = self.rule if asked.verify is None else rule(asked.verify)
         if asked.lossless and not chosen.lossless:
             raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
-        decoder = replace(self.decoder, verifier=chosen.verify, seam=chosen.seam)
+        decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))

@@ -141,6 +141,11 @@ class Continued:
         """Forget everything after `lengths[r]` tokens of each text."""
         self.scorer.rollback([length + before for length, before in zip(lengths, self._before, strict=True)])
 
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows."""
+        self.scorer.fork(rows)
+        self._before += [self._before[row] for row in rows]
+
     def scrub(self) -> None:
         """Zero what rolled-back tokens left in the cache."""
         self.scorer.scrub()

@@ -14,7 +14,6 @@ from slipstream.text.jsontext import json_text
 
 FORMAT, VERSION = "slipstream plan", 1
 
-
 KINDS: dict[str, tuple[type, ...]] = {
     "target": (str, type(None)),
     "draft": (str, type(None)),

@@ -20,16 +20,13 @@ from slipstream.decoding.sampling import Sampling
 
 Message: TypeAlias = Mapping[str, Any]
 
-
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Tensor
 """Text, token ids, the messages of a chat, or audio features (bins, frames)."""
-
 
 ALLOWED = (
     "a prompt is a text, token ids (a list, an array, or what a tokenizer returns) or a chat (a list of messages with "
     '"role" and "content")'
 )
-
 
 MOST = 1 << 32
 """Above all token ids."""

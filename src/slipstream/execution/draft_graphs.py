@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from slipstream.execution.masks import Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
-
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
 """The tokens fed (rows, one or FED), which of them is the last real one (rows,), how many stand before them (rows,),
@@ -183,6 +182,25 @@ class Fused:
         masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
         beside = Cross(cross[0], cross[1], sight.back if self.relative else None) if cross else None
         return Pass(tokens, slots, slots, masks, beside)
+
+
+@runtime_checkable
+class DraftsInGraphs(Protocol):
+    """A Scorer that can draft whole chains by graphs, once it was told to by `fuse`."""
+
+    @property
+    def fused(self) -> Fused | None:
+        """The graphs that draft; None where nobody asked for them."""
+        ...
+
+    def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+        """From now on draft by graphs, where that is possible: chains of these sizes by one."""
+        ...
+
+    def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
+        """Draft chains for the first rows of the cache, one for each text of the wish -> tokens (rows, gamma) and the
+        law each was drawn from; None where that has to be done without graphs."""
+        ...
 
 
 def _told(kind: Kind) -> str:

@@ -13,16 +13,12 @@ from torch import Tensor
 from slipstream.execution.rewrites import MergeLinear, TanhBySigmoid
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
-
-
 FROZEN = {
     "freezing": True,
     "cpp_wrapper": True,
     "post_grad_custom_pre_pass": TanhBySigmoid(),
     "post_grad_custom_post_pass": MergeLinear(),
 }
-
-
 LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
 
 

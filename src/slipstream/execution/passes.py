@@ -13,14 +13,10 @@ from transformers import Cache, PreTrainedModel
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
 
-
 Parts = tuple[Stores, Tensor, Tensor | None] | None
 """The fields of a `Cross`, as graphs take them."""
 
-
 EAGERLY = "eagerly, it"
-
-
 MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
 
 

@@ -48,8 +48,6 @@ def _replace(graph: Graph, node: Node, x: Node) -> None:
 
 
 MOST = 3  # layers of a product, as `slipstream::linears` takes them
-
-
 ABSENT = (None, None, 0)  # weight, bias and features of a layer that is not there
 
 

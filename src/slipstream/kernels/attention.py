@@ -13,8 +13,6 @@ from transformers.masking_utils import sdpa_mask
 from slipstream.kernels.cpu import STEP, panel_attention
 
 NAME = "slipstream"  # of this attention, among transformers'
-
-
 UNKNOWN = ("softcap", "s_aux")  # what some models want beside it
 
 

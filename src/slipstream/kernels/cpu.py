@@ -21,23 +21,11 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-
-
 COMPILERS = ("c++", "g++", "clang++")
-
-
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
-
-
 LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
-
-
 PATIENCE = 300  # seconds
-
-
 PANEL = 32  # features that lie side by side; kernel.cpp has the same number
-
-
 STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs of a feature that lie side by side
 
 

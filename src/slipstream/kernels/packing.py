@@ -17,11 +17,7 @@ from slipstream.kernels.attention import attend_by_kernel
 from slipstream.kernels.cpu import fits_panels, into_panels, kernel_missing, panel_bytes, panel_linear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-
 WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave the padding out
-
-
 HUGE_PAGE = 1 << 21  # bytes
 
 

@@ -20,10 +20,7 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear
 
 PACKAGES = ("slipstream", "torch", "transformers")
-
-
 CPUINFO = Path("/proc/cpuinfo")
-
 
 BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")
 """Names by which Linux tells that a processor multiplies bfloat16 itself."""

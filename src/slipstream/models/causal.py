@@ -2,60 +2,46 @@
 
 A Scorer feeds the model explicit positions and an explicit 4-D mask, and a `Cache` that writes each row at its own
 slots; the model's own code is not touched. What cannot be rolled back, or does not obey positions and mask, is
-refused at construction.
+refused at construction. `ModelFacts` says what the model is, `Memory` holds its rows, `PassBuilder` makes passes over
+them, `PassRunner` runs those, `DraftChains` drafts by graphs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from slipstream.cache.rows import RowCache
 from slipstream.core.draft import Tree, padded
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
-from slipstream.execution.draft_graphs import FED, Fused, Room, Wish
+from slipstream.execution.draft_graphs import Fused, Wish
 from slipstream.execution.encoder_graphs import CompiledReader
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
-from slipstream.execution.masks import Sight, mask_kinds
-from slipstream.execution.passes import Cross, Execution, Pass
+from slipstream.execution.passes import Execution
 from slipstream.kernels.packing import shared_columns
-from slipstream.models.encoder_decoder import SourceDecoder, Sources
-from slipstream.models.families import PROVEN, longest_text, probe, refuse_unsupported
+from slipstream.models.draft_chains import DraftChains
+from slipstream.models.encoder_decoder import SourceDecoder
+from slipstream.models.facts import ModelFacts
+from slipstream.models.families import probe, refuse_unsupported
+from slipstream.models.memory import Memory
+from slipstream.models.pass_builder import PassBuilder
+from slipstream.models.pass_runner import PassRunner
 
 PREFILL_TOKENS = 512
 """Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
 
 
-class _HFCache(Cache):
-    """transformers' Cache interface over a RowCache."""
-
-    def __init__(self, rows: RowCache) -> None:
-        super().__init__(layers=[])
-        self.rows = rows
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self.rows.update(layer_idx, key_states, value_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.rows.past
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self.rows.end, 0
-
-
 class CausalScorer:
-    """A causal language model and its cache (see `records.Scorer` for the contract and the shapes).
+    """A causal language model and its cache (see `core.protocols.Scorer` for the contract and the shapes).
 
     Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
     """
@@ -63,126 +49,153 @@ class CausalScorer:
     def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.model = model.eval()
-        self._decoder = SourceDecoder(model) if model.config.is_encoder_decoder else None
-        self._config = model.config.get_text_config()
+        self._decoder = decoder = SourceDecoder(model) if model.config.is_encoder_decoder else None
         refuse_unsupported(model, self.name)
-        self._kinds = mask_kinds(self._config)
-        self._relative = self._decoder is not None and self._decoder.relative
-        self._looks_at_distance = self._relative or any(map(any, self._kinds.values()))
-        self.shape: Shape | None = None
         self.device = model.device  # where tokens go in and logits come out
-        self._keeps = model._supports_logits_to_keep()  # looks at signatures: too slow for every pass
-        # What runs the passes of an encoder-decoder is its decoder.
-        self.execution = execution.of(cast(Any, self._decoder), self.name) if execution and self._decoder else execution
-        if self._decoder and isinstance(execution, Compiled):
-            self._decoder.reader = CompiledReader(self._decoder.reader, self.name, execution.progress)
-        self.fused: Fused | None = None
+        self.facts = ModelFacts.of(model, decoder is not None and decoder.relative)
+        if decoder and execution:
+            if isinstance(execution, Compiled):
+                decoder.reader = CompiledReader(decoder.reader, self.name, execution.progress)
+            execution = execution.of(cast(Any, decoder), self.name)  # what runs the passes is the decoder
         # Only where it is known that the layers of a pass see its tokens as (rows, n).
-        self._columns = shared_columns(self._decoder or self.model) if self._config.model_type in PROVEN else None
-        self._fresh()
-        if self._config.model_type not in PROVEN:
-            try:
-                probe(self, self._config.model_type)
-            finally:
-                self._fresh()
+        self._columns = shared_columns(decoder or model) if self.facts.proven else None
+        self._memory = Memory(decoder)
+        self._builder = PassBuilder(self.facts, self._memory)
+        self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
+        self._chains: DraftChains | None = None
+        self.fix_shape(None)
+        if not self.facts.proven:
+            probe(self, model.config.get_text_config().model_type)
+            self._memory.clear()
+            self.fix_shape(None)
 
-    def _fresh(self) -> None:
-        self._rows = RowCache()
-        self._rows.least = self._least
-        self._cache = _HFCache(self._rows)
-        self._sources = Sources(self._decoder) if self._decoder else None
+    def sharing_rows(self, model: Any, name: str) -> CausalScorer:
+        """A Scorer that runs another model, made of some of this one's layers, over the same rows and cache.
+
+        What it adds to the rows has to be rolled back before this one goes on.
+        """
+        other, execution = copy.copy(self), self.execution
+        other.name, other.model, other._chains = name, model, None
+        execution = execution and execution.of(model, name)  # our own graphs are of all layers
+        other._runner = PassRunner(model, self.facts, self._memory, execution)
+        return other
+
+    # ---- facts ----
 
     @property
     def vocab(self) -> int:
         """Size of the logits."""
-        head = self.model.get_output_embeddings()
-        return int(getattr(head, "out_features", None) or self._config.vocab_size)
+        return self.facts.vocab
 
-    @cached_property  # asked for several times per round
+    @property
     def context(self) -> int | None:
-        """The longest text it can hold; None if there is no limit."""
-        return longest_text(self._config)
+        """The longest text the model can hold; None if there is no limit."""
+        return self.facts.context
+
+    @property
+    def execution(self) -> Execution | None:
+        """What makes passes of few tokens faster; None runs them eagerly."""
+        return self._runner.execution
 
     @property
     def source_form(self) -> SourceForm | None:
         """What the encoder reads, if there is one."""
-        return self._sources.form if self._sources else None
+        return self._memory.sources.form if self._memory.sources else None
+
+    # ---- rows ----
 
     @property
     def lengths(self) -> list[int]:
         """Tokens in the cache, per row."""
-        return self._rows.lengths
+        return self._memory.texts.lengths
 
     @property
     def bytes_per_token(self) -> int:
         """Of the cache; 0 before the first pass."""
-        return self._rows.bytes_per_token
+        return self._memory.texts.bytes_per_token
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""
-        self._rows.add(rows)
-        if self._sources and rows:
-            self._sources.add(rows, sources)
+        self._memory.add(rows, sources)
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order, with their sources; a row may be named several times."""
+        self._memory.fork(rows)
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
-        self._rows.free(rows)
-        if self._sources and rows:
-            self._sources.free(rows)
+        self._memory.free(rows)
 
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
         """Take over a text of `length` tokens: layers have keys and values (heads, count, head_dim) of its end, of as
         many tokens as they ever look back at."""
-        self._rows.fill(row, layers, length)
+        self._memory.texts.fill(row, layers, length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of each row."""
-        self._rows.rollback(lengths)
+        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        self._memory.texts.rollback(lengths)
 
     def scrub(self) -> None:
         """Zero what rolled-back tokens left in the cache."""
-        self._rows.scrub()
+        self._memory.texts.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted tokens of a tree together."""
-        self._rows.keep(starts, paths)
+        self._memory.texts.keep(starts, paths)
+
+    # ---- passes ----
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
+        tokens are scored together (None: in the shape of the work at hand, which is faster)."""
+        self.shape: Shape | None = shape
+        self._memory.texts.least = shape.slots if shape else LEAST * bool(self.execution)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens (rows, n), of which `counts[r]` are real -> logits (rows, n, vocab) in the model's dtype."""
+        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows; others take no part
+        -> logits (rows, n, vocab) in the model's dtype."""
         if self.shape:
-            return self._extend_exactly(self.shape, tokens, counts, tree)
+            assert tree is None, "trees have shapes of their own"
+            return self._extend_exactly(self.shape, tokens, counts, first)
         rows, count = tokens.shape
-        width = count
-        if self.execution and tree is None:
-            width = self.execution.width(rows, count)
-            tokens = torch.nn.functional.pad(tokens, (0, width - count)) if width > count else tokens
-        logits = self._forward(tokens, self._rows.place(width, first), keep=0, tree=tree)
-        self._rows.advance(counts)
+        width = self._runner.width(rows, count) if tree is None else count
+        logits = self._score(pad(tokens, (0, width - count)) if width > count else tokens, first, tree)
+        self._memory.texts.advance(counts)
         return logits[:, :count]
 
-    def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft by graphs, where that is possible: chains of these sizes by one."""
-        self.fused = Fused(self._decoder or self.model, self.name, tuple(sizes), self._kinds, self._relative, progress)
+    def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], first: int) -> Tensor:
+        """The rows behind those of the tokens, and empty ones where there are too few, fill the shape with padding."""
+        (rows, width), texts, real = tokens.shape, self._memory.texts, len(self.lengths)
+        assert rows <= shape.rows and width <= shape.width, f"{tokens.shape} does not fit {shape}"
+        texts.add(max(0, first + shape.rows - real))
+        logits = self._score(pad(tokens, (0, shape.width - width, 0, shape.rows - rows)), first, None)
+        texts.free(range(real, len(texts.lengths)))
+        texts.advance(counts)
+        return logits[:rows, :width]
+
+    def _score(self, tokens: Tensor, first: int, tree: Tree | None) -> Tensor:
+        # Outside of inference mode on purpose, as the caller's tokens are: graphs tell such tensors from others.
+        slots = self._memory.texts.place(tokens.shape[1], first, first + len(tokens))
+        with torch.inference_mode():
+            return self._runner.logits(self._builder.build(tokens, slots.to(self.device), tree)).to(self.device)
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed texts, one to each of the rows from `first` on, behind what they hold, in passes of bounded width."""
+        if self.shape:  # one by one, so that a row's keys do not depend on which rows it came with
+            for row, text in enumerate(texts, first):
+                self._prefill([text], row)
+        else:
+            self._prefill(texts, first)
 
     @torch.inference_mode()
-    def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for all texts in the cache -> tokens (rows, gamma) and the law each was drawn from; None where
-        that has to be done without graphs."""
-        if self.fused is None:
-            return None
-        lengths, room = list(self.lengths), FED + sum(self.fused.steps(wish))
-        if self.context and max(lengths) + room > self.context:
-            return None
-        if not self._rows.stores:  # nothing was ever fed: there is nothing yet for a graph to write to
-            self._prefill([[0]] * len(lengths), 0, None)
-            self._rows.rollback(lengths)
-        self._rows.reserve(room)
-        cross = self._sources.cross(self._rows.part, None) if self._sources else None
-        found = self.fused.run(wish, Room(lengths, self._rows.end, self._rows.stores, cross))
-        if found is not None:
-            fed = zip(wish.fed, wish.gammas, strict=True)
-            self._rows.advance([len(tokens) + max(gamma, 1) - 1 for tokens, gamma in fed])
-        return found
+    def _prefill(self, texts: Sequence[Sequence[int]], first: int) -> None:
+        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
+            parts = [text[start : start + PREFILL_TOKENS] for text in texts]
+            counts = [len(part) for part in parts]
+            slots = self._memory.texts.place(max(counts), first, first + len(parts)).to(self.device)
+            with self._columns.only(counts, max(counts)) if self._columns else nullcontext():
+                self._runner.feed(self._builder.build(padded(parts, self.device), slots))
+            self._memory.texts.advance(counts)
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
@@ -193,78 +206,27 @@ class CausalScorer:
             return self._decoder.alone(tokens, source)
         return self.model(tokens, use_cache=False).logits
 
+    # ---- drafts by graphs ----
+
     @property
-    def _least(self) -> int:
-        """Slots that passes look at even if fewer are in use."""
-        return self.shape.slots if self.shape else LEAST * bool(self.execution)
+    def fused(self) -> Fused | None:
+        """The graphs that draft; None where nobody asked for them."""
+        return self._chains.fused if self._chains else None
 
-    def fix_shape(self, shape: Shape | None) -> None:
-        """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
-        tokens are scored together (None: in the shape of the work at hand, which is faster)."""
-        self.shape = shape
-        self._rows.least = self._least
-
-    def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], tree: Tree | None) -> Tensor:
-        rows, width = tokens.shape
-        assert rows <= shape.rows and width <= shape.width and tree is None, f"{tokens.shape} does not fit {shape}"
-        self._rows.add(shape.rows - rows)
-        fed = torch.nn.functional.pad(tokens, (0, shape.width - width, 0, shape.rows - rows))
-        logits = self._forward(fed, self._rows.place(shape.width), keep=0)
-        self._rows.free(range(rows, shape.rows))
-        self._rows.advance(counts)
-        return logits[:rows, :width]
-
-    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed whole texts, one for each row from `first` on, in passes of bounded width."""
-        if self.shape:  # one by one, so that a row's keys do not depend on which rows it came with
-            for row, text in enumerate(texts, first):
-                self._prefill([text], first=row, stop=row + 1)
-        else:
-            self._prefill(texts, first, None)
-
-    def _prefill(self, texts: Sequence[Sequence[int]], first: int, stop: int | None) -> None:
-        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
-            parts = [text[start : start + PREFILL_TOKENS] for text in texts]
-            counts = [len(part) for part in parts]
-            slots = self._rows.place(max(counts), first, stop)
-            with self._columns.only(counts, max(counts)) if self._columns else nullcontext():
-                self._forward(padded(parts, self.device), slots, keep=1)
-            self._rows.advance(counts)
+    def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+        """From now on draft by graphs, where that is possible: chains of these sizes by one."""
+        facts, module = self.facts, self._decoder or self.model
+        fused = Fused(module, self.name, tuple(sizes), facts.kinds, facts.relative, progress)
+        self._chains = DraftChains(fused, self._memory, facts.context)
 
     @torch.inference_mode()
-    def _forward(self, tokens: Tensor, slots: Tensor, keep: int, tree: Tree | None = None) -> Tensor:
-        work = self._pass(tokens, slots.to(self.device), tree)
-        if self.execution and not keep and not self._rows.partial:
-            logits = self.execution.run(work, self._rows.stores)
-            if logits is not None:
-                return logits
-        out = (self._decoder or self.model)(
-            input_ids=tokens,
-            attention_mask=work.mask,
-            position_ids=work.positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            **work.beside,
-            **({"logits_to_keep": keep} if self._keeps else {}),
-        )
-        return out.logits.to(self.device)
-
-    def _pass(self, tokens: Tensor, slots: Tensor, tree: Tree | None) -> Pass:
-        sight = self._sight(slots, tree)
-        masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self._kinds.items()}
-        positions = sight.own
-        if self.context and self._rows.end > self.context:  # padding may stand beyond the last learned position
-            positions = positions.clamp(max=self.context - 1)
-        return Pass(tokens, positions, slots, masks, self._cross(sight))
-
-    def _cross(self, sight: Sight) -> Cross | None:
-        if self._sources is None:
+    def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
+        """Draft chains for the first rows of the cache, one for each text of the wish -> tokens (rows, gamma) and the
+        law each was drawn from; None where that has to be done without graphs."""
+        if self._chains is None or not self._chains.fits(wish):
             return None
-        return self._sources.cross(self._rows.part, sight.back if self._relative else None)
-
-    def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
-        if tree is not None:
-            return Sight.tree(slots, self._rows.end, tree)
-        if slots.shape[1] == 1 and self._rows.last_sees_all and not self._looks_at_distance:
-            return Sight.everything(slots, self._rows.end)  # a drafting step: nothing to compare
-        return Sight.chain(slots, self._rows.end)
+        if not self._memory.texts.stores:  # nothing was ever fed: there is nothing yet for a graph to write to
+            lengths = list(self.lengths)
+            self._prefill([[0]] * len(lengths), 0)
+            self.rollback(lengths)
+        return self._chains.draft(wish)

@@ -233,6 +233,11 @@ class Sources:
         self._known.clear()
         self._decoder.read(given, self._rows, first)
 
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append rows with the sources of these; nothing is read again."""
+        self._rows.fork(rows)
+        self._known.clear()
+
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         self._rows.free(rows)

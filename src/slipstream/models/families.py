@@ -14,8 +14,6 @@ from slipstream.core.source import Source
 from slipstream.kernels.attention import NAME as ATTENTION
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
 STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.models.causal import CausalScorer
+from slipstream.core.protocols import HasModel
 
 
 def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
@@ -60,16 +60,15 @@ def read_layers(text: str) -> int | tuple[int, ...]:
 # ---- a model with some of its layers ------------------------------------------------------------------------------
 
 
-def part_of(target: CausalScorer, kept: Sequence[int]) -> CausalScorer:
+def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
     """A Scorer over the target's own weights and cache that runs only the layers `kept`.
 
     Its lengths are the target's: what it adds has to be rolled back before the target goes on.
     Raises ValueError if the model does not run without the other layers.
     """
-    part = copy.copy(target)
-    name, model = f"{target.name} with layers {spell(kept)}", _with_layers(target.model, kept, target.name)
-    execution = target.execution and target.execution.of(model, name)  # the target's own graph is one of all layers
-    vars(part).update(name=name, model=model, execution=execution)
+    part = target.sharing_rows(
+        _with_layers(target.model, kept, target.name), f"{target.name} with layers {spell(kept)}"
+    )
     try:
         with torch.inference_mode():
             part.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)

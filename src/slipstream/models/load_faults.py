@@ -20,23 +20,15 @@ from slipstream.models.families import first_sentence
 
 MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
-
 TOKENIZER_RECORDS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 """Files that hold one JSON object each."""
 
-
 TOKENIZER_FILES = (*TOKENIZER_RECORDS, "tokenizer.model", "spiece.model", "source.spm", "vocab.txt", "tekken.json")
-
-
 BINARIES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
 PICKLES = (
     "its weights are pickles (.bin) that are damaged or hold more than tensors, so they are not opened; "
     "take a copy of the model in safetensors"
 )
-
-
 SHAPES = "its weights have other shapes than its config.json says: the files do not belong together"
 
 

@@ -34,20 +34,26 @@ class TableScorer:
         """Append empty rows."""
         self._texts += [[] for _ in range(rows)]
 
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows."""
+        self._texts += [list(self._texts[row]) for row in rows]
+
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         self._texts = [text for place, text in enumerate(self._texts) if place not in set(rows)]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of each row."""
-        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), "rollback only shortens"
-        self._texts = [text[:length] for text, length in zip(self._texts, lengths, strict=True)]
+        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        assert len(lengths) <= len(self._texts), "one length per row, of the first rows"
+        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
+        for text, length in zip(self._texts, lengths, strict=False):
+            del text[length:]
 
     def scrub(self) -> None:
         """Texts leave nothing behind."""
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens (rows, n) -> log probabilities (rows, n, vocab)."""
+        """Feed tokens (rows, n) to the rows from `first` on -> log probabilities (rows, n, vocab)."""
         logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             text = self._texts[first + r]
@@ -59,13 +65,13 @@ class TableScorer:
         return logits
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move what lies at starts[r] + paths[r][i] to starts[r] + i."""
-        for text, start, path in zip(self._texts, starts, paths, strict=True):
+        """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
+        for text, start, path in zip(self._texts[: len(starts)], starts, paths, strict=True):
             text[start : start + len(path)] = [text[start + place] for place in path]
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed whole texts; no logits are wanted."""
-        for text, new in zip(self._texts[first:], texts, strict=True):
+        """Feed texts to the rows from `first` on, behind what they hold; no logits are wanted."""
+        for text, new in zip(self._texts[first : first + len(texts)], texts, strict=True):
             text.extend(new)
 
     def fix_shape(self, shape: Shape | None) -> None:

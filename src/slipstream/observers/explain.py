@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 TAIL = 8
 """Tokens before a token that may change its text: those of an unfinished character, and one for spaces."""
 
-
 INCOMPLETE = "◌"  # a token that only together with later ones makes a character
-
-
 END = "∎"  # an end-of-text token
 
 
@@ -54,7 +51,6 @@ LOOKS = {
     "cut": Look("dim", "×", "×", "cut off"),
 }
 """By `Round.source`, and `rejected` and `cut` for proposals that were not emitted."""
-
 
 LEGEND = ("draft", "rejected", "correction", "bonus", "target", "cut")
 
@@ -303,19 +299,13 @@ def _closed(texts: list[str]) -> list[str]:
 # ---- characters -------------------------------------------------------------------------------------------------
 
 _BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C)
-
-
 _CONTROLS = {
     **{code: chr(0x2400 + code) for code in range(32)},
     0x7F: "␡",
     **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)},
     **{code: f"\\u{code:04x}" for code in (*_BIDI, 0x2028, 0x2029)},
 }
-
-
 _TAME = {code: shown for code, shown in _CONTROLS.items() if chr(code) not in "\n\t"}
-
-
 _VISIBLE = {**_CONTROLS, ord("\n"): "⏎", ord("\t"): "⇥"}
 
 

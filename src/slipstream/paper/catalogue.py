@@ -28,10 +28,7 @@ MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "iid": figures.iid,
     "bleu": tables.bleu,
 }
-
-
 ALL = "all"
-
 
 ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 """Those that need no corpora."""

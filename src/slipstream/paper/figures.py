@@ -13,11 +13,7 @@ from slipstream.paper.tables import TEMPERATURES, about
 from slipstream.theory import best_gamma, oracle_gain, tokens_per_round, walltime_factor
 
 COSTS = (0.02, 0.05, 0.1)
-
-
 GAMMA = 5
-
-
 TABLES = ("unigram", "bigram")
 
 

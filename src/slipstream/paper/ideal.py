@@ -11,8 +11,6 @@ from slipstream.paper.published import TABLE_1
 from slipstream.theory import best_gamma, operations_factor, tokens_per_round, walltime_factor
 
 ALPHAS = tuple(step / 50 for step in range(50))  # up to 0.98
-
-
 ALPHA = "alpha"
 
 
@@ -58,10 +56,7 @@ def figure4() -> Sheet:
 
 
 GAMMAS = (1, 3, 5, 7, 10, math.inf)
-
-
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
-
 
 SHOWN = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 """The alphas of the rows beside a plot."""

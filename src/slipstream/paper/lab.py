@@ -24,11 +24,7 @@ from slipstream.paper.standins.corpora import Pairs
 from slipstream.text.jsontext import json_text
 
 MEASURED = "measured"  # the folder of what tables are made of
-
-
 LENGTHS = {TRANSLATION: 64, SUMMARIES: 96}
-
-
 STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
 
@@ -58,8 +54,6 @@ class Scale:
 
 
 FULL = Scale()
-
-
 QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, 6000, quick=True)
 
 

@@ -47,10 +47,7 @@ class Lenient(NamedTuple):
 TRANSLATION, SUMMARIES, WRITING, DIALOG = "translation", "lead", "embedded", "dialog"
 """Our names for the paper's tasks: WMT English-German, CNN/DailyMail, lm1b, and the one that we have no match for."""
 
-
 TASKS = {TRANSLATION: "EnDe", SUMMARIES: "CNN/DM", WRITING: "lm1b", DIALOG: "dialog"}
-
-
 TABLE_1 = (
     Ideal(0.6, 2, 1.53, 1.96),
     Ideal(0.7, 3, 1.58, 2.53),
@@ -59,8 +56,6 @@ TABLE_1 = (
     Ideal(0.9, 2, 1.11, 2.71),
     Ideal(0.9, 10, 1.60, 6.86),
 )
-
-
 TABLES_2_AND_4 = (
     Speed(TRANSLATION, "small", 0, 7, 0.75, 0.02, 3.2, 3.4),
     Speed(TRANSLATION, "base", 0, 7, 0.80, 0.04, 3.3, 2.8),
@@ -75,8 +70,6 @@ TABLES_2_AND_4 = (
     Speed(SUMMARIES, "base", 1, 3, 0.55, 0.04, 1.8, 2.2),
     Speed(SUMMARIES, "large", 1, 3, 0.56, 0.11, 1.6, 1.7),
 )
-
-
 TABLE_3 = (
     Acceptance("GPT-like 97M", WRITING, "unigram", 0.03, 0.03),
     Acceptance("GPT-like 97M", WRITING, "bigram", 0.05, 0.05),
@@ -95,11 +88,7 @@ TABLE_3 = (
     Acceptance("LaMDA 137B", DIALOG, "LaMDA 2B", 0.71, 0.71),
     Acceptance("LaMDA 137B", DIALOG, "LaMDA 8B", 0.75, 0.74),
 )
-
-
 LENIENCES = (1.0, 0.5, 0.3, 0.1)
-
-
 TABLE_5 = (
     Lenient("unigram", dict(zip(LENIENCES, (0.07, 0.10, 0.11, 0.16), strict=True))),
     Lenient("bigram", dict(zip(LENIENCES, (0.19, 0.23, 0.25, 0.32), strict=True))),
@@ -107,21 +96,16 @@ TABLE_5 = (
     Lenient("base", dict(zip(LENIENCES, (0.68, 0.80, 0.83, 0.90), strict=True))),
 )
 
-
 GREEDY_LENIENCE = Lenient("small", dict(zip(LENIENCES, (0.75, 0.75, 0.80, 0.87), strict=True)))
 """Section A.5, for greedy decoding; its test is printed there with the inequality the wrong way round."""
-
 
 LENIENT_C = 0.015
 """The c of the speeds that section A.5 states (Table 4 has 0.02 for the same draft)."""
 
-
 FIGURE_1 = (38, 9)
 """Tokens, and serial runs of the target that made them."""
 
-
 FIGURE_5_GAMMAS = (7, 3)
-
 
 GAMMAS = (3, 5, 7)
 """Those that the paper chose among in Table 2."""

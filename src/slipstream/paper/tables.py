@@ -24,13 +24,10 @@ from slipstream.theory import best_gamma, walltime_factor
 
 TEMPERATURES = (0, 1)
 
-
 TOLERANCE = 0.15
 """A measured speed further than this from the expected one gets its reason."""
 
-
 Row = tuple[Cell, ...]
-
 
 Found = dict[str, Any]
 """What the lab measured."""
@@ -96,7 +93,6 @@ def table4(lab: Lab) -> Sheet:
 
 
 STEPS = ("theorem", "theorem_verify", "all_costs", "real_texts", "raced_texts")
-
 
 PARTS = {
     "+ verify cost": "the cost of scoring gamma + 1 tokens",

@@ -17,7 +17,6 @@ from slipstream.text.jsontext import json_text
 
 LOOKUP = "lookup"
 
-
 THEIRS = ("model", LOOKUP)
 """Kinds of drafts that others have, too."""
 

@@ -20,22 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, sound
 from slipstream.drafters.early_exit import ExitDrafter
-from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, part_of, spell
 from slipstream.theory import best_gamma, walltime_factor
 
 FINALISTS, LAPS, MOST = 3, 3, 8
 """How many choices race against plain decoding, how often, and the largest gamma."""
 
-
 Layers = tuple[int, ...]
-
 
 Watch = Callable[[str], None]
 """Called with a line about each piece of work done."""
@@ -114,7 +112,7 @@ def search_exit(
     or if nothing was decoded to measure on.
     """
     target = decoder.target
-    assert isinstance(target, CausalScorer), "a model from `models`"
+    assert isinstance(target, HasModel), "a model from `models`"
     if choices is None:
         choices = [*first_layers(target), *thinned(target, texts_of(decoder, requests), watch)]
     base = _pooled(decoder, requests, None)
@@ -127,12 +125,12 @@ def search_exit(
     return Search(speed, tuple(trials), race)
 
 
-def first_layers(target: CausalScorer) -> list[Layers]:
+def first_layers(target: HasModel) -> list[Layers]:
     """An exit after each layer but the last."""
     return [tuple(range(count)) for count in range(1, _count(target))]
 
 
-def thinned(target: CausalScorer, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
+def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
     """Sets of ever fewer layers, down to a quarter. `texts` are tokens, judged behind their first ones (a prompt).
 
     Left out is what alpha misses least, one layer after the other: greedy, so not the best set of a size.
@@ -156,17 +154,17 @@ def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, l
     return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
 
 
-def _count(target: CausalScorer) -> int:
+def _count(target: HasModel) -> int:
     return len(find_layers(target.model, target.name)[1])
 
 
 @torch.inference_mode()
-def _laws_behind(scorer: CausalScorer, start: int, tokens: Tensor) -> Tensor:
+def _laws_behind(scorer: HasModel, start: int, tokens: Tensor) -> Tensor:
     logits = scorer.model(input_ids=tokens, use_cache=False).logits[0, start - 1 : -1]
     return logits.float().softmax(-1)
 
 
-def _agreement(part: CausalScorer, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
+def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
     """Mean of sum_x min(p(x), q(x)) over the texts, each read once; drafting sees the target's keys behind a gap."""
     kept = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(texts, wanted, strict=True)]
     return float(torch.cat(kept).mean())
@@ -177,7 +175,7 @@ def _pooled(decoder: Decoder, requests: Sequence[Request], layers: Layers | None
     if layers is None:
         rows = sound(plain(decoder, requests))
     else:
-        assert isinstance(decoder.target, CausalScorer)
+        assert isinstance(decoder.target, HasModel)
         rows = sound(generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests))
     stats = reduce(add, [row.stats for row in rows], Stats())
     if not stats.tokens_per_second:

@@ -24,7 +24,6 @@ from slipstream.text.jsontext import json_text
 TOLERANCE = 0.1
 """A measured speed-up further than this from the predicted one is said to be off."""
 
-
 Progress = Callable[[int, int, str], None]
 """Told before every run: how many are done, how many there are, and what begins."""
 
@@ -168,7 +167,7 @@ def make(
     """
     texts = tuple(engine.encode(prompt) for prompt in prompts)
     _check(engine, drafters, texts, settings)
-    decoder = replace(engine.decoder, verifier=engine.rule.verify, seam=engine.rule.seam)
+    decoder = replace(engine.decoder, verifier=engine.rule.verify, rng=engine.rule.rng)
     report = Report(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
     how = (settings.max_new_tokens, settings.sampling, settings.seed, decoder.frame)
     tasks = [Task(texts, rows, *how) for rows in settings.batches]

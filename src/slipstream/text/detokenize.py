@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
 
-
 BROKEN = "\ufffd"  # what decoders print for a character whose bytes are not all there
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 DATASET = "dataset:"
 
-
 Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 """A text, or token ids (length,)."""
 

@@ -23,10 +23,7 @@ from slipstream.models.families import longest_text
 from slipstream.text.jsontext import json_text
 
 STATE = "training.safetensors"
-
-
 KIND = Kind("training of heads", "slipstream heads in training 1", None, "give another folder to begin anew")
-
 
 HELD_OUT = 0.02
 """Share of the text, at its end, that is only measured on."""

@@ -114,5 +114,5 @@ def test_greedy_rows_go_one_way_and_sampling_rows_the_other() -> None:
 
     either = BySampling(Named((1,)), Named((0,)))
     for sampler, lengths in ((GREEDY, (1,)), (SAMPLE, (0,))):
-        context = Context((row([1], sampler=sampler),), seam=lambda law, key: law.tokens)
+        context = Context((row([1], sampler=sampler),), rng=lambda law, key: law.tokens)
         assert either.propose(context, [1]).lengths == lengths

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draws import Rng
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, Scorer, Verifier
+from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Row, Sampler
-from slipstream.core.round import Context, Seam
+from slipstream.core.round import Context
 from slipstream.decoding.acceptance import block, match, token
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
@@ -89,10 +90,10 @@ class Case:
     def law(self, count: int = COUNT) -> Distribution:
         """The joint law of the first tokens."""
 
-        def run(seam: Seam) -> tuple[int, ...]:
+        def run(rng: Rng) -> tuple[int, ...]:
             view = reader(scorer(self.tables[1], "draft"), *TOYS[self.toys], vocab=3)
             drafter = self.wrap(METHODS[self.method](view))
-            decoder = Decoder(scorer(self.tables[0]), drafter, self.verifier, Cycle(self.gammas), seam=seam)
+            decoder = Decoder(scorer(self.tables[0]), drafter, self.verifier, Cycle(self.gammas), rng=rng)
             ask = request(PROMPT, count, self.sampler, eos=self.eos)
             return tuple(generate(decoder, [ask])[0].output)
 
@@ -200,9 +201,9 @@ def test_a_fixed_draft_may_be_chosen_by_coins_that_the_verifier_does_not_look_at
     def fair(prefix: tuple[int, ...]) -> tuple[float, ...]:
         return (0.5, 0.5, 0.0)
 
-    def run(seam: Seam) -> tuple[int, ...]:
+    def run(rng: Rng) -> tuple[int, ...]:
         coins = Coins(shared)
-        decoder = Decoder(scorer(fair), coins, coins.verify, Cycle((1,)), seam=seam)
+        decoder = Decoder(scorer(fair), coins, coins.verify, Cycle((1,)), rng=rng)
         return tuple(generate(decoder, [request(PROMPT, 2)])[0].output)
 
     gap = total_variation(enumerate_outcomes(run), plain_law(fair, PROMPT, 2))
@@ -327,7 +328,7 @@ def test_nothing_is_drafted_inside_a_character_that_the_draft_cannot_see() -> No
     inside = Row(request(Vocabulary.of(tongue("bytes")).encode("a 日")[:-1], 9), 0, [])
     inside.tokens += inside.request.prompt
     for method in METHODS.values():
-        assert method(view).propose(Context((inside,), seam=_first), [4]).lengths == (0,)
+        assert method(view).propose(Context((inside,), rng=_first), [4]).lengths == (0,)
 
 
 def _first(law: Law, key: Any) -> Tensor:

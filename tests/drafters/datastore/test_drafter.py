@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import draw_coupled
+from slipstream.core.draws import Rng, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Seam
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
@@ -249,8 +248,8 @@ def recalling(memory: Memory) -> Callable[[], Datastore]:
 def distance(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Callable[[], Drafter]) -> float:
     """Total variation of the first tokens from the target's law."""
 
-    def decoder(seam: Seam) -> Decoder:
-        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), seam=seam)
+    def decoder(rng: Rng) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), rng=rng)
 
     law = first_tokens(decoder, PROMPT, count, count + 1)
     return total_variation(law, plain_law(PAIRS[pair][0], PROMPT, count))
@@ -285,7 +284,7 @@ def test_coupled_texts_do_not_depend_on_the_store(memory: Memory) -> None:
     memory.add("default", [1, 0], [0, 1, 2, 0, 1])
     texts = []
     for store in (documents(), Datastore(VOCAB, memory=memory, learn=True)):
-        one = Decoder(target, store, rules.COUPLED.verify, Fixed(3), seam=draw_coupled)
+        one = Decoder(target, store, rules.COUPLED.verify, Fixed(3), rng=draw_coupled)
         requests = [request([i % VOCAB, 1, 0], 12 + i, SAMPLE, key=i, seed=4) for i in range(4)]
         texts.append([done.output for done in generate(one, requests)])
         assert texts[-1] == [done.output for done in plain(one, requests)]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from slipstream.core.draft import Draft, padded
-from slipstream.core.draws import draw
+from slipstream.core.draws import Key, Purpose, draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
-from slipstream.core.round import Context, Key, Round
+from slipstream.core.round import Context, Round
 from slipstream.drafters.cross_tokenizer.reader import Reader
 from slipstream.drafters.cross_tokenizer.string_match import Strings
 from slipstream.drafters.cross_tokenizer.token_intersection import Intersection
@@ -21,10 +21,8 @@ from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocab
 ENOUGH = 0.6
 """The share of common tokens from which sampling goes by them (docs/tokenizers.md has the measurement behind it)."""
 
-
 ROWS, STEPS = 4, 32
 """The draft writes this many texts of this many tokens, to count in how many of its tokens both agree."""
-
 
 METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": Intersection, "strings": Strings}
 """The names that users give."""
@@ -87,7 +85,7 @@ def share(reader: Reader) -> float:
     fed = padded([begin] * ROWS, scorer.device)
     for step in range(STEPS):
         logits = scorer.extend(fed, [fed.shape[1]] * ROWS)[:, -1:]
-        key = Key((0,) * ROWS, tuple(range(ROWS)), (0,) * ROWS, (step,) * ROWS, "share")
+        key = Key((0,) * ROWS, tuple(range(ROWS)), (0,) * ROWS, (step,) * ROWS, Purpose.DRAFT, scope=("share",))
         fed = draw(Law(probs=logits.float().softmax(-1)), key)
         written = torch.cat([written, fed.cpu()], 1)
     scorer.free(range(ROWS))

@@ -16,10 +16,8 @@ from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocab
 LONG = 128
 """Characters that are encoded anew with every round, before a part of them is closed."""
 
-
 BEHIND = 32
 """Characters that stay open behind a cut, so that what follows them can still change their tokens."""
-
 
 _WORDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
+from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
@@ -50,7 +51,7 @@ class Intersection:
             if max(left) <= i:
                 break
             laws.append(law)
-            tokens = torch.cat([tokens, context.draw(law, "draft", start=i)], 1)
+            tokens = torch.cat([tokens, context.draw(law, Purpose.DRAFT, start=i)], 1)
             if max(left) == i + 1:
                 break
             counterparts = self.common.to_draft.to(tokens.device)[tokens[:, -1:]].clamp(min=0)

@@ -21,13 +21,10 @@ from slipstream.text.detokenize import BROKEN
 PROBES = 256
 """How many tokens a way of reading names is checked on."""
 
-
 ABSENT = -1
 """Stands for the counterpart of a token that has none."""
 
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
 
 Spelling = Callable[[str], bytes | None]
 """A token's name -> the bytes it writes."""

@@ -23,18 +23,13 @@ from slipstream.files import Kind, load_tensors, save_tensors
 
 KIND = Kind("corpus", "slipstream.corpus", "1", "build it again")
 
-
 DEPTH = 64
 """Tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""
-
 
 SAMPLE = 32
 """Occurrences that are asked what followed them; of more, so many at even distances in the sorted array."""
 
-
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
 Progress = Callable[[int, int], None]
 
 

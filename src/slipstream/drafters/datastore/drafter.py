@@ -29,7 +29,6 @@ from slipstream.drafters.suffix_automaton import SuffixAutomaton
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
 """The files of a datastore's folder."""
 
-
 Namespace = str | Callable[[Request], str]
 
 

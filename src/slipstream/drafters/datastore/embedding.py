@@ -15,7 +15,6 @@ from slipstream.drafters.datastore.index import Array
 DIMENSION = 256
 """Of stored vectors: wider embeddings are projected, which keeps angles to a few percent (Johnson-Lindenstrauss)."""
 
-
 WINDOW, HALF_LIFE = 512, 128
 """Tokens that are looked at, and the distance from the end of the request at which a token counts half."""
 

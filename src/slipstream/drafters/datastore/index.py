@@ -11,7 +11,6 @@ import numpy as np
 EXACT = 100_000
 """Vectors that numpy searches in some milliseconds; more are searched by faiss."""
 
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -25,18 +25,14 @@ from slipstream.drafters.datastore.index import Array, Embedder, Index, index
 
 VERSION = 1
 
-
 BUSY_SECONDS = 30.0
 """How long a writer waits for the others."""
-
 
 SPARE = 0.05
 """Part of a full namespace that is emptied at once, so that eviction is rare."""
 
-
 OPEN_NAMESPACES = 64
 """Of so many namespaces this process holds the vectors in memory."""
-
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -48,8 +44,6 @@ CREATE TABLE IF NOT EXISTS totals (
     namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
     clock INTEGER NOT NULL DEFAULT 0, removals INTEGER NOT NULL DEFAULT 0);
 """
-
-
 FORGET = (
     "DELETE FROM entries WHERE namespace = ?",
     "UPDATE totals SET entries = 0, bytes = 0, removals = removals + 1 WHERE namespace = ?",

@@ -9,8 +9,6 @@ from slipstream.files import whole
 from slipstream.paper.pages.sheet import Sheet
 
 COLOURS = {"once": "tab:gray", "draft": "tab:green", "target": "tab:blue", "rest": "tab:orange"}
-
-
 SETTINGS = {"svg.hashsalt": "slipstream", "font.size": 9.0}
 
 

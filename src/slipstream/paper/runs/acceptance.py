@@ -26,23 +26,13 @@ from slipstream.paper.runs.subjects import Subject
 
 Outputs = Sequence[Sequence[int]]
 
-
 Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
 """Walks along given outputs: q (rows, 1, vocab) before every token."""
 
-
 BATCH = 32
-
-
 TIMES = 8  # that a source is taken at most
-
-
 LAGS, RUN, PLACES = 5, 6, 12
-
-
 REPLICATES = 200
-
-
 GAMMAS, ENDLESS = range(1, 17), range(1, 17)
 
 

@@ -14,8 +14,6 @@ from itertools import chain
 from slipstream.theory import LIMIT
 
 Chances = Sequence[float]
-
-
 NEGLIGIBLE = 1e-9
 
 

@@ -11,12 +11,12 @@ from slipstream.bench import PLAIN, SPECULATIVE, Contender, Report, Settings, Ta
 from slipstream.bench.contenders import ours, untouched
 from slipstream.bench.peers import generate
 from slipstream.bench.race import run_race
+from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request
 from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import Beat, beats
-from slipstream.models.causal import CausalScorer
 from slipstream.paper.published import GAMMAS
 from slipstream.paper.runs.subjects import Subject
 from slipstream.theory import tokens_per_round, walltime_factor
@@ -97,7 +97,7 @@ def race(
         made = ours(SPECULATIVE, subject.drafted(name, gamma), gamma, play=logs[name].play)
         contenders.append(replace(made, draft=name))
     target = subject.engine.decoder.target
-    assert isinstance(target, CausalScorer)
+    assert isinstance(target, HasModel)
     contenders.append(generate(untouched(target), subject.begin))
     report = _run(subject, temperature, course, contenders, say)
     costs = {name: log.costs(gammas.get(name, 0)) for name, log in logs.items()}

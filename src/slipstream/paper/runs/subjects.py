@@ -47,7 +47,7 @@ class Subject:
     def plain(self) -> Decoder:
         """The target alone."""
         alone = replace(self.engine.decoder, drafter=NoDraft(), controller=Fixed(0), batch_size=1)
-        return replace(alone, verifier=TOKEN.verify, seam=TOKEN.seam)
+        return replace(alone, verifier=TOKEN.verify, rng=TOKEN.rng)
 
     @property
     def begin(self) -> tuple[int, ...]:

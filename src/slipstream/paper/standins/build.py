@@ -18,8 +18,6 @@ from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGE
 from slipstream.paper.standins.training import Example, Learner, Plan, copies, with_laws
 
 COPIES = 20_000  # texts of random tokens
-
-
 TOGETHER = 32  # texts that the target answers together
 
 
@@ -82,8 +80,6 @@ def tiny(longest: int, inner: int = 512) -> Recipe:
 
 
 QUICK_RECIPES = {"translation": tiny(64), "lead": tiny(96)}
-
-
 Say = Callable[[str], object]
 
 

@@ -14,14 +14,8 @@ from pathlib import Path
 from slipstream.text.documents import DATASET, read
 
 SENTENCE = re.compile(r"(?<=[.!?])[\"']?\s+(?=[\"'(]?[A-Z])")
-
-
 LEAD_SENTENCES = 2
-
-
 PASSAGE_WORDS, LEAD_WORDS = 90, 45
-
-
 MOST_ARTICLES = 1000  # of a dataset
 
 

@@ -16,11 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 PAD, EOS = 0, 1
-
-
 SPECIAL = 2  # how many tokens are no text
-
-
 DROPOUT = 0.1
 
 
@@ -37,10 +33,7 @@ class Size:
 
 
 TARGET = Size(192, 6, 32, 512, 2, 2)
-
-
 GROWN_INNER = 16384
-
 
 DRAFTS = {
     "small": Size(64, 4, 16, 192, 1, 1),

@@ -14,7 +14,6 @@ HELD_OUT = (
 )
 """Modules that the pair has not learned from (its model card)."""
 
-
 LONGEST = 1000  # characters of a prompt: some hundred tokens
 
 

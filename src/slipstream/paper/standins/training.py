@@ -17,11 +17,7 @@ from slipstream.files import whole
 from slipstream.paper.standins.models import EOS, PAD, SPECIAL
 
 IGNORED = -100
-
-
 HASTE = 10.0  # of embeddings: T5's begin with a spread of 1, and would hardly move at the rate of the other weights
-
-
 SOFT = 32  # tokens of a law that are kept for a draft to learn from
 
 

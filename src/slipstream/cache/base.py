@@ -1,0 +1,63 @@
+"""The protocol of caches: what a model remembers of the texts that run together, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Cache(Protocol):
+    """What a model remembers of every row's text, whether keys and values of its tokens or a state that sums them up.
+
+    One forward pass is `reserve`, then whatever the model writes by the cache's own methods, then `advance`. How far a
+    row can be rolled back is each cache's own promise: one of keys and values can forget any number of tokens, one of
+    states only as many as it holds earlier states for. Every row can be rolled back to 0.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens in the cache, per row."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one more token takes in all layers: 0 before the first pass, and where the size does not grow."""
+        ...
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What all rows take together, without what is allocated ahead."""
+        ...
+
+    def add(self, rows: int) -> None:
+        """Append empty rows."""
+        ...
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order; a row may be named several times."""
+        ...
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others move up and keep their order."""
+        ...
+
+    def reserve(self, count: int, first: int = 0, stop: int | None = None) -> None:
+        """Begin a pass over the rows first..stop (None: all from `first` on): make room for `count` tokens each."""
+        ...
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit the pass: row first + r has `counts[r]` more tokens, 0 to `count` of those fed."""
+        ...
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        ...
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left behind: NaN passes any mask, since 0 * NaN is NaN."""
+        ...
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move a tree's path together, in the first rows: what lies at starts[r] + paths[r][i] goes to starts[r] + i.
+        A cache of states, which cannot take tokens out of the middle of a text, raises ValueError."""
+        ...

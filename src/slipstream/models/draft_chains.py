@@ -1,0 +1,36 @@
+"""Drafting chains by graphs, behind the texts of a memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream.core.law import Law
+from slipstream.execution.draft_graphs import FED, Fused, Room, Wish
+from slipstream.models.memory import Memory
+
+
+class DraftChains:
+    """Drafts chains for the first rows of a memory by the graphs `fused`."""
+
+    def __init__(self, fused: Fused, memory: Memory, context: int | None) -> None:
+        self.fused, self._memory, self._context = fused, memory, context
+
+    def fits(self, wish: Wish) -> bool:
+        """Whether the graphs would stay within the model's context."""
+        lengths = self._memory.texts.lengths[: len(wish.fed)]
+        return not self._context or max(lengths) + self._room(wish) <= self._context
+
+    def draft(self, wish: Wish) -> tuple[Tensor, Law] | None:
+        """Tokens (rows, gamma) and the law each was drawn from; None where that has to be done without graphs."""
+        texts, sources = self._memory.texts, self._memory.sources
+        texts.reserve(self._room(wish), 0, len(wish.fed))
+        cross = sources.cross(texts.part, None) if sources else None
+        found = self.fused.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
+        if found is not None:
+            fed = zip(wish.fed, wish.gammas, strict=True)
+            texts.advance([len(tokens) + max(gamma, 1) - 1 for tokens, gamma in fed])
+        return found
+
+    def _room(self, wish: Wish) -> int:
+        """Slots that the graphs may write to, of each row."""
+        return FED + sum(self.fused.steps(wish))

@@ -1,0 +1,49 @@
+"""What has to be known of a model to run it on rows of different lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.execution.masks import mask_kinds
+from slipstream.models.families import PROVEN, longest_text
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes and habits of a model, read once from its configuration.
+
+    `vocab` is the size of the logits. `context` is the longest text: `max_position_embeddings`, or the length before
+    longrope would turn cached keys differently; None if there is no limit. `kinds` are the (window, chunk) of the
+    layers as in `mask_kinds`. `relative`: the decoder has a bias for how far back everything lies. `proven`: the
+    model's type is covered by the contract tests. `drops_logits`: it can leave out logits that nobody wants.
+    """
+
+    vocab: int
+    context: int | None
+    dtype: torch.dtype
+    kinds: dict[str, tuple[int | None, int | None]]
+    relative: bool
+    proven: bool
+    drops_logits: bool
+
+    @staticmethod
+    def of(model: PreTrainedModel, relative: bool = False) -> ModelFacts:
+        """The facts of a model; `relative` as above."""
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        return ModelFacts(
+            vocab=int(getattr(head, "out_features", None) or config.vocab_size),
+            context=longest_text(config),
+            dtype=model.dtype,
+            kinds=mask_kinds(config),
+            relative=relative,
+            proven=config.model_type in PROVEN,
+            drops_logits=model._supports_logits_to_keep(),  # looks at signatures: too slow for every pass
+        )
+
+    @property
+    def looks_at_distance(self) -> bool:
+        """Whether it matters how far back a token lies, beyond what rotated keys say by themselves."""
+        return self.relative or any(map(any, self.kinds.values()))

@@ -1,0 +1,63 @@
+"""What a model remembers of the rows that run together: their texts, and what an encoder has read for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from slipstream.cache.rows import RowCache
+from slipstream.core.source import Source
+from slipstream.models.encoder_decoder import SourceDecoder, Sources
+
+
+class Memory:
+    """The rows of a model: `texts` holds their tokens, `sources` what the encoder read, None without an encoder."""
+
+    def __init__(self, decoder: SourceDecoder | None = None) -> None:
+        self._decoder = decoder
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, without rows and without storage."""
+        self.texts = RowCache()
+        self.sources = Sources(self._decoder) if self._decoder else None
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows; an encoder reads the source of each."""
+        self.texts.add(rows)
+        if self.sources and rows:
+            self.sources.add(rows, sources)
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, with their sources."""
+        self.texts.fork(rows)
+        if self.sources and rows:
+            self.sources.fork(rows)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self.texts.free(rows)
+        if self.sources and rows:
+            self.sources.free(rows)
+
+
+class HFCache(Cache):
+    """transformers' Cache interface over the texts of a memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(layers=[])
+        self.memory = memory
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.memory.texts.update(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.memory.texts.past
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.memory.texts.end, 0

@@ -1,0 +1,42 @@
+"""Building passes: the positions, masks and sources that go with new tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream.core.draft import Tree
+from slipstream.execution.masks import Sight
+from slipstream.execution.passes import Cross, Pass
+from slipstream.models.facts import ModelFacts
+from slipstream.models.memory import Memory
+
+
+class PassBuilder:
+    """Makes a `Pass` of new tokens for the rows of a memory that take part in its present pass."""
+
+    def __init__(self, facts: ModelFacts, memory: Memory) -> None:
+        self._facts, self._memory = facts, memory
+        self._looks_at_distance = facts.looks_at_distance
+
+    def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
+        """The pass of tokens (rows, n) that go to slots (rows, n), behind the rows' texts or within a tree."""
+        sight, context = self._sight(slots, tree), self._facts.context
+        masks = {kind: sight.mask(*rule, self._facts.dtype) for kind, rule in self._facts.kinds.items()}
+        positions = sight.own
+        if context and self._memory.texts.end > context:  # padding may stand beyond the last learned position
+            positions = positions.clamp(max=context - 1)
+        return Pass(tokens, positions, slots, masks, self._cross(sight))
+
+    def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
+        texts = self._memory.texts
+        if tree is not None:
+            return Sight.tree(slots, texts.end, tree)
+        if slots.shape[1] == 1 and texts.last_sees_all and not self._looks_at_distance:
+            return Sight.everything(slots, texts.end)  # a drafting step: nothing to compare
+        return Sight.chain(slots, texts.end)
+
+    def _cross(self, sight: Sight) -> Cross | None:
+        sources = self._memory.sources
+        if sources is None:
+            return None
+        return sources.cross(self._memory.texts.part, sight.back if self._facts.relative else None)

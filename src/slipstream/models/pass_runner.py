@@ -1,0 +1,53 @@
+"""Running passes: by graphs where there are some for them, otherwise by calling the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.execution.passes import Execution, Pass
+from slipstream.models.facts import ModelFacts
+from slipstream.models.memory import HFCache, Memory
+
+
+class PassRunner:
+    """Runs passes of a model (or of the decoder of one) over the rows of a memory.
+
+    `execution` serves passes whose rows are the first ones of the memory: their stores begin where all stores begin,
+    so a graph does not care whether other rows lie behind.
+    """
+
+    def __init__(self, module: nn.Module, facts: ModelFacts, memory: Memory, execution: Execution | None) -> None:
+        self._module: Any = module
+        self._facts, self._memory, self.execution = facts, memory, execution
+        self._cache = HFCache(memory)
+
+    def width(self, rows: int, count: int) -> int:
+        """How many columns a pass of `count` tokens for each of so many rows should have."""
+        return self.execution.width(rows, count) if self.execution else count
+
+    def logits(self, work: Pass) -> Tensor:
+        """The logits (rows, n, vocab) of a pass, in the model's dtype."""
+        if self.execution and not self._memory.texts.part.start:
+            found = self.execution.run(work, self._memory.texts.taking_part)
+            if found is not None:
+                return found
+        return self._eager(work, keep=0)
+
+    def feed(self, work: Pass) -> None:
+        """Run a pass for what it leaves in the cache."""
+        self._eager(work, keep=1)
+
+    def _eager(self, work: Pass, keep: int) -> Tensor:
+        """The logits of the last `keep` tokens where the model can leave out the others; 0 keeps all."""
+        out = self._module(
+            input_ids=work.tokens,
+            attention_mask=work.mask,
+            position_ids=work.positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            **work.beside,
+            **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
+        )
+        return out.logits
