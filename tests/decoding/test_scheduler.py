@@ -317,6 +317,24 @@ def test_a_prompt_that_nobody_waits_for_is_read_at_once() -> None:
     assert target.read == [499]
 
 
+@pytest.mark.parametrize("shape", [None, (2, 1)])
+def test_a_draft_reads_a_long_prompt_in_pieces_too(shape: tuple[int, ...] | None) -> None:
+    """Until it has read the prompt, its row is decoded plainly; the texts are those of the target alone."""
+    long = request([number % 3 for number in range(1200)], 12, GREEDY, key=2)
+    first, draft = request([0, 1], 40, GREEDY, key=1), Counting()
+    drafter = ModelDrafter(draft) if shape is None else TreeDrafter(draft, shape)
+    with Scheduler(Decoder(scorer(dirichlet_table(1)), drafter, BLOCK.verify, Fixed(2))) as scheduler:
+        running = scheduler.add(first)
+        scheduler.step()
+        draft.read.clear()
+        late = scheduler.add(long)
+        drain(scheduler)
+    assert sum(draft.read) >= 1200 and max(draft.read) <= 512
+    assert late.stats.accepted > 0 and len(late.stats.drafted_by_position) == 2
+    expected = plain(Decoder(scorer(dirichlet_table(1))), [first, long])
+    assert [running.output, late.output] == [row.output for row in expected]
+
+
 def test_an_aborted_prompt_is_read_no_further() -> None:
     target = Counting()
     with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10) as scheduler:

@@ -11,6 +11,7 @@ from slipstream.core.draft import accepted_paths, ancestors, padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Round
+from slipstream.decoding.scheduler import PREFILL_CHUNK
 from slipstream.execution.draft_graphs import FED
 
 
@@ -27,6 +28,7 @@ class Follower:
         self.scorer = scorer
         self.starts: list[int] = []  # where each row's window begins in its text
         self._rows: list[Row] = []
+        self._late: list[bool] = []  # rows that read a piece of their text in this round instead of being drafted for
 
     def follow(self, rows: Sequence[Row]) -> None:
         """Make our rows those of the context: free the ended, add the new. Rows that run on keep their order."""
@@ -37,7 +39,25 @@ class Follower:
         if new := len(rows) - len(self.starts):
             self.scorer.add(new, [row.request.source for row in rows[len(rows) - new :]])
             self.starts += [0] * new
-        self._rows = list(rows)
+        self._rows, self._late = list(rows), [False] * len(rows)
+
+    def read_late(self, gammas: Sequence[int]) -> list[int]:
+        """Read a piece of the texts that the cache lacks most of, if others would have to wait for all of it.
+
+        Returns how many tokens to draft for each row in this round: none for those, `gammas` for the others.
+
+        What is unread is known before anything is sampled, so that any such choice is exact.
+        """
+        texts = self._texts_behind()
+        wanted = [bool(gamma) and row.request.gamma != 0 for row, gamma in zip(self._rows, gammas, strict=True)]
+        late = [want and len(text) > PREFILL_CHUNK for want, text in zip(wanted, texts, strict=True)]
+        if not any(late) or late == wanted:
+            return list(gammas)
+        self._late = late
+        self.scorer.prefill(
+            [text[:PREFILL_CHUNK] if is_late else [] for is_late, text in zip(late, texts, strict=True)]
+        )
+        return [0 if is_late else gamma for is_late, gamma in zip(late, gammas, strict=True)]
 
     def catch_up(self, room: int) -> Tensor:
         """Feed what the cache lacks, leaving room for more tokens -> logits (rows, 1, vocab) of the last token."""
@@ -53,7 +73,7 @@ class Follower:
         return missing
 
     def feed(self, missing: Sequence[Sequence[int]]) -> Tensor:
-        """Feed tokens, one or more for every row -> logits (rows, 1, vocab) of the last ones."""
+        """Feed tokens -> logits (rows, 1, vocab) of the last ones; those of a row that is fed none mean nothing."""
         counts = torch.tensor([len(tokens) for tokens in missing], device=self.scorer.device)
         logits = self.scorer.extend(padded(missing, self.scorer.device), counts.tolist())
         return logits[torch.arange(len(missing), device=counts.device), counts - 1].unsqueeze(1)
@@ -81,9 +101,9 @@ class Follower:
 
     def _missing(self) -> list[list[int]]:
         """The tokens the cache lacks. A row that asked for no drafts is never read: its last token stands in for its
-        text, which nobody looks at."""
-        texts = zip(self._rows, self._texts_behind(), strict=True)
-        return [text if row.request.gamma != 0 else text[-1:] for row, text in texts]
+        text, which nobody looks at. Nothing is fed to a row that has read its piece of this round."""
+        texts = zip(self._rows, self._texts_behind(), self._late, strict=True)
+        return [[] if late else text if row.request.gamma != 0 else text[-1:] for row, text, late in texts]
 
     def _texts_behind(self) -> list[list[int]]:
         """What follows the cache in every text. An id that only the target knows is fed as the draft's last one."""

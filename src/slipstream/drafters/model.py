@@ -34,6 +34,7 @@ class ModelDrafter:
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
         self._follower.follow(context.rows)
+        gammas = self._follower.read_late(gammas)
         gamma = max(gammas, default=0)
         if not gamma:
             return Draft.empty(len(context.rows), self.scorer.device)
@@ -58,7 +59,7 @@ class ModelDrafter:
         samplers = [row.request.sampler for row in context.rows]
         known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
         temperatures = [each for each in known if each is not None]
-        if len(temperatures) < len(samplers) or (any(temperatures) and not all(temperatures)):
+        if not all(missing) or len(temperatures) < len(samplers) or (any(temperatures) and not all(temperatures)):
             return None
         chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
         if chances is None:

@@ -66,6 +66,7 @@ class TreeDrafter:
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
         self._follower.follow(context.rows)
+        gammas = self._follower.read_late(gammas)
         depth = min(max(gammas, default=0), len(self.shape))
         if not depth:
             return Draft.empty(len(context.rows), self.scorer.device)
@@ -78,7 +79,9 @@ class TreeDrafter:
             tokens, laws = torch.cat([tokens, drawn], 1), [*laws, law]
             if end < len(parents):
                 tree = Tree.of(parents[:end], end - start)
-                logits = self.scorer.extend(drawn.clamp(min=0), [end - start] * len(context.rows), tree=tree)
+                logits = self.scorer.extend(
+                    drawn.clamp(min=0), [(end - start) * bool(gamma) for gamma in gammas], tree=tree
+                )
         lengths = tuple(ends[min(gamma, depth)] for gamma in gammas)
         windowed = windowed_lengths(self._follower, lengths)
         return Draft(tokens, Law.join(laws, 1), lengths, windowed, parents, self.replacement)
