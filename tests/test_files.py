@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,15 +14,28 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slipstream import files
-from slipstream import files as tensorfiles
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.heads import FILE, ParallelHeads, Sizes
+from slipstream.drafters.heads import ParallelHeads, Sizes
 from slipstream.drafters.ngram_model import NgramModel
+from slipstream.engine import plan_file
 from slipstream.engine.plan_file import Plan
-from slipstream.files import Kind, load_tensors, save_tensors, whole
+from slipstream.files import (
+    Kind,
+    Picture,
+    Recognisable,
+    Text,
+    WriteError,
+    atomic_write,
+    check_folder,
+    check_writable,
+    load_tensors,
+    save_tensors,
+)
 
 KIND = Kind("toy", "slipstream.toy", "1", "make it again")
 TENSORS = {"a": torch.arange(6).to(torch.uint16), "b": torch.tensor([[0.5]], dtype=torch.bfloat16)}
@@ -42,7 +56,7 @@ def dies(*_: Any) -> None:
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for text in ("old", "new"):
-        with whole(file) as part:
+        with atomic_write(file) as part:
             part.write_text(text)
             assert part.parent == tmp_path and (not file.exists() if text == "old" else file.read_text() == "old")
         assert file.read_text() == text and os.listdir(tmp_path) == ["file"]
@@ -56,7 +70,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     if where == "rename":
         monkeypatch.setattr(Path, "replace", dies)
     for name in ("old", "new"):
-        with pytest.raises(Killed), whole(tmp_path / name) as part:
+        with pytest.raises(Killed), atomic_write(tmp_path / name) as part:
             part.write_text("half a")
             if where == "block":
                 dies()
@@ -76,8 +90,8 @@ def test_what_is_renamed_has_reached_the_disk(tmp_path: Path, monkeypatch: pytes
 WRITE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell would have it ignored
-from slipstream.files import whole
-with whole(sys.argv[1]) as part:
+from slipstream.files import atomic_write
+with atomic_write(sys.argv[1]) as part:
     part.write_text("half a")
     print("written", flush=True)
     sys.stdin.read()  # killed here, before the rename
@@ -134,10 +148,9 @@ def test_all_files_are_written_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [KIND, replace(KIND, version=None)], ids=["version", "no version"])
-def test_tensors_come_back_with_their_header(tmp_path: Path, kind: Kind) -> None:
-    save_tensors(tmp_path / "file", kind, TENSORS, {"size": "6"})
-    tensors, about = load_tensors(tmp_path / "file", kind)
+def test_tensors_come_back_with_their_header(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "file", KIND, TENSORS, {"size": "6"})
+    tensors, about = load_tensors(tmp_path / "file", KIND)
     assert tensors.keys() == TENSORS.keys() and about["size"] == "6"
     assert all(tensors[name].dtype == TENSORS[name].dtype for name in TENSORS)
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
@@ -154,7 +167,7 @@ def test_tensors_are_mapped_not_read(tmp_path: Path) -> None:
     assert not tensors["a"].any()
 
 
-OURS, NAMELESS = {"format": "slipstream.toy", "version": "1"}, replace(KIND, format="slipstream toy 1", version=None)
+OURS = {"format": "slipstream.toy", "version": "1"}
 
 
 @pytest.mark.parametrize(
@@ -164,8 +177,7 @@ OURS, NAMELESS = {"format": "slipstream.toy", "version": "1"}, replace(KIND, for
         (KIND, {**OURS, "version": "2"}, "is slipstream.toy version 2, this release reads slipstream.toy version 1"),
         (KIND, {"format": "slipstream.toy"}, "is slipstream.toy, this release reads slipstream.toy version 1"),
         (KIND, None, "is of an unknown format, this release reads slipstream.toy version 1"),
-        (NAMELESS, {"format": "slipstream toy 2"}, "is slipstream toy 2, this release reads slipstream toy 1"),
-        (NAMELESS, {**OURS, "format": "slipstream toy 1"}, "is slipstream toy 1 version 1, this release reads"),
+        (KIND, {"format": "slipstream.toy 1"}, "is slipstream.toy 1, this release reads slipstream.toy version 1"),
     ],
 )
 def test_another_format_or_version_is_named(tmp_path: Path, kind: Kind, head: dict[str, str], says: str) -> None:
@@ -197,9 +209,142 @@ def test_damage_is_told_with_what_to_do() -> None:
     assert str(KIND.damaged("a/file", "it lacks 'a'")) == "a/file is damaged (it lacks 'a'): make it again."
 
 
-def test_heads_are_read_as_they_were_written_before(tmp_path: Path) -> None:
-    """The header of heads has no version of its own."""
-    file = some_heads(1).save(tmp_path)
-    assert file == tmp_path / FILE
-    with tensorfiles.safe_open(file, "pt") as opened:
-        assert opened.metadata().keys() == {"format", "sizes", "report"}
+FORMATS = {  # formats of files that people keep: another one means that all must be built again
+    "corpus": ("slipstream.corpus", "2"),
+    "n-gram model": ("slipstream.ngram", "2"),
+    "heads": ("slipstream heads", "2"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats_stay(tmp_path: Path, kind: str) -> None:
+    SAVERS[kind](tmp_path, 1)
+    (file,) = tmp_path.iterdir()
+    with safe_open(file, "pt") as opened:
+        head = opened.metadata()
+    assert (head["format"], head["version"]) == FORMATS[kind] and len(head["checksum"]) == 8
+
+
+@pytest.mark.parametrize("place", range(13))
+def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
+    """Of the 12 bytes of one tensor, the 2 of the other, and what the header says besides."""
+    path = tmp_path / "file"
+    save_tensors(path, KIND, TENSORS, {"size": "6"})
+    data = bytearray(path.read_bytes())
+    where = data.index(b'"size":"6"') + 8 if place == 12 else len(data) - 1 - place
+    data[where] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged \(its checksum does not fit its bytes\): make it again\.$"):
+        load_tensors(path, KIND)
+
+
+# ---- what may be replaced ---------------------------------------------------------------------------------------
+
+STRANGERS: dict[str, bytes] = {
+    "text": b"# Notes\n",
+    "bytes": bytes(range(256)),
+    "short": b"\x01\x00\x00",
+    "long header": b"\xff" * 64,
+    "JSON": b'{"format": "another"}',
+    "list": b'["slipstream plan"]',
+    "picture": b"\x89PNG\r\n\x1a\n",
+    "other tensors": b"\x08\0\0\0\0\0\0\0{}      ",
+}
+KINDS: dict[str, Recognisable] = {
+    "tensors": KIND,
+    "plan": plan_file.KIND,
+    "svg": Picture(),
+    "page": Text("page", "<html"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_another_file_is_replaced_only_by_force(tmp_path: Path, kind: str, stranger: str) -> None:
+    path = tmp_path / f"file.{kind}"
+    path.write_bytes(STRANGERS[stranger])
+    with pytest.raises(ValueError, match=rf"it exists and is no {KINDS[kind].what}; .* --force\.$"):
+        check_writable(path, KINDS[kind])
+    check_writable(path, KINDS[kind], force=True)
+    with pytest.raises(ValueError, match="it is an input of this command"):
+        check_writable(path, KINDS[kind], force=True, inputs=[path])
+    with pytest.raises(ValueError, match="it is an input of this command"):
+        check_writable(path, KINDS[kind], force=True, inputs=["dataset:x", tmp_path])
+    assert path.read_bytes() == STRANGERS[stranger]
+
+
+def test_what_we_wrote_may_be_replaced(tmp_path: Path) -> None:
+    names = {"tensors": "t", "plan": "p", "svg": "s.svg", "png": "s.png", "pdf": "s.pdf", "empty": "e"}
+    paths = {kind: tmp_path / name for kind, name in names.items()}
+    save_tensors(paths["tensors"], replace(KIND, version="0"), TENSORS, {})
+    PLAN.save(paths["plan"])
+    paths["empty"].touch()
+    for suffix in ("svg", "png", "pdf"):
+        Figure(figsize=(1, 1)).savefig(paths[suffix])
+    for name, path in paths.items():
+        check_writable(path, KINDS.get(name, Picture()), inputs=[tmp_path] if name != "empty" else [])
+    check_writable(tmp_path / "new", KIND, inputs=[tmp_path])
+    with pytest.raises(ValueError, match="is an input"):  # whoever reads it cannot write it as well
+        check_writable(paths["tensors"], KIND, force=True, inputs=[paths["tensors"]])
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_file_is_never_replaced(tmp_path: Path, force: bool) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(os.devnull)
+    for name, says in {
+        "pipe": "it is a device or a pipe",
+        "link": "it is a device or a pipe",
+        ".": "it is a folder",
+        "nowhere/file": f"there is no folder {tmp_path / 'nowhere'}; make it first",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            check_writable(tmp_path / name, KIND, force)
+        if name != "nowhere/file":
+            with pytest.raises(OSError), atomic_write(tmp_path / name):
+                pass
+    assert (tmp_path / "pipe").is_fifo() and sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_folders_are_made_later_but_their_files_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("notes")
+    check_folder(tmp_path / "new" / "store", {"file": KIND})
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="file is no folder"):
+        check_folder(tmp_path / "file" / "store", {"file": KIND})
+    with pytest.raises(ValueError, match="is no toy"):
+        check_folder(tmp_path, {"other": KIND, "file": KIND})
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_obey_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        save_tensors(tmp_path / "tensors", KIND, TENSORS, {})
+        PLAN.save(tmp_path / "plan")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    PLAN.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and Plan.read(tmp_path / "file") == PLAN
+
+
+@pytest.mark.parametrize("kind", ["tensors", "plan"])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        if kind == "tensors":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a part")
+
+    monkeypatch.setattr("safetensors.torch.save_file" if kind == "tensors" else "pathlib.Path.write_text", full)
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(WriteError) as error:
+        save_tensors(path, KIND, TENSORS, {}) if kind == "tensors" else PLAN.save(path)
+    assert str(error.value) == f"cannot write {path}: no space left on device." and error.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"

@@ -87,7 +87,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "datasets": ("text.documents",),
     "typer": ("cli", "cli.*"),
     "rich": ("cli", "cli.*", "observers.explain", "paper.runs.timelines"),
-    "matplotlib": ("plan.plot", "bench.plot", "paper.pages.draw"),
+    "matplotlib": ("plan.plot", "bench.plot", "measure.pictures", "paper.pages.draw"),
     "tokenizers": ("paper.standins.models",),
     "sacrebleu": ("paper.runs.bleu",),
 }

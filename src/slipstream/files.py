@@ -1,34 +1,189 @@
-"""Files that are whole or not there, and tensors in files with a header that says what they are."""
+"""Files that are whole or not there, what they may replace, and tensors in files with a header and a checksum."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+import secrets
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Name = str | os.PathLike[str]
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+class WriteError(OSError):
+    """A file that could not be written; it reads as one sentence with the reason, such as a full disk."""
+
+    def __str__(self) -> str:
+        return f"cannot write {self.filename}: {reason(self)}."
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, in its own words without the number: "no space left on device"."""
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: Name) -> Iterator[Path]:
     """The path of a part file to write to, which takes the place of `path` if the block ends without an error.
 
     Whatever interrupts it, the file at `path` is the old one or the new one; the part file is left behind only by what
-    kills the process.
+    kills the process. A link stays, and the file it names is replaced. Raises WriteError if the system refuses.
     """
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    file = Path(os.path.realpath(path))
+    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
     try:
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "it is no file that could be replaced")
+        with open(part, "xb") as made:
+            mode = os.fstat(made.fileno()).st_mode
         yield part
+        part.chmod(mode)  # what the umask gives; safetensors puts a file that only its owner reads in the part's place
         with open(part, "rb") as written:
             os.fsync(written.fileno())
-        part.replace(path)
+        part.replace(file)
+    except OSError as error:
+        raise WriteError(error.errno, error.strerror or str(error), os.fspath(path)) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+# ---- what may be replaced ---------------------------------------------------------------------------------------
+
+
+class Recognisable(Protocol):
+    """A kind of file that knows its own: `what` is its name in messages."""
+
+    @property
+    def what(self) -> str:
+        """ "n-gram model"."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether an existing file is of this kind, in any version of it."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A kind of file that is told by a mark near its beginning, such as the first line of a page."""
+
+    what: str
+    mark: str
+
+    def recognises(self, path: Path) -> bool:
+        """Whether the mark is among the first bytes."""
+        return self.mark.encode() in _beginning(path, 4096)
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """A kind of JSON file, whose object has `fields`: a value that must be the same, or None if any will do."""
+
+    what: str
+    fields: Mapping[str, str | None]
+
+    def recognises(self, path: Path) -> bool:
+        """Whether it is JSON with these fields."""
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(record, dict) and all(
+            name in record and value in (None, record[name]) for name, value in self.fields.items()
+        )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """PNG, SVG and PDF files, known by the end of the name and by their first bytes."""
+
+    what: str = "picture of that kind"
+
+    def recognises(self, path: Path) -> bool:
+        """Whether the bytes are what the name says; false for other kinds of pictures."""
+        marks = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".pdf": b"%PDF-"}
+        mark, head = marks.get(path.suffix.lower()), _beginning(path, 1024)
+        return mark is not None and (mark in head if path.suffix.lower() == ".svg" else head.startswith(mark))
+
+
+def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: Iterable[Name] = ()) -> None:
+    """Ask before any work whether a file may be written there. Raises ValueError in one sentence if not.
+
+    An existing file must be of this `kind`, or empty, unless `force`. One of the `inputs`, or a file of a folder among
+    them that is not of this kind, is never replaced; neither is what is no file at all, such as a device.
+    """
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise _refused(path, f"there is no folder {file.parent}; make it first")
+    if file.is_dir():
+        raise _refused(path, "it is a folder; name a file in it")
+    if not file.exists():
+        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK | os.X_OK):
+            raise _refused(path, f"nothing may be written to the folder {file.parent}")
+        return
+    if not file.is_file():
+        raise _refused(path, "it is a device or a pipe, not a file")
+    ours = _readable(path) and kind.recognises(file)
+    if any(_is_input(file, Path(given), ours) for given in inputs):
+        raise _refused(path, "it is an input of this command; name another file")
+    if not (ours or force or not file.stat().st_size):
+        raise _refused(path, f"it exists and is no {kind.what}; name another file, or replace it with --force")
+
+
+def check_folder(
+    folder: Name, kinds: Mapping[str, Recognisable], force: bool = False, inputs: Iterable[Name] = ()
+) -> None:
+    """Ask the same for files by their names in a folder, which need not be there yet."""
+    place = Path(folder)
+    above = next(path for path in (place, *place.absolute().parents) if path.exists() or path.is_symlink())
+    if not above.is_dir():
+        raise _refused(folder, f"{above} is no folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise _refused(folder, f"nothing may be written to the folder {above}")
+    if above == place:
+        for name, kind in kinds.items():
+            check_writable(place / name, kind, force, inputs)
+
+
+def _refused(path: Name, why: str) -> ValueError:
+    return ValueError(f"cannot write {os.fspath(path)}: {why}.")
+
+
+def _is_input(file: Path, given: Path, ours: bool) -> bool:
+    """A folder's files are its texts: a model that was written among them before is none."""
+    if given.is_dir():
+        return not ours and file.resolve().is_relative_to(given.resolve())
+    return given.exists() and file.samefile(given)
+
+
+def _readable(path: Name) -> bool:
+    if not os.access(path, os.R_OK):
+        raise _refused(path, "it exists and cannot be read; name another file")
+    return True
+
+
+def _beginning(path: Path, count: int) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(count)
+
+
+# ---- tensors ----------------------------------------------------------------------------------------------------
+
+CHECKSUM, LONGEST_HEADER = "checksum", 100_000_000
+"""The field of the header with the CRC-32 of all else, and the most bytes that safetensors reads as a header."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +192,49 @@ class Kind:
 
     what: str  # "n-gram model"
     format: str
-    version: str | None  # None: the format alone tells
+    version: str
     remedy: str  # "build it again"
 
-    def damaged(self, path: str | os.PathLike[str], fault: object) -> ValueError:
+    def recognises(self, path: Path) -> bool:
+        """Whether the header names this format, in whatever version."""
+        head = _beginning(path, 8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < size <= min(LONGEST_HEADER, path.stat().st_size):
+            return False
+        try:
+            about = json.loads(_beginning(path, 8 + size)[8:])["__metadata__"]["format"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
+        return isinstance(about, str) and re.fullmatch(re.escape(self.format) + r"( \d+)?", about) is not None
+
+    def damaged(self, path: Name, fault: object) -> ValueError:
         """The error to raise for a file that is not what its header says."""
         return ValueError(f"{path} is damaged ({fault}): {self.remedy}.")
 
 
-def save_tensors(
-    path: str | os.PathLike[str], kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, str]
-) -> None:
-    """Write contiguous tensors and a header, whole or not at all."""
-    head = {"format": kind.format, **({} if kind.version is None else {"version": kind.version})}
-    with whole(path) as part:
-        save_file(dict(tensors), part, {**head, **about})
+def save_tensors(path: Name, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """Write contiguous tensors and a header, whole or not at all. Raises WriteError if the system refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    head = {"format": kind.format, "version": kind.version, **about}
+    with atomic_write(path) as part:
+        try:
+            save_file(dict(tensors), part, {**head, CHECKSUM: _checksum(tensors, head)})
+        except SafetensorError as error:  # a full disk comes as one, with the system's number in its text
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def load_tensors(path: str | os.PathLike[str], kind: Kind) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, mapped into memory, and the header of a file.
+def load_tensors(path: Name, kind: Kind) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, mapped into memory, and the header of a file. All of it is read once, for its checksum.
 
     Raises ValueError in one sentence if the file is damaged, of another format or of another version.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -66,10 +242,24 @@ def load_tensors(path: str | os.PathLike[str], kind: Kind) -> tuple[dict[str, Te
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no {kind.what} ({error}): {kind.remedy}.") from error
     if (about.get("format"), about.get("version")) != (kind.format, kind.version):
-        found, wanted = _told(about.get("format"), about.get("version")), _told(kind.format, kind.version)
+        found, wanted = _version(about.get("format"), about.get("version")), _version(kind.format, kind.version)
         raise ValueError(f"{path} is {found}, this release reads {wanted}: {kind.remedy}.")
+    if about.pop(CHECKSUM, None) != _checksum(tensors, about):
+        raise kind.damaged(path, "its checksum does not fit its bytes")
     return tensors, about
 
 
-def _told(format: str | None, version: str | None) -> str:
+def _checksum(tensors: Mapping[str, Tensor], head: Mapping[str, str]) -> str:
+    """The CRC-32 of the header's fields and of every tensor's name, type, shape and bytes, as hexadecimal digits."""
+    import torch
+
+    shapes: list[Any] = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in sorted(tensors)]
+    total = zlib.crc32(repr((sorted(head.items()), shapes)).encode())
+    for name in sorted(tensors):
+        array = tensors[name].detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        total = zlib.crc32(array.data, total)
+    return f"{total:08x}"
+
+
+def _version(format: str | None, version: str | None) -> str:
     return " version ".join(filter(None, [format or "of an unknown format", version]))

@@ -654,7 +654,7 @@ def test_a_plot_is_refused_before_anything_is_measured(
 ) -> None:
     pytest.importorskip("matplotlib")
     assert "has no kind of picture" in command("--plot", str(tmp_path / "speed.doc")).stderr
-    assert "there is no such folder" in command("--plot", str(tmp_path / "none" / "speed.png")).stderr
+    assert "there is no folder" in command("--plot", str(tmp_path / "none" / "speed.png")).stderr
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     missing = command("--plot", str(tmp_path / "speed.png"))
     assert missing.exit_code == 2 and missing.stderr == (

@@ -126,7 +126,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert "is no answer of an earlier run" in complaint(run("x =", *short, "--out", str(out), "--resume"))
     assert out.read_text() == "mine\n"
     same = ["--prompts", str(prompts), "--out", str(prompts), "--force"]
-    assert "is the file of the prompts: name another." in complaint(run(*short, *same))
+    assert "is an input of this command" in complaint(run(*short, *same))
     assert prompts.read_text() == "x =\n"
     assert run("x =", *short, "--out", str(out), "--force").exit_code == 0
     assert list(read(out.read_text())) == [0]
@@ -141,8 +141,8 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
         (["--force"], "--force is about the file of --out: name it."),
         (["--out", "a", "--resume", "--force"], "--resume and --force exclude each other"),
         (["--out", "a", "--json"], "--json and --out exclude each other"),
-        (["--out", ".", "--resume"], "cannot write .: Is a directory"),
-        (["--out", "missing/a"], "cannot write missing/a: No such file or directory"),
+        (["--out", ".", "--resume"], "cannot write .: it is a folder"),
+        (["--out", "missing/a"], "cannot write missing/a: there is no folder missing"),
     ],
 )
 def test_what_does_not_go_together(

@@ -69,7 +69,7 @@ def test_token_ids_alone_are_enough(tmp_path: Path) -> None:
     [
         (["nowhere.txt", "--out", "x"], "cannot read nowhere.txt: there is no such file"),
         (["{corpus}/d.bin", "--out", "x"], "is not UTF-8"),
-        (["{corpus}/a.py", "--out", "nowhere/x"], "there is no folder for nowhere/x"),
+        (["{corpus}/a.py", "--out", "nowhere/x"], "cannot write nowhere/x: there is no folder nowhere; make it first."),
         (["{corpus}/a.py", "--out", "x", "--tokenizer", "./nowhere"], "cannot load the tokenizer"),
         (["{corpus}/a.py", "--out", "x", "--vocab", "999999999999"], "it must be between 1 and 16777216"),
         (["{corpus}/a.py", "--out", "x", "--tokenizer", ""], "the name of its model is empty"),

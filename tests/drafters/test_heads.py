@@ -275,7 +275,7 @@ def test_a_missing_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="damaged"):
         ParallelHeads.load(tmp_path)
     save_file({"up": torch.zeros(1)}, tmp_path / FILE)
-    with pytest.raises(ValueError, match="unknown format, this release reads slipstream heads 1: train heads"):
+    with pytest.raises(ValueError, match="unknown format, this release reads slipstream heads version 2: train heads"):
         ParallelHeads.load(tmp_path)
 
 

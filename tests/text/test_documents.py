@@ -72,6 +72,16 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, data: by
     assert "\n" not in str(caught.value)
 
 
+def test_files_of_a_folder_that_are_no_text_are_skipped_and_known(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_bytes("Grüße".encode("latin-1"))
+    (tmp_path / "c").write_bytes(b"\x89\0\0")
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    skipped = list[Path]()
+    assert [found for _, found in read([str(tmp_path)], skipped=skipped)] == ["one"]
+    assert skipped == [tmp_path / "b.txt", tmp_path / "c"] and documents(tmp_path) == ["one"]
+
+
 def test_arrays_of_objects_are_never_opened(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([{"pickled": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="no array of numbers"):

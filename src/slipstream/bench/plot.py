@@ -6,19 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.bench.records import Report, Result
-
-
-def check_plot(path: Path) -> None:
-    """Raises ValueError in one sentence, before anything is measured, if no picture can be written there."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ValueError("a plot needs matplotlib: pip install 'slipstream[plot]'.") from None
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise ValueError(f"{path.name} has no kind of picture at its end: use one of {', '.join(sorted(kinds))}.")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no such folder.")
+from slipstream.files import atomic_write
 
 
 def plot(report: Report, path: Path, label: Callable[[Result], str]) -> None:
@@ -41,4 +29,5 @@ def plot(report: Report, path: Path, label: Callable[[Result], str]) -> None:
     panels[-1].set_xlabel("tokens per second (median; the line is min to max)")
     facts = report.environment
     figure.suptitle(f"{facts['target']['name']}: {facts['cpu']}, {facts['threads']} threads", fontsize=9)
-    figure.savefig(path)
+    with atomic_write(path) as part:
+        figure.savefig(part, format=path.suffix[1:].lower())

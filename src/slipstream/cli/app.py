@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,10 +16,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from slipstream.files import WriteError, reason
 from slipstream.version import __version__
 
 BROKEN_PIPE, WRONG, INTERRUPTED = 1, 2, 130
 """Exit codes: our output cannot be written any more, or nobody reads it; something given is wrong; Ctrl-C."""
+
+MOST_NAMES = 5
+"""Of many files, so many are named."""
 
 
 class Commands(TyperGroup):
@@ -45,7 +49,7 @@ class Commands(TyperGroup):
             except typer.TyperException as error:
                 code = say(error.format_message().replace("Value error, ", ""))
             except (ValueError, OSError, FloatingPointError) as error:
-                code = say(str(error))
+                code = say(_sentence(error))
             except (MemoryError, RuntimeError) as error:
                 if not _is_memory(error):
                     raise
@@ -176,10 +180,24 @@ def say(text: str) -> int:
     return WRONG
 
 
+def _sentence(error: Exception) -> str:
+    """What an error says; the system's own ones without their number."""
+    if not isinstance(error, OSError) or isinstance(error, WriteError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {reason(error)}." if error.filename else f"{reason(error)}."
+
+
 def tell(notes: Iterable[str]) -> None:
     """What was chosen while loading, on stderr."""
     for note in notes:
         say(f"note: {note}")
+
+
+def tell_skipped(files: Sequence[Path]) -> None:
+    """Which files of folders were left out, on stderr, if any."""
+    if files:
+        names = ", ".join(map(str, files[:MOST_NAMES])) + (", ..." if len(files) > MOST_NAMES else "")
+        say(f"note: of the folders {len(files)} files were skipped, which are no text in UTF-8: {names}")
 
 
 def quiet() -> None:

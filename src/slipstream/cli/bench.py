@@ -13,7 +13,20 @@ from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.console import busy, console, steps
-from slipstream.cli.options import MODELS, OUTPUT, SAMPLING, Batches, Compile, Device, Dtype, File, Target, Task, option
+from slipstream.cli.options import (
+    MODELS,
+    OUTPUT,
+    SAMPLING,
+    Batches,
+    Compile,
+    Device,
+    Dtype,
+    File,
+    Force,
+    Target,
+    Task,
+    option,
+)
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
@@ -58,6 +71,7 @@ def bench(
     compile: Compile = False,
     task: Task = None,
     plot: Plot = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure speed: plain and speculative, ours and transformers', the same prompts counted by the same code.
@@ -65,7 +79,7 @@ def bench(
     Example: slipstream bench --quick --plot speed.png
     """
     from slipstream.bench import FULL, QUICK, line_up, measure
-    from slipstream.bench.plot import check_plot
+    from slipstream.measure.pictures import check_plot
 
     lists = {"gammas": gamma, "batches": batch, "temperatures": temperature, "rules": verify}
     given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetitions": repetitions}
@@ -73,7 +87,7 @@ def bench(
     chosen |= {name: tuple(values) for name, values in lists.items() if values}
     settings = replace(QUICK if quick else FULL, ignore_eos=not stop_at_eos, **chosen)
     if plot:
-        check_plot(plot)
+        check_plot(plot, force, [file] if file else [])
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
         sizes = settings.gammas if compile else ()

@@ -56,3 +56,13 @@ def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Call
             bar.advance(task, sum(map(len, round.tokens)))
 
         yield on_round
+
+
+def human_size(count: int) -> str:
+    """Bytes as people read them."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from slipstream.cli.app import app
+from slipstream.cli.app import app, tell_skipped
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import Json, Target
+from slipstream.cli.options import Force, Json, Target
+from slipstream.files import check_folder
 from slipstream.text.documents import read
 from slipstream.text.jsontext import json_text
 
@@ -40,7 +41,14 @@ def root() -> None:
 
 
 @group.command()
-def build(folder: Folder, sources: Sources, target: Target = None, field: Field = None, as_json: Json = False) -> None:
+def build(
+    folder: Folder,
+    sources: Sources,
+    target: Target = None,
+    field: Field = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
     """Index documents; generate with --draft datastore:DIR then copies from them.
 
     JSON lines hold "text", "tokens" (ids) or "messages" (every assistant's content is a document). The corpus appears
@@ -48,13 +56,14 @@ def build(folder: Folder, sources: Sources, target: Target = None, field: Field 
 
     Example: slipstream datastore build store src/ answers.jsonl --target Qwen/Qwen2.5-7B
     """
-    from slipstream.drafters.datastore.corpus import Corpus
+    from slipstream.drafters.datastore.corpus import KIND, Corpus
     from slipstream.drafters.datastore.drafter import CORPUS, fingerprint
     from slipstream.models.loading import EMBEDDED, load_tokenizer
 
     if not folder:
         raise ValueError("the datastore has no name: give a folder.")
-    screen = console(stderr=True)
+    check_folder(folder, {CORPUS: KIND}, force, sources)
+    screen, skipped = console(stderr=True), list[Path]()
     with busy(screen, "reading") as status:
         tokenizer = load_tokenizer(EMBEDDED / "target" if target is None else target)
         vocab = max(tokenizer.get_vocab().values()) + 1
@@ -63,12 +72,13 @@ def build(folder: Folder, sources: Sources, target: Target = None, field: Field 
             if status:
                 status.update(f"sorting: {depth} tokens deep, {left} suffixes left")
 
-        documents = list(_encoded(read(sources, field), tokenizer, status))
+        documents = list(_encoded(read(sources, field, skipped), tokenizer, status))
         corpus = Corpus.build(documents, vocab, fingerprint(tokenizer), on_progress=on_progress)
         if status:
             status.update("writing")
         Path(folder).mkdir(parents=True, exist_ok=True)
         corpus.save(Path(folder) / CORPUS)
+    tell_skipped(skipped)
     _show(folder, as_json)
 
 

@@ -55,8 +55,9 @@ from slipstream.cli.options import (
 )
 from slipstream.core.stats import Stats
 from slipstream.engine.plan_file import Plan
+from slipstream.files import Text, check_writable
 from slipstream.observers.explain import Explanation, breakdown
-from slipstream.text.answers import Answers, digest, open_answers, same_file
+from slipstream.text.answers import Answers, digest, open_answers
 from slipstream.text.prompts import Item, gather
 
 if TYPE_CHECKING:
@@ -310,10 +311,11 @@ def _check_out(out: str | None, file: str | None, resume: bool, force: bool) -> 
         raise ValueError(f"{'--resume' if resume else '--force'} is about the file of --out: name it.")
     if resume and force:
         raise ValueError("--resume and --force exclude each other: go on with the file, or replace it.")
-    if out is not None and file is not None and same_file(out, file):
-        raise ValueError(f"--out {out} is the file of the prompts: name another.")
-    if out is not None and os.path.isfile(out) and not (resume or force):
+    if out is None:
+        return
+    if os.path.isfile(out) and not (resume or force):
         raise ValueError(f"{out} exists: --resume goes on with it, --force replaces it.")
+    check_writable(out, Text("file of answers", '"digests"'), True, [] if file is None else [file])
 
 
 # What decides the law of the answers; a draft, the batch or the device do not.

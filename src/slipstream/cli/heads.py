@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.app import INTERRUPTED, app, say, tell_skipped
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import Device, Dtype, ReportJson
+from slipstream.cli.options import Device, Dtype, Force, ReportJson
+from slipstream.files import check_folder
 from slipstream.text.jsontext import json_text
 
 heads = typer.Typer(no_args_is_help=True)
@@ -60,6 +61,7 @@ def train(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = None,
+    force: Force = False,
     as_json: ReportJson = False,
 ) -> None:
     """Train heads on the frozen target; the same command resumes a training that was interrupted.
@@ -69,10 +71,13 @@ def train(
     Example: slipstream heads train --text src --out my-heads --steps 500
     """
     from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
-    from slipstream.training.heads import Lesson, Teacher
+    from slipstream.training.heads import FILES, Lesson, Teacher
 
+    check_folder(out, FILES, force, text)
     lesson = Lesson(count, inner, not blind, steps, rows, length, rate, seed, bfloat16)
-    texts = read_texts(text)
+    skipped = list[Path]()
+    texts = read_texts(text, skipped)
+    tell_skipped(skipped)
     with busy(console(stderr=True), "loading"):
         source = EMBEDDED / "target" if target is None else target
         model = load_model(source, dtype, device)
@@ -95,12 +100,14 @@ def train(
     print("  ".join(f"{position}: {alpha:.3f}" for position, alpha in enumerate(report["alpha"], 1)))
 
 
-def read_texts(paths: Sequence[Path]) -> list[str]:
-    """What is in files, and in all files below folders that are text. Raises ValueError if there is none."""
-    texts = []
+def read_texts(paths: Sequence[Path], skipped: list[Path]) -> list[str]:
+    """What is in files, and in those below folders that are text; others go to `skipped`. ValueError without text."""
+    texts = list[str]()
     for path in paths:
         if path.is_dir():
-            texts += [text for file in sorted(path.rglob("*")) if file.is_file() and (text := _text(file))]
+            found = {file: _text(file) for file in sorted(path.rglob("*")) if file.is_file()}
+            skipped += [file for file, text in found.items() if text is None]
+            texts += filter(None, found.values())
         elif (text := _text(path)) is None:
             raise ValueError(f"{path} is no text in UTF-8.")
         else:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.app import INTERRUPTED, app, say, tell_skipped
 from slipstream.cli.console import console
+from slipstream.cli.options import Force
+from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.text.documents import Document
 
 ngram = typer.Typer(no_args_is_help=True)
 
@@ -52,29 +57,37 @@ def root() -> None:
 
 @ngram.command()
 def build(
-    text: Texts, out: Out, tokenizer: Tokens = None, order: Order = 3, vocab: Vocab = None, as_json: Json = False
+    text: Texts,
+    out: Out,
+    tokenizer: Tokens = None,
+    order: Order = 3,
+    vocab: Vocab = None,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
     """Count the n-grams of a text and write a model for `--draft ngram:FILE`.
 
     Example: slipstream ngram build src docs notes.jsonl.gz --target Qwen/Qwen2.5-7B --order 3 --out mine.ngram
     """
-    from slipstream.drafters.ngram_model import NgramModel
+    from slipstream.drafters.ngram_model import KIND, NgramModel
     from slipstream.models.loading import EMBEDDED, load_tokenizer, vocabulary
+    from slipstream.text.documents import read
 
     start, target = perf_counter(), EMBEDDED / "target" if tokenizer is None else tokenizer
-    if not Path(out).expanduser().absolute().parent.is_dir():
-        raise ValueError(f"there is no folder for {out}: make it first.")
+    check_writable(out, KIND, force, text)
     words, size = load_tokenizer(target), vocab or vocabulary(target)
     counted = Counter[str](documents=0, bytes=0)
+    skipped = list[Path]()
     try:
         with _bar() as bar:
-            ids = list(_tokens(text, words, counted, bar))
+            ids = list(_tokens(read(text, skipped=skipped), words, counted, bar))
             bar.add_task("counting", total=None)
             model = NgramModel.fit(ids, order, size)
         model.save(out)
     except KeyboardInterrupt:
         say(f"interrupted: {out} was not written.")
         raise typer.Exit(INTERRUPTED) from None
+    tell_skipped(skipped)
     seconds = perf_counter() - start
     speed = {"seconds": seconds, "megabytes_per_second": counted["bytes"] / 1e6 / seconds}
     _tell({**_facts(out, model), **counted, "tokens": sum(map(len, ids)), **speed}, as_json)
@@ -91,18 +104,18 @@ def info(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = F
     _tell(_facts(file, NgramModel.load(file)), as_json)
 
 
-def _tokens(sources: Sequence[str], tokenizer: Any, counted: Counter[str], bar: Progress) -> Iterator[Any]:
+def _tokens(
+    found: Iterable[tuple[str, Document]], tokenizer: Any, counted: Counter[str], bar: Progress
+) -> Iterator[Any]:
     """The token ids of every document; several texts at once, which is faster."""
     import numpy as np
-
-    from slipstream.text.documents import read
 
     def ids(some: list[str]) -> Iterator[Any]:
         encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         yield from (np.asarray(one, np.int32) for one in encoded)
 
     task, waiting, size = bar.add_task("reading", total=None), list[str](), 0
-    for _, document in read(sources):
+    for _, document in found:
         counted["documents"] += 1
         if not isinstance(document, str):
             yield document

@@ -98,7 +98,9 @@ Out = Annotated[
     str | None, _option(OUTPUT, "FILE", "Write the JSON lines to FILE, each as it finishes, instead of printing.")
 ]
 Resume = Annotated[bool, _option(OUTPUT, None, "Go on with the --out FILE of an earlier run.", "--resume")]
-Force = Annotated[bool, _option(OUTPUT, None, "Replace the --out FILE if there is one.", "--force")]
+Force = Annotated[
+    bool, _option(OUTPUT, None, "Replace an existing file that is of another kind; never an input.", "--force")
+]
 ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.console import console
-from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, Task
+from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, Force, Task
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def paper(
     quick: Quick = False,
     again: Again = False,
     out: Out = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Reproduce the paper's tables and figures (arXiv 2211.17192), and put the paper's numbers beside ours.
@@ -92,7 +93,7 @@ def paper(
     folder = Path(standins).expanduser() if standins else None
     given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
     how = Loading(compile, device, dtype, draft_dtype, say, task)
-    lab = Lab(given, QUICK if quick else FULL, how, _folder(out), again, say)
+    lab = Lab(given, QUICK if quick else FULL, how, _folder(out, names, force), again, say)
     try:
         sheets = _made(names, lab, as_json)
     except KeyboardInterrupt:
@@ -111,14 +112,19 @@ def _names(what: Sequence[str]) -> list[str]:
     return list(MAKERS) if ALL in what else list(dict.fromkeys(what))
 
 
-def _folder(out: str | None) -> Path | None:
+def _folder(out: str | None, names: Sequence[str], force: bool) -> Path | None:
     """Where files go, checked before anything is measured."""
+    from slipstream.files import check_folder
+    from slipstream.paper.catalogue import outputs
     from slipstream.paper.pages.draw import check_drawing
+    from slipstream.paper.pages.page import KIND, page_file
 
     if out is None:
         return None
     check_drawing()
     folder = Path(out).expanduser()
+    check_folder(folder, outputs(names), force)
+    check_folder(folder.parent, {page_file(folder).name: KIND}, force)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.app import INTERRUPTED, app, flag, say
-from slipstream.cli.console import busy, console, steps
+from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.console import busy, console, human_size, steps
 from slipstream.cli.options import (
     MODELS,
     OUTPUT,
@@ -23,6 +22,7 @@ from slipstream.cli.options import (
     Device,
     Dtype,
     File,
+    Force,
     Prompts,
     Seed,
     Target,
@@ -35,7 +35,8 @@ from slipstream.cli.options import (
     refuse_others,
 )
 from slipstream.cli.options import given as written
-from slipstream.engine.plan_file import Plan
+from slipstream.engine.plan_file import KIND, Plan
+from slipstream.files import check_writable
 from slipstream.plan.from_figures import Figures, promise
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
@@ -110,6 +111,7 @@ def plan(
     save: Save = None,
     export: Export = None,
     plot: Plot = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure acceptance and costs, predict the speed of every gamma, choose, and run the choice.
@@ -129,8 +131,7 @@ def plan(
     report = _measured(engine, drafters, texts, settings)
     made = report.plan(target, engine.decoder.target.vocab, dtype, compile)
     print(json_text(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
-    _keep(made, save)
-    _draw(report, plot)
+    _write(made, report, save, plot)
     _export(made, export or [])
     if report.interrupted:
         say("interrupted: the choice was not run to the end.")
@@ -160,15 +161,13 @@ def _check_outputs(params: dict[str, Any]) -> None:
 
     for engine in params["export"] or ():
         check_export(engine, params["target"])
+    force, inputs = params["force"], [params["file"]] if params["file"] else []
+    if params["save"] is not None:
+        check_writable(params["save"], KIND, force, inputs)
     if params["plot"] is not None:
-        from slipstream.plan.plot import check_plot
+        from slipstream.measure.pictures import check_plot
 
-        check_plot(params["plot"])
-    for name in ("save", "plot"):
-        file = None if params[name] is None else Path(params[name])
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            fault = "that is a folder" if file.is_dir() else "there is no such folder"
-            raise ValueError(f"{flag(name)}: cannot write {file}: {fault}.")
+        check_plot(params["plot"], force, inputs)
 
 
 def _settings(params: dict[str, Any]) -> Any:
@@ -226,16 +225,13 @@ def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any]
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _keep(made: Plan, file: str | None) -> None:
-    if file:
-        made.save(file)
-
-
-def _draw(report: Report, file: str | None) -> None:
-    if file:
+def _write(made: Plan, report: Report, save: str | None, plot: str | None) -> None:
+    if save:
+        made.save(save)
+    if plot:
         from slipstream.plan.plot import draw
 
-        draw(report, file)
+        draw(report, plot)
 
 
 def _export(made: Plan, engines: Sequence[str]) -> None:
@@ -343,19 +339,9 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
 def _show_memory(report: Report, screen: Console) -> None:
     table = _table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
-        table.add_row(name, *(_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
+        table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
     screen.print()
     screen.print(table)
-
-
-def _size(count: int) -> str:
-    """Bytes as people read them."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
 
 
 def _choice(report: Report, rows: int, gamma: int) -> str:

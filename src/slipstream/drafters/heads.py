@@ -32,7 +32,7 @@ from slipstream.files import Kind, load_tensors, save_tensors
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
-KIND = Kind("parallel heads", "slipstream heads 1", None, "train heads with `slipstream heads train`")
+KIND = Kind("parallel heads", "slipstream heads", "2", "train heads with `slipstream heads train`")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from slipstream.files import Kind, load_tensors, save_tensors
 
 ORDERS = range(1, 6)
 MOST_TOKENS = 1 << 24  # in a vocabulary: more than any has, and few enough for tables with an entry for each
-KIND = Kind("n-gram model", "slipstream.ngram", "1", "build it again")
+KIND = Kind("n-gram model", "slipstream.ngram", "2", "build it again")
 
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of 1, 2, 3 or more where counts of counts give none: too little text (KenLM's values)."""
@@ -157,7 +157,7 @@ class NgramModel:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> NgramModel:
-        """Map a file into memory: only the pages that are looked at are read.
+        """Map a file into memory, after reading it once to verify its checksum.
 
         Raises FileNotFoundError, and ValueError if it is damaged, another format or another version.
         """

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import whole
+from slipstream.files import JsonObject, atomic_write
 from slipstream.text.jsontext import json_text
 
 FORMAT, VERSION = "slipstream plan", 1
+
+KIND = JsonObject("plan", {"format": FORMAT})
+"""How a file of a plan is told from others."""
 
 KINDS: dict[str, tuple[type, ...]] = {
     "target": (str, type(None)),
@@ -72,7 +75,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it appears under its name when it is whole."""
-        with whole(path) as part:
+        with atomic_write(path) as part:
             part.write_text(json_text(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:

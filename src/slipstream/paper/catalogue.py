@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from slipstream.files import JsonObject, Picture, Recognisable, Text, atomic_write
 from slipstream.paper import figures, ideal, tables
 from slipstream.paper.lab import Given, Lab
 from slipstream.paper.pages.draw import draw
@@ -32,6 +33,17 @@ ALL = "all"
 
 ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
 """Those that need no corpora."""
+
+STORY_PAGE = "figure1.html"
+
+
+def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
+    """What `make` may write to its folder for these names, each with how it is told from other files."""
+    files: dict[str, Recognisable] = {STORY_PAGE: Text("page", "<!DOCTYPE html>")} if "figure1" in names else {}
+    for name in names:
+        files[f"{name}.json"] = JsonObject("table or figure of the paper", {"name": name, "columns": None})
+        files[f"{name}.svg"] = Picture()
+    return files
 
 
 def make(name: str, lab: Lab) -> Sheet:
@@ -66,5 +78,6 @@ def _write(sheet: Sheet, lab: Lab, out: Path) -> None:
     if sheet.drawn:
         draw(sheet, out / f"{sheet.name}.svg")
     if sheet.name == "figure1":
-        (out / "figure1.html").write_text(lab.story()["html"], encoding="utf-8")
+        with atomic_write(out / STORY_PAGE) as part:
+            part.write_text(lab.story()["html"], encoding="utf-8")
     write_page(read_sheets(out, tuple(MAKERS)), out)

@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slipstream.files import atomic_write
 from slipstream.plan.planner import Report
 from slipstream.plan.predict import Outlook
-
-
-def check_plot(file: str) -> None:
-    """Raises ValueError if matplotlib is missing or does not know the kind of file."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install slipstream[plot].") from None
-    kinds = Figure().canvas.get_supported_filetypes()
-    if Path(file).suffix[1:].lower() not in kinds:
-        raise ValueError(f"--plot {file} has no kind of picture at its end: use one of {', '.join(sorted(kinds))}.")
 
 
 def draw(report: Report, file: str) -> None:
@@ -36,7 +26,11 @@ def draw(report: Report, file: str) -> None:
     curve.axhline(1, color="grey", linewidth=0.8)
     curve.set(xlabel="tokens per row in one pass", ylabel="T(n) / T(1)", title="cost of verification")
     speed.legend()
-    figure.savefig(file)
+    try:
+        with atomic_write(file) as part:
+            figure.savefig(part, format=Path(file).suffix[1:] or None)
+    except ValueError as error:
+        raise ValueError(f"--plot {file}: {str(error).splitlines()[0]}") from error
 
 
 def _lines(speed: Any, curve: Any, outlook: Outlook, label: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from slipstream.files import whole
+from slipstream.files import atomic_write
 from slipstream.text.jsontext import json_text
 
 FINISHED = ("stop", "length")
@@ -91,7 +90,7 @@ def open_answers(path: str, digests: Sequence[dict[str, str]], resume: bool, for
             if not resume:
                 raise ValueError(f"{path} exists: --resume goes on with it, --force replaces it.")
             kept = _finished(file, digests)
-            with whole(file) as part:
+            with atomic_write(file) as part:
                 part.write_text("".join(kept), encoding="utf-8")
         stream = open(file, "a" if kept else "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     except OSError as error:
@@ -118,8 +117,3 @@ def _finished(file: Path, digests: Sequence[dict[str, str]]) -> list[str]:
                 raise ValueError(f"{file}:{number} was made with other {other}: give the same, or another --out file.")
         kept.setdefault(index, line.decode() + "\n")
     return list(kept.values())
-
-
-def same_file(one: str, other: str) -> bool:
-    """Whether two paths lead to the same file."""
-    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)

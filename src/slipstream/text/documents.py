@@ -17,12 +17,19 @@ Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 """A text, or token ids (length,)."""
 
 
-def read(sources: Sequence[str], field: str | None = None) -> Iterator[tuple[str, Document]]:
+class NotText(ValueError):
+    """A file is no text in UTF-8."""
+
+
+def read(
+    sources: Sequence[str], field: str | None = None, skipped: list[Path] | None = None
+) -> Iterator[tuple[str, Document]]:
     """(where it is from, document) of files and folders, in order.
 
     `.jsonl` (also `.gz`) has a document per line: in `field`, or the first of "text", "tokens" and "messages", of
     which every assistant's content is one. `.npy` holds token ids, a document per row if it has two dimensions.
-    Any other file is one text. Of a folder all files are read but hidden ones and those that are no text.
+    Any other file is one text. Of a folder all files are read but hidden ones and those that are no text in UTF-8,
+    which are added to `skipped`.
     `dataset:NAME`, `dataset:NAME:SPLIT` and `dataset:NAME:CONFIG:SPLIT` stream a dataset of the `datasets` library,
     whose rows are as those of JSON lines; the split is "train" unless given.
 
@@ -35,7 +42,7 @@ def read(sources: Sequence[str], field: str | None = None) -> Iterator[tuple[str
         if source.startswith(DATASET):
             yield from _dataset(source.removeprefix(DATASET), field)
         elif path.is_dir():
-            yield from _folder(path, field)
+            yield from _folder(path, field, [] if skipped is None else skipped)
         elif path.is_file():
             yield from _file(path, field)
         else:
@@ -60,11 +67,17 @@ def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
         raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
 
 
-def _folder(folder: Path, field: str | None) -> Iterator[tuple[str, Document]]:
+def _folder(folder: Path, field: str | None, skipped: list[Path]) -> Iterator[tuple[str, Document]]:
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden and (path.suffix == ".npy" or _is_text(path)):
+        if hidden or not path.is_file():
+            continue
+        try:
+            if path.suffix != ".npy" and not _is_text(path):
+                raise NotText(f"{path} holds zero bytes, which no text has.")
             yield from _file(path, field)
+        except NotText:  # known before anything of it is yielded
+            skipped.append(path)
 
 
 def _is_text(path: Path) -> bool:
@@ -82,7 +95,7 @@ def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {path}: byte {error.start + 1} is not UTF-8.") from error
+        raise NotText(f"cannot read {path}: byte {error.start + 1} is not UTF-8.") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}.") from error
     if path.name.removesuffix(".gz").endswith(".jsonl"):

@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.drafters.heads import ParallelHeads, Sizes, Tap
+from slipstream.drafters.heads import FILE, ParallelHeads, Sizes, Tap
+from slipstream.drafters.heads import KIND as HEADS
 from slipstream.files import Kind, load_tensors, save_tensors
 from slipstream.models.families import longest_text
 from slipstream.text.jsontext import json_text
 
 STATE = "training.safetensors"
-KIND = Kind("training of heads", "slipstream heads in training 1", None, "give another folder to begin anew")
+KIND = Kind("training of heads", "slipstream heads in training", "2", "give another folder to begin anew")
+
+FILES = {FILE: HEADS, STATE: KIND}
+"""What a training writes to its folder."""
 
 HELD_OUT = 0.02
 """Share of the text, at its end, that is only measured on."""

@@ -21,7 +21,7 @@ import torch
 
 from slipstream.files import Kind, load_tensors, save_tensors
 
-KIND = Kind("corpus", "slipstream.corpus", "1", "build it again")
+KIND = Kind("corpus", "slipstream.corpus", "2", "build it again")
 
 DEPTH = 64
 """Tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""

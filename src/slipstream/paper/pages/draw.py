@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import whole
+from slipstream.files import atomic_write
 from slipstream.paper.pages.sheet import Sheet
 
 COLOURS = {"once": "tab:gray", "draft": "tab:green", "target": "tab:blue", "rest": "tab:orange"}
@@ -25,7 +25,7 @@ def draw(sheet: Sheet, file: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(SETTINGS), whole(file) as part:
+    with rc_context(SETTINGS), atomic_write(file) as part:
         groups = list(dict.fromkeys(curve.group for curve in sheet.curves)) or [""]
         figure = Figure(figsize=(1 + 5 * len(groups), 2.6 if sheet.lanes else 4), layout="constrained")
         panels = figure.subplots(1, len(groups), squeeze=False)[0]

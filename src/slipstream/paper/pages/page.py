@@ -6,7 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.files import Text, atomic_write
 from slipstream.paper.pages.sheet import Sheet, markdown
+
+KIND = Text("page of the paper", "# The paper, reproduced\n")
+"""How the page is told from others."""
 
 INTRODUCTION = """\
 # The paper, reproduced
@@ -109,8 +113,15 @@ def _place(run: dict[str, Any]) -> str:
     return f"{run['date'][:10]} on {cpu if 'cpu' in str(run['device']) else run['device']} ({versions})"
 
 
+def page_file(out: Path) -> Path:
+    """Where the page lies, beside the folder of the sheets: `docs/paper` gives `docs/paper.md`."""
+    out = out.absolute()
+    return out.with_name(f"{out.name}.md")
+
+
 def write_page(sheets: Sequence[Sheet], out: Path) -> Path:
-    """The page beside the folder of the sheets: `docs/paper` gives `docs/paper.md`."""
-    file = out.with_name(f"{out.name}.md")
-    file.write_text(page(sheets, out.name), encoding="utf-8")
+    """Write the page, whole or not at all -> its file."""
+    file = page_file(out)
+    with atomic_write(file) as part:
+        part.write_text(page(sheets, out.name), encoding="utf-8")
     return file

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import whole
+from slipstream.files import atomic_write
 from slipstream.text.jsontext import json_text
 
 Cell = str | float | int | None
@@ -116,7 +116,7 @@ def markdown(sheet: Sheet) -> list[str]:
 def write_json(record: Any, file: Path) -> None:
     """A JSON file, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with whole(file) as part:
+    with atomic_write(file) as part:
         part.write_text(json_text(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

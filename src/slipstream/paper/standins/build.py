@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
 from slipstream.core.round import Round
 from slipstream.engine.load import load
-from slipstream.files import whole
+from slipstream.files import atomic_write
 from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.corpora import Pairs, crossed
 from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
@@ -146,7 +146,7 @@ def _told(target: Path, heard: Sequence[tuple[int, ...]], file: Path, recipe: Re
 
     model = T5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
     told = with_laws(model, sources, texts, watch=watch)
-    with whole(file) as written:
+    with atomic_write(file) as written:
         torch.save([(example.source, example.target, example.laws) for example in told], written)
     return told
 

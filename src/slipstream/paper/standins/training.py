@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import T5ForConditionalGeneration
 
-from slipstream.files import whole
+from slipstream.files import atomic_write
 from slipstream.paper.standins.models import EOS, PAD, SPECIAL
 
 IGNORED = -100
@@ -121,7 +121,7 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with whole(self.file) as part:
+        with atomic_write(self.file) as part:
             torch.save(state, part)
 
     def _resume(self) -> None:
