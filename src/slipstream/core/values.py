@@ -1,10 +1,12 @@
-"""Numbers that users give: whole ones and real ones, or one sentence about what is allowed."""
+"""Numbers and switches that users give: what they are, or one sentence about what is allowed."""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 
 def is_whole(value: Any) -> bool:
@@ -26,6 +28,13 @@ def is_real(value: Any) -> bool:
 def is_finite(value: Any) -> bool:
     """Whether it is a number that a float can hold, and neither infinite nor NaN."""
     return is_real(value) and math.isfinite(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """The value as a bool. Raises ValueError if it is neither True nor False, of Python or numpy."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r} is not possible: it is True or False.")
+    return bool(value)
 
 
 def whole_number(name: str, value: Any, least: int) -> int:

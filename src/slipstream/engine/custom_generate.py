@@ -74,6 +74,10 @@ def custom_generate(
     Raises ValueError in one sentence for what it cannot honour: beam search and other modes, an assistant, quantized
     and offloaded caches, other model inputs of your own, attentions and hidden states, guidance.
     """
+    if not isinstance(verifier, Rule) and not callable(verifier):
+        raise ValueError(
+            f"verifier={verifier!r} is not possible: give a rule of slipstream.decoding.rules, or a verifier."
+        )
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
     return Speculation(draft, controller(gamma), rule, seed)
 

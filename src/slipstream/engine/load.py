@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.core.protocols import Controller
 from slipstream.core.source import Frame
-from slipstream.core.values import whole_number
+from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import BLOCK, Rule, rule
@@ -64,7 +64,13 @@ def load(
     loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is for
     another target.
     """
-    made = Plan.read(plan) if isinstance(plan, str | Path) else plan
+    made = _read_plan(plan)
+    for name, switch in (("exact_shape", exact_shape), ("compile", compile)):
+        true_or_false(name, switch)
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(
+            f"tokenizer={tokenizer!r} is not possible: give one of transformers, or None for the target's."
+        )
     if made:
         made.check_target(source_name(target))
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
@@ -94,6 +100,15 @@ def load(
     if compile:
         engine.warm_up()
     return engine
+
+
+def _read_plan(plan: Any) -> Plan | None:
+    """A plan, or what its file holds. Raises ValueError for anything else."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str | Path):
+        raise ValueError(f"plan={plan!r} is not possible: give a file that `slipstream plan --save` wrote, or a Plan.")
+    return Plan.read(plan)
 
 
 def _check_exact(exact_shape: bool, tree: Sequence[int] | None, compile: bool) -> None:

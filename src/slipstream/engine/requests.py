@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.core.protocols import Controller
 from slipstream.core.source import Frame
-from slipstream.core.values import is_whole, whole_number
+from slipstream.core.values import is_whole, true_or_false, whole_number
 from slipstream.decoding.controllers import controller
 from slipstream.decoding.rules import Rule, rule
 from slipstream.decoding.sampling import Sampling
@@ -250,8 +250,7 @@ class Options:
         whole_number("max_new_tokens", self.max_new_tokens, 1)
         whole_number("seed", self.seed, 0)
         for name in ("lossless", "plain", "ignore_eos"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it is True or False.")
+            true_or_false(name, getattr(self, name))
         stops = [self.stop] if isinstance(self.stop, str) else _listed(self.stop, "stop", "it is one text or several")
         for text in stops:
             if not isinstance(text, str) or not text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,11 @@ def _found(source: str | Path, name: str) -> Path | None:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of a message; of a validation error also what is wrong, which stands in the second."""
+    """The first line of a message, without names of errors; of a validation error also what is wrong, which stands in
+    the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_sentence(error)
-    return first.removesuffix(".")
+    return re.sub(r"\b[A-Z]\w+Error: ", "", first).removesuffix(".")
 
 
 # ---- devices ----------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def load_model(
     """
     place = usable_device(device)
     if isinstance(source, PreTrainedModel):
+        if kwargs:
+            raise TypeError(f"unknown option {', '.join(sorted(kwargs))}: a loaded model is used as it is.")
         return source.to(place) if device else source
     refuse_missing(source)
     wanted, kind = _dtype(dtype), _kind(source)
