@@ -12,12 +12,12 @@ from torch import Tensor
 from slipstream.check.record import Emission, Text
 from slipstream.check.report import Difference
 from slipstream.core.draws import Key, Purpose, Rng
-from slipstream.core.law import Law
+from slipstream.core.law import Law, distance
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, sound
-from slipstream.measure.replay import distance, plain_law, replay
+from slipstream.measure.replay import plain_law, replay
 
 HALF = {torch.float16, torch.bfloat16}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.draft import ABSENT, Draft, Verdict, Verifier, ancestors
 from slipstream.core.draws import Purpose
-from slipstream.core.law import Law
+from slipstream.core.law import Law, total_variation
 
 WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
 
@@ -231,15 +231,11 @@ def distances(verify: Verifier, pairs: Sequence[Pair], tree: bool) -> list[Dista
         except TooMany:
             continue
         later = tuple(range(1, law.dim()))
-        found.append(Distance(apart(law.sum(later), want.sum(later)), apart(law, want)))
+        first = total_variation(law.sum(later), want.sum(later))
+        found.append(Distance(float(first), float(total_variation(law.flatten(), want.flatten()))))
     return found
 
 
 def spread(things: Sequence[Pair], count: int) -> list[Pair]:
     """At most so many, evenly."""
     return list(things[:: max(1, -(-len(things) // count))])
-
-
-def apart(left: Tensor, right: Tensor) -> float:
-    """Total variation between two laws of the same shape; mass that is missing counts."""
-    return float((left - right).abs().sum()) / 2

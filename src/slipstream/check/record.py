@@ -12,13 +12,13 @@ from torch import Tensor
 from slipstream.check.enumeration import WIDE, Pair, normed
 from slipstream.core.draft import ABSENT, Draft, Part, Verdict, ancestors
 from slipstream.core.draws import Key, Purpose, Rng
-from slipstream.core.law import Law
+from slipstream.core.law import Law, distance, total_variation
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds, sound
-from slipstream.measure.replay import distance, plain_law
+from slipstream.measure.replay import plain_law
 
 MOST_PAIRS = 48
 
@@ -324,7 +324,7 @@ def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:
     there = torch.tensor([node < length for length in draft.lengths], device=want.device)
     there &= draft.tokens[:, node] != ABSENT
     total = want.sum(-1, keepdim=True)
-    gap = (law.dense[:, 0] / law.dense[:, 0].sum(-1, keepdim=True) - want / total).abs().sum(-1) / 2
+    gap = total_variation(law.dense[:, 0] / law.dense[:, 0].sum(-1, keepdim=True), want / total)
     return torch.where(tokens[:, 0].to(want.device) == draft.tokens[:, node], gap, 1.0).where(there, 0.0)
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from slipstream.check.chi2 import Tally, detectable, tail
 from slipstream.core.draws import draw
-from slipstream.core.law import Law
+from slipstream.core.law import Law, distance
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, sound
-from slipstream.measure.replay import distance, replay
+from slipstream.measure.replay import replay
 
 FALSE_ALARM, POWER = 1e-4, 0.9
 RATIOS, SIZES = (0.8, 1.25), (0.03, 0.3)

@@ -165,6 +165,21 @@ def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     return torch.cat(given, dim) if len(given) == len(parts) else None
 
 
+def total_variation(left: Tensor, right: Tensor) -> Tensor:
+    """Half the sum of absolute differences over the last dimension; mass that one of the two misses counts."""
+    return (left - right).abs().sum(-1) / 2
+
+
+def distance(left: Law, right: Law) -> Tensor:
+    """Total variation (rows, positions) between laws of the same shape, dense or point masses: D_LK of the paper
+    (Definition 3.2)."""
+    if left.probs is not None and right.probs is not None:
+        return total_variation(left.probs, right.probs)
+    point, other = (left, right) if left.tokens is not None else (right, left)
+    assert point.tokens is not None
+    return 1 - other.of(point.tokens)
+
+
 def fit(logits: Tensor, vocab: int) -> Tensor:
     """Cut or pad logits (..., v) to the target's vocabulary: its other ids get probability zero."""
     if logits.shape[-1] >= vocab:

@@ -1,4 +1,4 @@
-"""Feeding finished texts to the target again: the laws that plain decoding would have seen, and their distances."""
+"""Feeding finished texts to the target again: the laws that plain decoding would have seen."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:
     if faults:
         raise RowFailure(faults, law)
     return law
-
-
-def distance(left: Law, right: Law) -> Tensor:
-    """Total variation (rows, positions) between laws of the same shape, dense or not."""
-    if left.probs is not None and right.probs is not None:
-        return (left.probs - right.probs).abs().sum(-1) / 2
-    point, other = (left, right) if left.tokens is not None else (right, left)
-    assert point.tokens is not None
-    return 1 - other.of(point.tokens)
 
 
 Replayed = tuple[int, list[Row], Tensor, Law]
