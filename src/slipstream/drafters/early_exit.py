@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.protocols import HasModel
-from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
+from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
@@ -45,25 +45,21 @@ class ExitDrafter:
 
         Raises ValueError if the rows are not those of the target's cache.
         """
-        gamma = max(gammas, default=0)
-        if not gamma:
+        if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
-        before = self._text_lengths(context)
-        fed = torch.tensor([row.tokens[-1:] for row in context.rows], device=self.scorer.device)
-        tokens, laws = fed[:, :0], list[Law]()
-        for i in range(gamma):
-            logits = self.scorer.extend(fed, [int(i < wanted) for wanted in gammas])
-            laws.append(context.law(logits, Texts.chain(tokens, 1), self.scorer.name).bare())
-            fed = context.draw(laws[-1], Purpose.DRAFT, start=i)
-            tokens = torch.cat([tokens, fed], 1)
+        before = self.scorer.lengths[: len(context.rows)]  # behind them prompts may still be read
+        if before != [len(row.tokens) - 1 for row in context.rows]:
+            raise ValueError(f"{self.scorer.name} drafts only for the target it was made of: make one for this target.")
+        pending = torch.tensor([row.tokens[-1:] for row in context.rows], device=self.scorer.device)
+
+        def law_after(tokens: Tensor) -> Law:
+            i = tokens.shape[1]
+            logits = self.scorer.extend(tokens[:, -1:] if i else pending, [int(i < wanted) for wanted in gammas])
+            return law_of(context, logits, tokens, self.scorer.name)
+
+        draft = sample_chain(context, law_after, gammas, self.scorer.device)
         self.scorer.rollback(before)
-        return Draft(tokens, Law.join(laws, 1), tuple(gammas))
+        return draft
 
     def observe(self, round: Round) -> None:
         """The target's cache is rolled back by the loop, and there is no other."""
-
-    def _text_lengths(self, context: Context) -> list[int]:
-        lengths = self.scorer.lengths[: len(context.rows)]  # behind them prompts may still be read
-        if lengths != [len(row.tokens) - 1 for row in context.rows]:
-            raise ValueError(f"{self.scorer.name} drafts only for the target it was made of: make one for this target.")
-        return lengths

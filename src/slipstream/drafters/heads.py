@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.protocols import HasModel
-from slipstream.core.request import Row, Texts
+from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
+from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.files import Kind, load_tensors, save_tensors
 from slipstream.text.jsontext import json_text
 
@@ -152,16 +152,14 @@ class HeadsDrafter:
         known = [places.get(id(row)) for row in context.rows]
         most = self.heads.sizes.heads
         lengths = tuple(0 if place is None else min(gamma, most) for place, gamma in zip(known, gammas, strict=True))
-        depth = max(lengths, default=0)
-        if not depth:
+        if not max(lengths, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
-        logits = self._logits(context, [place or 0 for place in known])[:, :depth].to(self.scorer.device)
-        tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=logits.device)
-        laws: list[Law] = []
-        for i in range(depth):  # samplers may look at the tokens before; the heads do not
-            laws.append(context.law(logits[:, i : i + 1], Texts.chain(tokens, 1), "heads").bare())
-            tokens = torch.cat([tokens, context.draw(laws[-1], Purpose.DRAFT, start=i)], 1)
-        return Draft(tokens, Law.join(laws, 1), lengths)
+        logits = self._logits(context, [place or 0 for place in known])[:, : max(lengths)].to(self.scorer.device)
+
+        def law_after(tokens: Tensor) -> Law:  # samplers may look at the tokens before; the heads do not
+            return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, "heads")
+
+        return sample_chain(context, law_after, lengths, self.scorer.device)
 
     def observe(self, round: Round) -> None:
         """Keep the state behind the last token that stands: the pending token was drawn from it."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, fit
 from slipstream.core.protocols import Scorer
-from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.following import Follower, windowed_lengths
+from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
 
 
@@ -41,15 +42,16 @@ class ModelDrafter:
         missing = self._follower.lacking(gamma)
         if (draft := self._at_once(context, missing, gammas)) is not None:
             return draft
-        logits = self._follower.feed(missing)
-        tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=self.scorer.device)
-        laws: list[Law] = []
-        for i in range(gamma):
-            laws.append(context.law(fit(logits, self.vocab), Texts.chain(tokens, 1), self.scorer.name).bare())
-            tokens = torch.cat([tokens, context.draw(laws[-1], Purpose.DRAFT, start=i)], 1)
-            if i + 1 < gamma:
-                logits = self.scorer.extend(tokens[:, -1:], [int(i + 1 < wanted) for wanted in gammas])
-        return Draft(tokens, Law.join(laws, 1), tuple(gammas), windowed_lengths(self._follower, gammas))
+
+        def law_after(tokens: Tensor) -> Law:
+            if i := tokens.shape[1]:
+                logits = self.scorer.extend(tokens[:, -1:], [int(i < wanted) for wanted in gammas])
+            else:
+                logits = self._follower.feed(missing)
+            return law_of(context, fit(logits, self.vocab), tokens, self.scorer.name)
+
+        draft = sample_chain(context, law_after, gammas, self.scorer.device)
+        return replace(draft, windowed=windowed_lengths(self._follower, gammas))
 
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
         """The chains by graphs, with the draws they would have token by token; None if there are no such graphs, or if

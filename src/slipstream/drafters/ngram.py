@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
-from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
 from slipstream.drafters.ngram_model import NgramModel, OnlineCounts
+from slipstream.drafters.sampled import law_of, sample_chain
 
 
 class Ngram:
@@ -37,24 +37,20 @@ class Ngram:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it; on the CPU."""
-        gamma = max(gammas, default=0)
-        if not gamma:
+        if not max(gammas, default=0):
             return Draft.empty(len(context.rows), torch.device("cpu"))
         texts = [row.tokens[-self.model.order :] for row in context.rows]
         states = [self.model.state(text) for text in texts]
-        tokens = torch.empty(len(texts), 0, dtype=torch.long)
-        laws: list[Law] = []
-        for i in range(gamma):
+
+        def law_after(tokens: Tensor) -> Law:
+            for place, (token,) in enumerate(tokens[:, -1:].tolist() if tokens.shape[1] else ()):
+                texts[place].append(token)
+                states[place] = self.model.advance(states[place], token)
             q = [self.model.law(state, self.online, text) for state, text in zip(states, texts, strict=True)]
             logits = torch.from_numpy(np.log(np.stack(q))).unsqueeze(1)
-            laws.append(context.law(logits, Texts.chain(tokens, 1), "the n-gram model").bare())
-            drawn = context.draw(laws[-1], Purpose.DRAFT, start=i)
-            tokens = torch.cat([tokens, drawn], 1)
-            for text, (token,) in zip(texts, drawn.tolist(), strict=True):
-                text.append(token)
-            pairs = zip(states, texts, strict=True)
-            states = [self.model.advance(state, text[-1]) for state, text in pairs]
-        return Draft(tokens, Law.join(laws, 1), tuple(gammas))
+            return law_of(context, logits, tokens, "the n-gram model")
+
+        return sample_chain(context, law_after, gammas, torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
         """Learn the emitted tokens, if asked to."""

@@ -12,16 +12,16 @@ the law that the draft would sample: it writes the likeliest tokens, since a poi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.request import Texts
 from slipstream.core.round import Context, Round
 from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.sampled import sample_chain
 
 
 class Intersection:
@@ -42,23 +42,24 @@ class Intersection:
         left = [gamma if view.ready and view.ids else 0 for gamma, view in zip(gammas, reader.readings, strict=True)]
         if not any(left):
             return Draft.empty(len(left), self.scorer.device)
-        logits = reader.catch_up(max(left))
-        tokens = torch.empty(len(left), 0, dtype=torch.long, device=self.scorer.device)
-        laws: list[Law] = []
-        while True:
-            i = len(laws)
-            law, left = self._law(context, logits, tokens, left)
+
+        def law_after(tokens: Tensor) -> Law | None:
+            nonlocal left
+            i = tokens.shape[1]
             if max(left) <= i:
-                break
-            laws.append(law)
-            tokens = torch.cat([tokens, context.draw(law, Purpose.DRAFT, start=i)], 1)
-            if max(left) == i + 1:
-                break
-            counterparts = self.common.to_draft.to(tokens.device)[tokens[:, -1:]].clamp(min=0)
-            logits = reader.feed(counterparts, [int(i + 1 < wanted) for wanted in left])
-        if not laws:
-            return Draft.empty(len(left), self.scorer.device)
-        return Draft(tokens, Law.join(laws, 1), tuple(left), reader.windowed(left))
+                return None
+            if i:
+                counterparts = self.common.to_draft.to(tokens.device)[tokens[:, -1:]].clamp(min=0)
+                logits = reader.feed(counterparts, [int(i < wanted) for wanted in left])
+            else:
+                logits = reader.catch_up(max(left))
+            law, left = self._law(context, logits, tokens, left)
+            return law if max(left) > i else None
+
+        draft = sample_chain(context, law_after, left, self.scorer.device)
+        if draft.law is None:
+            return draft
+        return replace(draft, lengths=tuple(left), windowed=reader.windowed(left))
 
     def observe(self, round: Round) -> None:
         """Nothing: the reader compares what it fed with the text of the next round."""
