@@ -1,19 +1,18 @@
-"""Contenders against each other on one task: timed from outside by the same code, in an order that rotates."""
+"""Contenders against each other on one task, timed from outside by the same code."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from operator import eq
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from slipstream.bench.records import GENERATE, PLAIN, Contender, Output, Report, Result, Spread, Task
+from slipstream.bench.records import GENERATE, PLAIN, Contender, Output, Report, Result, Task
 from slipstream.core.stats import Stats
+from slipstream.measure.racing import Spread, race, ratios, spread
 
 Repetition = dict[Contender, Output]
 
@@ -21,30 +20,24 @@ Repetition = dict[Contender, Output]
 def run_race(report: Report, task: Task, contenders: Sequence[Contender], step: Callable[[str], None]) -> None:
     """Warm up, then repeat. Whole repetitions are reported even if a later one breaks off."""
     repetitions: list[Repetition] = []
+
+    def run(contender: Contender, task: Task) -> Output:
+        step(contender.name)
+        return timed(contender, task)
+
     try:
         for contender in contenders:
-            step(contender.name)
-            timed(contender, replace(task, prompts=task.prompts[: task.batch]))
-        for number in range(report.settings.repetitions):
-            runs = {}
-            for contender in rotated(contenders, number):
-                step(contender.name)
-                runs[contender] = timed(contender, replace(task, seed=task.seed + number))
-            repetitions.append(runs)
+            run(contender, replace(task, prompts=task.prompts[: task.batch]))
+        tasks = [replace(task, seed=task.seed + number) for number in range(report.settings.repetitions)]
+        for outputs in race(contenders, tasks, run):
+            repetitions.append(dict(zip(contenders, outputs, strict=True)))
     finally:
         if repetitions:
             report.rows += [result(contender, task, repetitions) for contender in contenders]
 
 
-def rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
-    """The order of a repetition: everybody is first, second, ... in turn, so that a drift favours nobody."""
-    first = number % max(1, len(contenders))
-    return [*contenders[first:], *contenders[:first]]
-
-
 def timed(contender: Contender, task: Task) -> Output:
     """Run, time and count. Raises ValueError if the contender did less or more than the others have to do."""
-    gc.collect()  # nobody pays for the garbage of another
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(task.seed)
         start = perf_counter()
@@ -77,31 +70,27 @@ def result(contender: Contender, task: Task, repetitions: Sequence[Repetition]) 
         tokens=sum(run.emitted for run in runs),
         speeds=(speeds := [run.speed for run in runs]),
         tokens_per_second=spread(speeds),
-        ratio_to_plain=paired(runs, plain),
-        ratio_to_transformers=paired(runs, generate),
+        ratio_to_plain=_over(runs, plain),
+        ratio_to_transformers=_over(runs, generate),
         matches_plain=None if task.temperature or not plain else _matches(runs, plain),
         matches_transformers=None if task.temperature or not generate else _matches(runs, generate),
         **_calls(runs, task.batch) | inside(runs),
     )
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Median, smallest and largest."""
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def paired(runs: Sequence[Output], baseline: Sequence[Output]) -> Spread | None:
+def _over(runs: Sequence[Output], baseline: Sequence[Output]) -> Spread | None:
     """Ratios of speeds, each within one repetition; None without a baseline."""
-    return spread([run.speed / base.speed for run, base in zip(runs, baseline, strict=True)]) if baseline else None
+    return spread(ratios([run.speed for run in runs], [run.speed for run in baseline])) if baseline else None
 
 
 def _matches(runs: Sequence[Output], baseline: Sequence[Output]) -> int:
+    """How many prompts were answered with the baseline's tokens in every repetition."""
     same = [map(eq, run.tokens, base.tokens) for run, base in zip(runs, baseline, strict=True)]
     return sum(map(all, zip(*same, strict=True)))
 
 
 def _calls(runs: Sequence[Output], batch: int) -> dict[str, Any]:
-    """What the passes of the target tell about any contender that counts them."""
+    """Figures from the passes of the target, for any contender that counts them."""
     if not all(run.calls for run in runs):
         return {}
     figures: dict[str, Any] = {"milliseconds_per_call": spread([1000 * run.seconds / run.calls for run in runs])}

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.core.stats import Stats
 from slipstream.decoding.rules import rule
+from slipstream.measure.racing import Spread
 from slipstream.text.jsontext import json_text
 
 PLAIN, SPECULATIVE = "slipstream plain", "slipstream speculative"
@@ -119,10 +120,6 @@ class Contender:
     draft: str | None = None
     rule: str | None = None
     execution: str | None = None
-
-
-Spread = dict[str, float]
-"""`median`, `min` and `max` over the repetitions."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
@@ -27,6 +27,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, sound
 from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.measure.racing import race, ratios
 from slipstream.models.layers import find_layers, part_of, spell
 from slipstream.theory import best_gamma, walltime_factor
 
@@ -121,8 +122,8 @@ def search_exit(
         trials.append(_trial(decoder, requests, layers, gamma, base))
         watch(f"layers {spell(layers)}: alpha {trials[-1].alpha:.3f}, {trials[-1].tokens_per_second:.1f} tokens/s")
     promising = sorted((trial for trial in trials if trial.best_gamma), key=lambda trial: -trial.factor)[:FINALISTS]
-    speed, race = _race(decoder, requests, promising, watch)
-    return Search(speed, tuple(trials), race)
+    speed, finishes = _race(decoder, requests, promising, watch)
+    return Search(speed, tuple(trials), finishes)
 
 
 def first_layers(target: HasModel) -> list[Layers]:
@@ -215,18 +216,18 @@ def _seconds(stats: Stats) -> float:
 def _race(
     decoder: Decoder, requests: Sequence[Request], trials: Sequence[Trial], watch: Watch
 ) -> tuple[float, tuple[Finish, ...]]:
-    """Laps in which everybody decodes once, plain decoding too -> its speed, and how the others finished."""
-    laps = [list(_lap(decoder, requests, trials)) for _ in range(LAPS)]
-    race = []
-    for place, trial in enumerate(trials, 1):
-        speed, ratio = median(lap[place] for lap in laps), median(lap[place] / lap[0] for lap in laps)
-        race.append(Finish(trial.layers, trial.best_gamma, speed, ratio))
-        watch(f"layers {spell(trial.layers)}, gamma {trial.best_gamma}: {speed:.1f} tokens/s, {ratio:.2f} x plain")
-    return median(lap[0] for lap in laps), tuple(race)
+    """Race the trials and plain decoding -> the speed of plain decoding, and how the trials finished."""
 
-
-def _lap(decoder: Decoder, requests: Sequence[Request], trials: Sequence[Trial]) -> Iterator[float]:
-    yield _pooled(decoder, requests, None).tokens_per_second or 0.0
-    for trial in trials:
+    def run(trial: Trial | None, lap: int) -> float:
+        if trial is None:
+            return _pooled(decoder, requests, None).tokens_per_second or 0.0
         own = replace(decoder, controller=Fixed(trial.best_gamma))
-        yield _pooled(own, requests, trial.layers).tokens_per_second or 0.0
+        return _pooled(own, requests, trial.layers).tokens_per_second or 0.0
+
+    plain_speeds, *others = zip(*race([None, *trials], range(LAPS), run), strict=True)
+    finishes = []
+    for trial, speeds in zip(trials, others, strict=True):
+        speed, ratio = median(speeds), median(ratios(speeds, plain_speeds))
+        finishes.append(Finish(trial.layers, trial.best_gamma, speed, ratio))
+        watch(f"layers {spell(trial.layers)}, gamma {trial.best_gamma}: {speed:.1f} tokens/s, {ratio:.2f} x plain")
+    return median(plain_speeds), tuple(finishes)

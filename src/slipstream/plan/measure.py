@@ -22,6 +22,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.sampling import Sampling
+from slipstream.measure.racing import race
 from slipstream.measure.timing import Beat, beats
 from slipstream.plan.predict import Costs, Tally, between
 
@@ -234,17 +235,15 @@ class Speed:
         return self.seconds / self.rounds
 
 
-def race(decoders: Sequence[Decoder], task: Task, seed: int) -> list[Speed]:
-    """Decode all texts with every decoder, taking turns part by part."""
-    totals = [Speed() for _ in decoders]
-    for number, part in enumerate(task.parts()):
-        gc.collect()
-        order = range(len(decoders))
-        for place in order if (number + seed) % 2 else reversed(order):
-            for round, beat in beats(decoders[place], task.requests(part, seed)):
-                if beat.rows == task.rows:
-                    totals[place] += Speed(sum(map(len, round.tokens)), beat.seconds, 1, beat.rows)
-    return totals
+def speeds(decoders: Sequence[Decoder], task: Task, seed: int) -> list[Speed]:
+    """Decode all texts with every decoder, taking turns part by part -> the speed of each in full batches."""
+
+    def run(decoder: Decoder, part: range) -> Speed:
+        timed = beats(decoder, task.requests(part, seed))
+        full = [(round, beat) for round, beat in timed if beat.rows == task.rows]
+        return sum((Speed(sum(map(len, round.tokens)), beat.seconds, 1, beat.rows) for round, beat in full), Speed())
+
+    return [sum(runs, Speed()) for runs in zip(*race(decoders, task.parts(), run), strict=True)]
 
 
 def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import Speed, Task, memory, race, sweep, using
+from slipstream.plan.measure import Speed, Task, memory, speeds, sweep, using
 from slipstream.plan.predict import Outline, Outlook, Prediction, predict
 from slipstream.text.jsontext import json_text
 
@@ -196,7 +196,7 @@ def verify(decoder: Decoder, drafter: Drafter, task: Task, report: Report, step:
     pairs = []
     for number in range(report.settings.repetitions):
         step(f"plain and gamma {best.gamma}")
-        pairs.append(race(decoders, task, 1 + number))
+        pairs.append(speeds(decoders, task, 1 + number))
     return Verification(
         task.rows,
         report.draft,

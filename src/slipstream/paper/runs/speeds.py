@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -15,6 +16,7 @@ from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request
 from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
+from slipstream.measure import racing
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import Beat, beats
 from slipstream.paper.published import GAMMAS
@@ -128,15 +130,19 @@ def chosen(alphas: Mapping[str, Any], costs: Mapping[int, Costs]) -> int:
 
 def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]) -> dict[str, dict[int, Costs]]:
     """Costs of every draft and gamma, by turns; a first text of each warms up."""
-    decoders = {(name, gamma): subject.drafted(name, gamma) for name in subject.drafts for gamma in GAMMAS}
-    logs = {run: Log() for run in decoders}
+    logs = {(name, gamma): Log() for name in subject.drafts for gamma in GAMMAS}
     texts = min(texts, len(subject.sources))
-    for place in range(texts):
-        say(f"{subject.name} at temperature {temperature:g}: pilot, text {place + 1} of {texts}")
-        for run, decoder in decoders.items():
-            log = Log() if place == 0 and texts > 1 else logs[run]
-            for _ in log.play(decoder, subject.requests(temperature, [place])):
-                pass
+
+    def run(one: tuple[str, int], place: int) -> None:
+        log = Log() if place == 0 and texts > 1 else logs[one]
+        deque(log.play(subject.drafted(*one), subject.requests(temperature, [place])), maxlen=0)
+
+    def places() -> Iterator[int]:
+        for place in range(texts):
+            say(f"{subject.name} at temperature {temperature:g}: pilot, text {place + 1} of {texts}")
+            yield place
+
+    deque(racing.race(list(logs), places(), run), maxlen=0)
     return {name: {gamma: logs[name, gamma].costs(gamma) for gamma in GAMMAS} for name in subject.drafts}
 
 
