@@ -244,7 +244,7 @@ def test_ctrl_c_keeps_the_predictions(clock: Clock, monkeypatch: pytest.MonkeyPa
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "race", interrupted)
+    monkeypatch.setattr(run, "speeds", interrupted)
     engine, drafter = pair(clock, (1, 0), (1, 0))
     report = make(engine, {"a": drafter}, TEXTS, QUICK)
     assert report.interrupted and report.outlooks[1]["a"].predictions and not report.verifications
@@ -636,7 +636,7 @@ def test_ctrl_c_leaves_no_traceback(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "race", interrupted)
+    monkeypatch.setattr(run, "speeds", interrupted)
     result = command(*small)
     assert result.exit_code == 130 and "T(n)/T(1)" in result.stdout and "the choice was not run" in result.stderr
     monkeypatch.setattr(run, "sweep", interrupted)

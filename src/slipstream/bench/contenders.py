@@ -8,11 +8,9 @@ from typing import Any
 
 from slipstream.bench import peers
 from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
-from slipstream.core.draws import request_key
 from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
-from slipstream.core.source import framed
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
@@ -22,6 +20,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import scorers
+from slipstream.measure.requests import request_for
 from slipstream.models.loading import load_model
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
@@ -97,9 +96,16 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
     def run(task: Task) -> Output:
         sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0
         requests = [
-            Request(begin, sampler, task.max_new_tokens, task.eos, task.seed, request_key(given, index), source=source)
-            for index, given in enumerate(task.prompts)
-            for begin, source in [framed(decoder.frame, given)]
+            request_for(
+                prompt,
+                sampler,
+                task.max_new_tokens,
+                copy=index,
+                eos=task.eos,
+                seed=task.seed,
+                frame=decoder.frame,
+            )
+            for index, prompt in enumerate(task.prompts)
         ]
         for round in play(replace(decoder, batch_size=task.batch), requests):
             rows |= {row.index: row for row in round.rows}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.core.draws import request_key
 from slipstream.core.request import Request, Sampler
-from slipstream.core.source import framed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import Rule
+from slipstream.measure.requests import request_for
 
 Listener = Callable[[str, int, int], None]
 """Told how far a check is: (what it does, done, of how many)."""
@@ -69,11 +68,17 @@ class Case:
     def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:
         """So many requests, the prompts in turn (default: each once), no two alike."""
         limit, prompts = tokens or self.settings.max_new_tokens, self.prompts
-        every = [(prompts[i % len(prompts)], i) for i in range(count or len(prompts))]
         return [
-            Request(begin, sampler, limit, self.eos, self.settings.seed, request_key(given, i), source=source)
-            for given, i in every
-            for begin, source in [framed(self.decoder.frame, given)]
+            request_for(
+                prompts[i % len(prompts)],
+                sampler,
+                limit,
+                copy=i,
+                eos=self.eos,
+                seed=self.settings.seed,
+                frame=self.decoder.frame,
+            )
+            for i in range(count or len(prompts))
         ]
 
     def under(self, rule: Rule) -> Decoder:

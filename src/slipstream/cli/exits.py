@@ -44,11 +44,10 @@ def exits(
     Example: slipstream exits --max-new-tokens 32 --temperature 1
     """
     from slipstream.bench import PROMPTS
-    from slipstream.core.draws import request_key
     from slipstream.core.protocols import HasModel
-    from slipstream.core.request import Request
     from slipstream.decoding.sampling import Sampling
     from slipstream.engine.load import embedded, load
+    from slipstream.measure.requests import request_for
     from slipstream.plan.layers import first_layers, search_exit
 
     given = sound(gather(prompts or [], file, chat)) if prompts or file else []
@@ -57,7 +56,7 @@ def exits(
         source, exact = embedded(target, dtype)
         engine = load(source, dtype=exact, device=device, batch_size=batch_size)
     ids = [engine.encode(item.prompt) for item in given] or [engine.encode(prompt) for prompt in PROMPTS]
-    requests = [Request(one, sampler, max_new_tokens, engine.eos, seed, request_key(one)) for one in ids]
+    requests = [request_for(one, sampler, max_new_tokens, eos=engine.eos, seed=seed) for one in ids]
     scorer = engine.decoder.target
     assert isinstance(scorer, HasModel)
     screen = console(stderr=True)

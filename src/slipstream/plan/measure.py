@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import median
 
-from slipstream.core.draws import request_key
 from slipstream.core.protocols import Controller, Drafter, Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
-from slipstream.core.source import Frame, framed
+from slipstream.core.source import Frame
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.measure.racing import race
+from slipstream.measure.requests import request_for
 from slipstream.measure.timing import Beat, beats
 from slipstream.plan.predict import Costs, Tally, between
 
@@ -67,18 +67,11 @@ class Task:
     frame: Frame | None = None
 
     def requests(self, places: Sequence[int], seed: int = 0) -> list[Request]:
-        """Of some of the texts. A text draws the same random numbers whatever runs beside it."""
+        """Requests for some of the texts. A text draws the same random numbers whatever it is batched with."""
+        seed += self.seed
         return [
-            Request(
-                begin,
-                self.sampler,
-                self.length,
-                seed=self.seed + seed,
-                key=request_key(self.texts[place], place),
-                source=source,
-            )
+            request_for(self.texts[place], self.sampler, self.length, copy=place, seed=seed, frame=self.frame)
             for place in places
-            for begin, source in [framed(self.frame, self.texts[place])]
         ]
 
     def parts(self) -> list[range]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 from slipstream.core.draws import request_key
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request
-from slipstream.core.source import framed
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import TOKEN
@@ -21,6 +21,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
 from slipstream.measure.environment import parameters
+from slipstream.measure.requests import request_for
 from slipstream.models.loading import EMBEDDED
 from slipstream.paper.published import GAMMAS, WRITING
 from slipstream.paper.standins import python_prompts as writing
@@ -67,13 +68,14 @@ class Subject:
         return self.drafts[draft]
 
     def requests(self, temperature: float, places: Sequence[int], seed: int = 0) -> list[Request]:
-        """Of some of the sources; one that is taken again draws other numbers."""
-        sampler, copies, made = Sampling(temperature=temperature), dict[int, int](), list[Request]()
+        """Requests for some of the sources; one that is taken again draws other numbers."""
+        sampler, copies, made = Sampling(temperature=temperature), Counter[int](), list[Request]()
+        eos, frame = self.engine.eos, self.engine.frame
         for place in places:
-            copies[place] = copies.get(place, -1) + 1
-            prompt, source = framed(self.engine.frame, self.engine.encode(self.sources[place]))
-            key = request_key((place, *prompt), copies[place])
-            made.append(Request(prompt, sampler, self.length, self.engine.eos, seed, key, source=source))
+            text = self.engine.encode(self.sources[place])
+            request = request_for(text, sampler, self.length, eos=eos, seed=seed, frame=frame)
+            made.append(replace(request, key=request_key((place, *request.prompt), copies[place])))
+            copies[place] += 1
         return made
 
     @property
