@@ -385,8 +385,8 @@ WRITERS: dict[str, Words] = {
 }
 """Commands that write, without the name of what they write."""
 MEASURERS: dict[str, Words] = {
-    "plan --save": ("plan", *MEASURED, "--draft", "lookup", "--save"),
-    "plan --plot": ("plan", *MEASURED, "--draft", "lookup", "--plot"),
+    "plan --save": ("plan", *MEASURED, "--draft", "tiny", "--save"),
+    "plan --plot": ("plan", *MEASURED, "--draft", "tiny", "--plot"),
     "bench --plot": ("bench", *COMMANDS["bench"][2][0], "--plot"),
 }
 """The same for those that measure first what they write."""
@@ -405,7 +405,7 @@ def in_the_way(writer: str) -> Iterator[tuple[str, Words]]:
     elif "plot" in writer:
         yield "picture.png", ("picture.png",)
     elif "save" in writer:
-        yield from ((name, (name,)) for name in ("README.md", "mine.ngram", "answers.jsonl"))
+        yield from ((name, (name,)) for name in ("README.md", "answers.jsonl"))
     else:
         others = ("plan.json", "heads/heads.safetensors", "tiny/model.safetensors", "ids.npy")
         theirs = [name for name in (*STRANGERS, *others) if name != "empty.txt"]

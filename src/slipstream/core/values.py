@@ -6,8 +6,6 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
-
 
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number; True and False are none."""
@@ -32,7 +30,7 @@ def is_finite(value: Any) -> bool:
 
 def true_or_false(name: str, value: Any) -> bool:
     """The value as a bool. Raises ValueError if it is neither True nor False, of Python or numpy."""
-    if not isinstance(value, bool | np.bool_):
+    if type(value).__name__ not in {"bool", "bool_"}:  # numpy's own are known by name, without importing it
         raise ValueError(f"{name}={value!r} is not possible: it is True or False.")
     return bool(value)
 

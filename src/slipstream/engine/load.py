@@ -65,12 +65,6 @@ def load(
     another target.
     """
     made = _read_plan(plan)
-    for name, switch in (("exact_shape", exact_shape), ("compile", compile)):
-        true_or_false(name, switch)
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-        raise ValueError(
-            f"tokenizer={tokenizer!r} is not possible: give one of transformers, or None for the target's."
-        )
     if made:
         made.check_target(source_name(target))
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
@@ -80,13 +74,14 @@ def load(
         draft = "embedded"
     shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
+    _check_tokenizer(tokenizer)
     _check_exact(exact_shape, tree, compile)
     steering = _controller(tree, gamma, made)
     chosen = BLOCK if verify is None else rule(verify)
     whole_number("batch_size", batch_size, 1)
     mode = Mode(compile, False if exact_shape else None, progress=progress)
     scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
-    tokenizer = tokenizer or find_tokenizer(target)
+    tokenizer = find_tokenizer(target) if tokenizer is None else tokenizer
     if made:
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)
@@ -111,7 +106,16 @@ def _read_plan(plan: Any) -> Plan | None:
     return Plan.read(plan)
 
 
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(
+            f"tokenizer={tokenizer!r} is not possible: give one of transformers, or None for the target's."
+        )
+
+
 def _check_exact(exact_shape: bool, tree: Sequence[int] | None, compile: bool) -> None:
+    true_or_false("exact_shape", exact_shape)
+    true_or_false("compile", compile)
     if exact_shape and (tree or compile):
         other = "a tree" if tree else "compile=True"
         raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
