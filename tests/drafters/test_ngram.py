@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng, draw_coupled
@@ -33,6 +33,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import ngram_model as ngram
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import FALLBACK, NgramModel, OnlineCounts, Table, discounts
+from slipstream.files import Kind, save_tensors
 from slipstream.models.causal import CausalScorer
 from toys import (
     EXACT,
@@ -367,8 +368,8 @@ def _ends(arrays: Arrays, about: About) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Arrays, About], None], str]] = {
-    "another format": (_says("format", "other"), "other version 1, this release reads"),
-    "a later version": (_says("version", "2"), "version 2, this release reads"),
+    "another format": (_says("format", "other"), "other version 2, this release reads"),
+    "a later version": (_says("version", "3"), "version 3, this release reads"),
     "another order": (_says("order", "4"), "lacks '4.starts'"),
     "a lower order": (_says("order", "2"), "order or vocabulary is not the one it names"),
     "no order": (lambda arrays, about: (about.pop("order"), None)[1], "lacks 'order'"),
@@ -389,10 +390,11 @@ DAMAGES: dict[str, tuple[Callable[[Arrays, About], None], str]] = {
 def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "model"
     NgramModel.fit(some_texts(1), 3, 6).save(path)
-    arrays, about = load_file(path), {"format": "slipstream.ngram", "version": "1", "order": "3", "vocab": "6"}
+    arrays, about = load_file(path), {"format": "slipstream.ngram", "version": "2", "order": "3", "vocab": "6"}
     change, message = DAMAGES[damage]
     change(arrays, about)
-    save_file(arrays, path, about)
+    kind = Kind("n-gram model", about.pop("format"), about.pop("version"), "build it again")
+    save_tensors(path, kind, {name: torch.from_numpy(array) for name, array in arrays.items()}, about)
     with pytest.raises(ValueError, match=message) as error:
         NgramModel.load(path)
     assert str(path) in str(error.value) and "build it again" in str(error.value)

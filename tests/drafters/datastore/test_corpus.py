@@ -168,10 +168,10 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"damaged.*build it again\.$"):
             Corpus.load(tmp_path / "d")
     for old, new, words in (
-        (b'"version":"1"', b'"version":"9"', "version 9"),
+        (b'"version":"2"', b'"version":"9"', "version 9"),
         (b"slipstream.corpus", b"slipstream.carpus", "carpus"),
-        (b'"vocab":"5"', b'"vocab":"x"', "no numbers"),
-        (b'"documents"', b'"dokuments"', "lacks"),
+        (b'"vocab":"5"', b'"vocab":"x"', "its checksum does not fit"),
+        (b'"documents"', b'"dokuments"', "its checksum does not fit"),
     ):
         assert old in whole
         (tmp_path / "d").write_bytes(whole.replace(old, new))
