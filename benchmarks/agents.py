@@ -30,7 +30,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.datastore.drafter import Datastore, Settings
+from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings
 from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import Memory
 from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
@@ -92,7 +92,7 @@ def replay(found: Sequence[Sequence[Turn]], source: str, weights: Tensor, args: 
                     corpus,
                     memory,
                     learn=bool(memory),
-                    settings=Settings(own="own" in source, factor=args.factor),
+                    settings=DatastoreSettings(own="own" in source, factor=args.factor),
                 )
             else:  # the first conversation has no earlier one
                 drafter = None

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import slipstream
-from slipstream.bench import PLAIN, PROMPTS, Settings, Side, line_up, measure
+from slipstream.bench import PLAIN, PROMPTS, BenchSettings, Side, line_up, measure
 from slipstream.core.protocols import Scorer
 from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
@@ -147,7 +147,7 @@ def read_bandwidth(count: int = 15) -> float:
 
 def race(args: argparse.Namespace) -> dict[str, Any]:
     """Batch 1 at temperature 0 and 1: ours, eager and compiled, beside transformers."""
-    settings = Settings((args.gamma,), (1,), tuple(args.temperature), args.max_new_tokens, args.repetitions)
+    settings = BenchSettings((args.gamma,), (1,), tuple(args.temperature), args.max_new_tokens, args.repetitions)
     kinds = engines(args, args.dtype)
     engine = kinds.pop("eager")
     others = [Side(other, scorers(engine.decoder)[1].name, kind) for kind, other in kinds.items()]
@@ -158,12 +158,12 @@ def race(args: argparse.Namespace) -> dict[str, Any]:
 
 def batch(args: argparse.Namespace) -> dict[str, Any]:
     """Batch 1 and 8 of the same prompts, plain and speculative; every row accepts as many tokens as it likes."""
-    settings = Settings(BATCH_GAMMAS, (1, 8), (0.0,), args.max_new_tokens, args.repetitions)
+    settings = BenchSettings(BATCH_GAMMAS, (1, 8), (0.0,), args.max_new_tokens, args.repetitions)
     rows = []
     for kind, engine in engines(args, args.dtype).items():
         if kind == "compiled":
             draft: Any = scorers(engine.decoder)[1]
-            draft.fuse(BATCH_GAMMAS)  # a graph for chains of every size that is measured
+            draft.make_draft_graphs(BATCH_GAMMAS)  # a graph for chains of every size that is measured
         contenders = [each for each in line_up(engine, settings) if each.draft or each.name == PLAIN]
         rivals = [replace(each, execution=kind) for each in contenders]
         rows += measure(engine, prompts(args), settings, rivals, on_run=progress).rows

@@ -24,7 +24,7 @@ import slipstream
 from slipstream.core.draft import Draft, Verdict
 from slipstream.core.law import Law
 from slipstream.core.protocols import Controller
-from slipstream.core.request import Request, Row, Texts
+from slipstream.core.request import Prefixes, Request, Row
 from slipstream.core.round import Round
 from slipstream.decoding.adaptive import Adaptive
 from slipstream.decoding.controllers import Fixed
@@ -142,7 +142,7 @@ class Dictated:
     target: str
     greedy: bool = True
 
-    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """Point masses on the texts' own tokens, or on the draft's best."""
         if model != self.target:
             return Sampling().law(logits, rows, texts, model)

@@ -25,7 +25,7 @@ import numpy as np
 import slipstream
 from slipstream.core.stats import Stats
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.datastore.drafter import Datastore, Settings
+from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings
 from slipstream.text.documents import read
 from slipstream.text.prompts import gather
 
@@ -97,7 +97,7 @@ def generation(args: argparse.Namespace) -> dict[str, Any]:
     drafters = {
         "own text": Datastore(vocab),
         "own text and corpus": Datastore(vocab, corpus),
-        "the same, chance=0.5": Datastore(vocab, corpus, settings=Settings(chance=0.5)),
+        "the same, chance=0.5": Datastore(vocab, corpus, settings=DatastoreSettings(chance=0.5)),
     }
     engines = {name: slipstream.load(args.target, drafter, gamma=args.gamma) for name, drafter in drafters.items()}
     prompts = [item.prompt for item in gather([], args.prompts, False)][: args.limit]

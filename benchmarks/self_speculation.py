@@ -26,7 +26,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.specification import Site, drafter
+from slipstream.drafters.specification import BuildContext, drafter
 from slipstream.engine.load import load
 from slipstream.models.loading import EMBEDDED
 from slipstream.text.prompts import gather
@@ -38,7 +38,7 @@ def contenders(decoder: Decoder, drafts: list[str], gammas: list[int]) -> Iterat
     """Plain decoding, and each draft with each gamma."""
     yield PLAIN, 0, replace(decoder, drafter=NoDraft(), controller=Fixed(0))
     for draft in drafts:
-        own = drafter(draft, Site(decoder.target, dtype="float32"))
+        own = drafter(draft, BuildContext(decoder.target, dtype="float32"))
         yield from ((draft, gamma, replace(decoder, drafter=own, controller=Fixed(gamma))) for gamma in gammas)
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from slipstream import Engine, bench, load
-from slipstream.bench import PLAIN, SPECULATIVE, Contender, Output, Settings, Side, Task, contenders, race
+from slipstream.bench import PLAIN, SPECULATIVE, BenchSettings, BenchTask, Contender, Output, Side, contenders, race
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, COMPILED, GENERATE, LOOKUP
 from slipstream.cli import app as cli
 from slipstream.cli import bench as command_room
@@ -36,7 +36,7 @@ from slipstream.models.loading import load_scorer
 from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, scorer, tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 8], [3, 3], [60, 2, 11, 30]]
-SMALL = Settings(gammas=(2, 3), batches=(1, 3), temperatures=(0.0, 1.0), max_new_tokens=6, repetitions=2)
+SMALL = BenchSettings(gammas=(2, 3), batches=(1, 3), temperatures=(0.0, 1.0), max_new_tokens=6, repetitions=2)
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,9 @@ def models(engine: Engine) -> tuple[PreTrainedModel, PreTrainedModel]:
     return target.model, draft.model  # type: ignore[attr-defined]
 
 
-def task(**changes: Any) -> Task:
+def task(**changes: Any) -> BenchTask:
     """A greedy task on the prompts of this file."""
-    usual = Task(tuple(map(tuple, PROMPTS)), 1, 0.0, 6, frozenset(), 0)
+    usual = BenchTask(tuple(map(tuple, PROMPTS)), 1, 0.0, 6, frozenset(), 0)
     return replace(usual, **changes)
 
 
@@ -159,7 +159,7 @@ def test_matches_count_prompts_that_are_the_same_in_every_repetition() -> None:
     engine, runs = pair(), []
     right = bench.line_up(engine, SMALL)[0]
 
-    def wrong(task: Task) -> Output:
+    def wrong(task: BenchTask) -> Output:
         tokens = right.run(task).tokens
         runs.append(1)
         for prompt in range(len(runs) - 1):  # one more in every run: the warm-up, then 1, then 2
@@ -228,7 +228,7 @@ def test_sampling_changes_with_the_repetition_and_leaves_the_users_random_state(
     outputs: dict[str, list[list[list[int]]]] = {}
 
     def spied(contender: Contender) -> Contender:
-        def run(task: Task) -> Output:
+        def run(task: BenchTask) -> Output:
             output = contender.run(task)
             outputs.setdefault(contender.name, []).append(output.tokens)
             return output
@@ -339,14 +339,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def runner(name: str, clock: Clock, durations: Iterator[float], gamma: int | None = None) -> Contender:
     """A contender that takes the given seconds, one after the other, the warm-up first."""
 
-    def run(task: Task) -> Output:
+    def run(task: BenchTask) -> Output:
         clock.now += next(durations)
         return Output([[1] * task.max_new_tokens for _ in task.prompts])
 
     return Contender(name, run, gamma)
 
 
-def raced(rivals: list[Contender], **changes: Any) -> tuple[bench.Report, list[str]]:
+def raced(rivals: list[Contender], **changes: Any) -> tuple[bench.BenchReport, list[str]]:
     """Measure at one batch and temperature -> the report, and the names in the order they ran."""
     order: list[str] = []
     settings = replace(SMALL, batches=(1,), temperatures=(0.0,), **changes)
@@ -391,7 +391,7 @@ def interrupted_after(runs: int, contender: Contender) -> Contender:
     """The same contender, until somebody presses Ctrl-C during its next run."""
     left = [runs]
 
-    def run(task: Task) -> Output:
+    def run(task: BenchTask) -> Output:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
@@ -458,7 +458,7 @@ def test_what_follows_eos_does_not_count() -> None:
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Settings(**wrong)
+        BenchSettings(**wrong)
 
 
 def test_prompts_must_fill_the_batch_and_fit_the_models() -> None:
@@ -549,12 +549,12 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 class Measured(Exception):
     """What reached `measure`."""
 
-    def __init__(self, prompts: list[Any], settings: Settings) -> None:
+    def __init__(self, prompts: list[Any], settings: BenchSettings) -> None:
         super().__init__("measured")
         self.prompts, self.settings = prompts, settings
 
     @property
-    def both(self) -> tuple[list[Any], Settings]:
+    def both(self) -> tuple[list[Any], BenchSettings]:
         """Prompts and settings."""
         return self.prompts, self.settings
 
@@ -563,7 +563,7 @@ class Measured(Exception):
 def asked(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Measured]:
     """What the command asks to measure."""
 
-    def measure(engine: Engine, prompts: list[Any], settings: Settings, *_: Any, **__: Any) -> None:
+    def measure(engine: Engine, prompts: list[Any], settings: BenchSettings, *_: Any, **__: Any) -> None:
         raise Measured(prompts, settings)
 
     monkeypatch.setattr(bench, "measure", measure)
@@ -613,7 +613,7 @@ def test_options_of_the_command_arrive(asked: Callable[..., Measured], prompts_f
     assert len(asked("--quick", "--batch", "6").prompts) == 6
     assert asked("--prompts", prompts_file).prompts == [[5, 9, 2 + i] for i in range(8)]
     many = ["--gamma", "2", "--gamma", "4", "--batch", "3", "--temperature", "0", "--temperature", "0.7"]
-    assert asked(*many, *SHORT, "--stop-at-eos").settings == Settings((2, 4), (3,), (0.0, 0.7), 5, 2, False)
+    assert asked(*many, *SHORT, "--stop-at-eos").settings == BenchSettings((2, 4), (3,), (0.0, 0.7), 5, 2, False)
     assert asked("--quick", *SHORT).settings == replace(bench.QUICK, max_new_tokens=5, repetitions=2)
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from slipstream.check import Report, check, chi2
+from slipstream.check import CheckReport, check, chi2
 from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_law, wide
 from slipstream.cli import app as cli
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import DrawnBy, Key, draw, draw_coupled
 from slipstream.core.law import Law, total_variation
 from slipstream.core.protocols import Drafter, Scorer
-from slipstream.core.request import Row, Texts
+from slipstream.core.request import Prefixes, Row
 from slipstream.core.round import Context, Round
 from slipstream.decoding import acceptance
 from slipstream.decoding import speculate as decoding
@@ -52,12 +52,12 @@ def engine(
     return Engine(decoder, eos=eos)
 
 
-def run(made: Engine | None = None, **options: Any) -> Report:
+def run(made: Engine | None = None, **options: Any) -> CheckReport:
     """A small check; only sampling, unless asked otherwise."""
     return check(made or engine(), PROMPTS, **{"temperature": 1.0, **FEW, **options})
 
 
-def failed(report: Report) -> set[str]:
+def failed(report: CheckReport) -> set[str]:
     """The names of the tests that failed."""
     return {test.name for part in report.parts for test in part.tests if not test.passed}
 
@@ -263,7 +263,7 @@ def test_a_last_token_from_another_law_is_caught(monkeypatch: pytest.MonkeyPatch
 def test_penalties_that_do_not_move_inside_the_block_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     options = [{"repetition_penalty": 2.0}, {"frequency_penalty": 0.5, "temperature": 0.0}]
     assert [run(**each).verdict for each in options] == ["pass", "pass"]
-    monkeypatch.setattr(Texts, "of", lambda self, row, place, position: torch.tensor(row.tokens))
+    monkeypatch.setattr(Prefixes, "of", lambda self, row, place, position: torch.tensor(row.tokens))
     assert all("wiring" in failed(run(**each)) for each in options)
 
 

@@ -27,7 +27,7 @@ from slipstream.decoding.adaptive import Adaptive, Learned
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
-from slipstream.decoding.round_estimates import Acceptance, Costs, Curve
+from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.drafters.choice import Ucb
 from slipstream.drafters.model import ModelDrafter
@@ -205,7 +205,7 @@ class Prepared:
 def on_the_edge() -> Learned:
     """A state in which one round decides whether and how far to speculate."""
     curve = Curve().add(0, 1.0).add(1, 1.1).add(2, 1.2)
-    costs = Costs({1: Curve().add(1, 0.4).add(2, 0.75)}, {1: curve})
+    costs = RoundCosts({1: Curve().add(1, 0.4).add(2, 0.75)}, {1: curve})
     return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, rounds=9, wait=1)
 
 
@@ -285,8 +285,8 @@ def test_a_curve_takes_medians_and_never_falls() -> None:
 
 def test_an_unknown_batch_size_borrows_the_shape_of_the_nearest() -> None:
     known = Curve().add(0, 1.0).add(4, 2.0)
-    assert Costs({}, {1: known}).of(3)[1].at(4) == 2.0
-    assert Costs({}, {1: known, 4: Curve().add(0, 3.0)}).of(3)[1].at(4) == 6.0
+    assert RoundCosts({}, {1: known}).of(3)[1].at(4) == 2.0
+    assert RoundCosts({}, {1: known, 4: Curve().add(0, 3.0)}).of(3)[1].at(4) == 6.0
 
 
 def test_it_switches_off_and_comes_back_on() -> None:

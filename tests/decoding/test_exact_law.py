@@ -27,7 +27,7 @@ from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import Rng
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
-from slipstream.core.request import Row, Sampler, Texts
+from slipstream.core.request import Prefixes, Row, Sampler
 from slipstream.decoding.acceptance import token
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
@@ -344,9 +344,9 @@ class FrozenPenalties:
     inner: Sampling
     greedy: bool = False
 
-    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """As if nothing had been drafted."""
-        none = Texts(texts.drafted, [()])
+        none = Prefixes(texts.drafted, [()])
         laws = [self.inner.law(logits[:, j : j + 1], rows, none, model) for j in range(logits.shape[1])]
         return Law.join(laws, 1)
 

@@ -27,7 +27,7 @@ from transformers import (
 from slipstream.core import draws as sampling
 from slipstream.core.draws import Key, draw, request_key, uniforms
 from slipstream.core.law import Law
-from slipstream.core.request import Row, Texts
+from slipstream.core.request import Prefixes, Row
 from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
@@ -37,7 +37,7 @@ from toys import FAMILIES, PAIRS, request, row, scorer, tiny
 
 VOCAB = 11
 EOS = (3, 5)
-NOTHING = Texts.chain(torch.empty(1, 0, dtype=torch.long), 1)
+NOTHING = Prefixes.chain(torch.empty(1, 0, dtype=torch.long), 1)
 
 
 # ---- the law against transformers -------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_laws_are_those_of_transformers(
     texts, drafted = texts_like(seed, rows, gamma)
     logits = logits_like(seed, rows, 1 if drafting else gamma + 1, ties=ties)
     before = logits.clone()
-    law = settings.law(logits, texts, Texts.chain(drafted, logits.shape[1]), "toy")
+    law = settings.law(logits, texts, Prefixes.chain(drafted, logits.shape[1]), "toy")
     assert law.point == settings.greedy
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
 
@@ -194,7 +194,7 @@ def test_laws_are_those_that_generate_samples_from(model: PreTrainedModel) -> No
 
 def test_processors_that_work_in_place_do_not_reach_the_logits() -> None:
     logits = torch.ones(1, 2, VOCAB)
-    texts = Texts.chain(torch.tensor([[9]]), 2)
+    texts = Prefixes.chain(torch.tensor([[9]]), 2)
     law = Sampling(temperature=1.0, processors=[after_seven]).law(logits, [row([8])], texts, "toy")
     assert float(law.dense[0, 0, 0]) < float(law.dense[0, 0, 1])
     torch.testing.assert_close(logits, torch.ones(1, 2, VOCAB))
@@ -205,7 +205,7 @@ def test_a_chain_is_not_shared_between_prompts_of_different_length() -> None:
     settings = Sampling(temperature=1.0, min_new_tokens=2, eos=frozenset({3}), presence_penalty=5.0)
     rows = [row([1, 2, 2], 1), row([1, 2, 2], 3)]  # two tokens were emitted, none
     logits = torch.zeros(2, 1, VOCAB)
-    law = settings.law(logits, rows, Texts.chain(torch.empty(2, 0, dtype=torch.long), 1), "toy").dense[:, 0]
+    law = settings.law(logits, rows, Prefixes.chain(torch.empty(2, 0, dtype=torch.long), 1), "toy").dense[:, 0]
     assert float(law[0, 3]) > 0 and float(law[1, 3]) == 0
     assert float(law[0, 2]) < 0.1 * float(law[0, 1]) and float(law[1, 2]) == float(law[1, 1])
 
@@ -215,7 +215,7 @@ def test_presence_and_frequency_penalties_count_the_output_at_each_position(temp
     settings = Sampling(temperature=temperature, presence_penalty=0.7, frequency_penalty=0.4)
     text, drafted = [2, 2, 9, 4, 9], torch.tensor([[9, 2, 0]])  # the prompt is 2 2
     logits = logits_like(3, 1, 4)
-    law = settings.law(logits, [row(text, 2)], Texts.chain(drafted, 4), "toy")
+    law = settings.law(logits, [row(text, 2)], Prefixes.chain(drafted, 4), "toy")
     for j in range(4):
         output = [9, 4, 9, *drafted[0, :j].tolist()]
         want = [float(x) - 0.4 * output.count(token) - 0.7 * (token in output) for token, x in enumerate(logits[0, j])]
@@ -240,14 +240,14 @@ def test_greedy_ties_go_to_the_lowest_index(vocab: int, processed: bool) -> None
     logits = torch.zeros(1, 2, vocab)
     logits[0, 0, [1, vocab // 2, vocab - 1]] = 7.0
     logits[0, 1, vocab - 1] = logits[0, 1, vocab // 2 + 1] = 7.0
-    law = settings.law(logits, [row([0])], Texts.chain(torch.zeros(1, 1, dtype=torch.long), 2), "toy")
+    law = settings.law(logits, [row([0])], Prefixes.chain(torch.zeros(1, 1, dtype=torch.long), 2), "toy")
     assert law.tokens is not None and law.tokens.tolist() == [[1, vocab // 2 + 1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_laws_are_float32_or_wider(dtype: torch.dtype) -> None:
     logits = logits_like(5, 1, 2).to(dtype)
-    rows, texts = [row([1, 2])], Texts.chain(torch.tensor([[4]]), 2)
+    rows, texts = [row([1, 2])], Prefixes.chain(torch.tensor([[4]]), 2)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for settings in (Sampling(temperature=1.0), Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
         law = settings.law(logits, rows, texts, "toy")
@@ -263,9 +263,9 @@ def test_non_finite_logits_are_reported_with_model_text_and_position(bad: float,
     logits[1, 2, 4] = bad
     rows, drafted = [row([1, 2, 3], index=6), row([1, 2, 3, 4, 5], index=9)], torch.zeros(2, 2, dtype=torch.long)
     with pytest.raises(FloatingPointError, match=r"^toy gives non-finite logits for position 7 of text 9:"):
-        Sampling(temperature=temperature).law(logits, rows, Texts.chain(drafted, 3), "toy")
+        Sampling(temperature=temperature).law(logits, rows, Prefixes.chain(drafted, 3), "toy")
     with pytest.raises(FloatingPointError, match=r"^draft gives non-finite logits for position 7 of text 9:"):
-        Sampling(temperature=temperature).law(logits[:, 2:], rows, Texts.chain(drafted, 1), "draft")
+        Sampling(temperature=temperature).law(logits[:, 2:], rows, Prefixes.chain(drafted, 1), "draft")
     nothing = torch.full((1, 1, VOCAB), -math.inf)
     with pytest.raises(FloatingPointError, match="position 3 of text 6"):
         Sampling(temperature=temperature).law(nothing, rows[:1], NOTHING, "toy")
@@ -313,9 +313,9 @@ def test_rows_with_settings_of_their_own_are_processed_apart() -> None:
     hot, cold = Sampling(temperature=2.0), Sampling(temperature=0.5, repetition_penalty=1.3)
     rows = tuple(row([1, 2 + r], 1, sampler, index=r) for r, sampler in enumerate((hot, cold, hot, cold, hot)))
     logits, drafted = logits_like(7, 5, 3), torch.randint(VOCAB, (5, 2), generator=torch.Generator().manual_seed(0))
-    law = Context(rows, draw).law(logits, Texts.chain(drafted, 3), "toy")
+    law = Context(rows, draw).law(logits, Prefixes.chain(drafted, 3), "toy")
     for r, text in enumerate(rows):
-        alone = text.request.sampler.law(logits[r : r + 1], [text], Texts.chain(drafted[r : r + 1], 3), "toy")
+        alone = text.request.sampler.law(logits[r : r + 1], [text], Prefixes.chain(drafted[r : r + 1], 3), "toy")
         torch.testing.assert_close(law.dense[r : r + 1], alone.dense)
 
 
@@ -475,7 +475,7 @@ def test_laws_and_draws_are_the_same_on_a_gpu() -> None:
     )
     rows, drafted = texts_like(1, 3, 2)
     logits = logits_like(1, 3, 3)
-    here, there = (settings.law(logits.to(x), rows, Texts.chain(drafted.to(x), 3), "toy") for x in ("cpu", "cuda"))
+    here, there = (settings.law(logits.to(x), rows, Prefixes.chain(drafted.to(x), 3), "toy") for x in ("cpu", "cuda"))
     torch.testing.assert_close(there.dense.cpu(), here.dense)
     key = Key((1, 1, 1), (0, 1, 2), (5, 5, 5), (5, 5, 5), "next")
     torch.testing.assert_close(draw(there, key).cpu(), draw(here, key))

@@ -342,9 +342,9 @@ def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> N
 
 def test_it_is_reached_by_name() -> None:
     target = CausalScorer(deep("llama"))
-    drafter = drafting.drafter("exit:0,3", drafting.Site(target))
+    drafter = drafting.drafter("exit:0,3", drafting.BuildContext(target))
     assert isinstance(drafter, ExitDrafter) and drafter.layers == (0, 3)
     with pytest.raises(ValueError, match="the target has 4, leave some out"):
-        drafting.drafter("exit:4", drafting.Site(target))
+        drafting.drafter("exit:4", drafting.BuildContext(target))
     with pytest.raises(ValueError, match="cannot draft for itself"):
-        drafting.drafter("exit:1", drafting.Site(scorer(dirichlet_table(1))))
+        drafting.drafter("exit:1", drafting.BuildContext(scorer(dirichlet_table(1))))

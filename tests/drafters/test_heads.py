@@ -262,10 +262,10 @@ def test_heads_are_saved_and_loaded(tmp_path: Path, pending: bool) -> None:
 
 def test_they_are_reached_by_name(tmp_path: Path) -> None:
     some_heads(2).save(tmp_path)
-    drafter = drafting.drafter(f"heads:{tmp_path}", drafting.Site(target_of()))
+    drafter = drafting.drafter(f"heads:{tmp_path}", drafting.BuildContext(target_of()))
     assert isinstance(drafter, HeadsDrafter) and drafter.heads.sizes.heads == 2
     with pytest.raises(ValueError, match="there is no"):
-        drafting.drafter(f"heads:{tmp_path}/nowhere", drafting.Site(target_of()))
+        drafting.drafter(f"heads:{tmp_path}/nowhere", drafting.BuildContext(target_of()))
 
 
 def test_a_missing_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.offers import Offer, offers, tried
-from slipstream.drafters.specification import KINDS, Site
+from slipstream.drafters.specification import KINDS, BuildContext
 from slipstream.models.loading import EMBEDDED
 from terminal import run
 from toys import dirichlet_table, scorer
 
-SITE = Site(scorer(dirichlet_table(1), "three"))
+SITE = BuildContext(scorer(dirichlet_table(1), "three"))
 
 
 def test_a_draft_that_cannot_be_used_says_why(tmp_path: Path) -> None:

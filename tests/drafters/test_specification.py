@@ -14,7 +14,7 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.specification import KINDS, Chain, OneOf, Part, Site, drafter, parse
+from slipstream.drafters.specification import KINDS, BuildContext, Chain, OneOf, Part, drafter, parse
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.loading import EMBEDDED
 from toys import dirichlet_table, scorer
@@ -23,8 +23,8 @@ TARGET = scorer(dirichlet_table(1), "target")
 
 
 @pytest.fixture
-def site() -> Site:
-    return Site(TARGET)
+def context() -> BuildContext:
+    return BuildContext(TARGET)
 
 
 @pytest.mark.parametrize(
@@ -95,28 +95,28 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("./nowhere", "no such folder"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(text: str, says: str, site: Site) -> None:
+def test_what_is_wrong_is_one_sentence(text: str, says: str, context: BuildContext) -> None:
     with pytest.raises(ValueError, match=says) as error:
-        drafter(text, site)
+        drafter(text, context)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_the_table_is_what_can_be_written(site: Site) -> None:
+def test_the_table_is_what_can_be_written(context: BuildContext) -> None:
     for name, kind in KINDS.items():
         assert kind.form.partition(":")[0] == name and kind.about
 
 
-def test_kinds_are_built(site: Site, tmp_path: Path) -> None:
+def test_kinds_are_built(context: BuildContext, tmp_path: Path) -> None:
     NgramModel.fit([[0, 1, 2, 0, 1, 1]], 2, 3).save(tmp_path / "three.ngram")
-    built = drafter(f"ngram:{tmp_path}/three.ngram?online=true", site)
+    built = drafter(f"ngram:{tmp_path}/three.ngram?online=true", context)
     assert isinstance(built, Ngram) and built.model.order == 2 and built.online is not None
-    copying = drafter("lookup?prompt_lookup_num_tokens=4&factor=0.5", site)
+    copying = drafter("lookup?prompt_lookup_num_tokens=4&factor=0.5", context)
     assert isinstance(copying, Lookup) and (copying.prompt_lookup_num_tokens, copying.factor) == (4, 0.5)
-    assert drafter(copying, site) is copying
+    assert drafter(copying, context) is copying
     with pytest.raises(ValueError, match="knows 3 token ids, the target 4"):
-        drafter(f"ngram:{tmp_path}/three.ngram", Site(scorer(dirichlet_table(1), vocab=4)))
+        drafter(f"ngram:{tmp_path}/three.ngram", BuildContext(scorer(dirichlet_table(1), vocab=4)))
     with pytest.raises(FileNotFoundError, match="no n-gram model"):
-        drafter("ngram:nowhere.ngram", site)
+        drafter("ngram:nowhere.ngram", context)
 
 
 def test_a_tree_needs_a_model() -> None:

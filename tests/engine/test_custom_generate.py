@@ -36,7 +36,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from slipstream.core.request import Row, Texts
+from slipstream.core.request import Prefixes, Row
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.rules import BLOCK, COUPLED
 from slipstream.engine.custom_generate import Speculation, custom_generate
@@ -330,7 +330,7 @@ def test_models_on_other_devices_see_the_same_laws() -> None:
     settings.update(do_sample=True, repetition_penalty=1.4, top_k=9, temperature=0.7)
     chain = chain(settings, 5, BATCH, logits_processor=LogitsProcessorList([RowBias(4)]))
     batch = Batch(BATCH, Prompt.of(BATCH, [2, 1, 0, 4]), chain, [], config)
-    logits, texts = torch.randn(1, 3, HF_VOCAB), Texts.chain(torch.tensor([[8, 9]]), 3)
+    logits, texts = torch.randn(1, 3, HF_VOCAB), Prefixes.chain(torch.tensor([[8, 9]]), 3)
     for near, away in zip(batch.requests(0, False), batch.requests(0, True), strict=True):
         laws = [each.sampler.law(logits, [Row(each, 0, list(each.prompt))], texts, "") for each in (near, away)]
         assert torch.equal(*(law.probs for law in laws if law.probs is not None))

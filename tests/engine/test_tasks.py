@@ -22,7 +22,7 @@ from slipstream.cli import app as cli
 from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.engine.tasks import Task, frame
 from slipstream.models.causal import CausalScorer
-from slipstream.plan.planner import Settings, make
+from slipstream.plan.planner import PlanSettings, make
 from slipstream.training.heads import Lesson, Teacher
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
@@ -263,7 +263,7 @@ def test_the_benchmark_counts_the_same_tokens_for_all(pair: tuple[str, str]) -> 
 
 def test_a_plan_is_made(pair: tuple[str, str]) -> None:
     engine = slipstream.load(*pair, dtype="float32")
-    settings = Settings(gammas=(1, 2), batches=(1,), max_new_tokens=8, repetitions=1)
+    settings = PlanSettings(gammas=(1, 2), batches=(1,), max_new_tokens=8, repetitions=1)
     report = make(engine, {"small": engine.decoder.drafter}, SOURCES, settings)
     assert report.gammas.keys() == {1}
     assert report.prompt_tokens == (2, 14)

@@ -13,7 +13,7 @@ from slipstream.core.request import Request, Row
 from slipstream.core.round import Context
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.execution import draft_graphs as fused
+from slipstream.execution import draft_graphs
 from slipstream.execution import graphs as tracing
 from slipstream.kernels.packing import can_pack, packed
 from slipstream.models.causal import CausalScorer
@@ -58,7 +58,7 @@ def test_a_chain_is_what_token_by_token_would_have_been(
 ) -> None:
     model, samplers = tiny(FAMILIES[name]), [Sampling(temperature=temperature)] * len(rounds[0])
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse([4])
+    one.make_draft_graphs([4])
     asked: list[Any] = []
     chain = one.chain
     one.chain = lambda wish: asked.append(chain(wish)) or asked[-1]  # type: ignore[method-assign]
@@ -71,16 +71,16 @@ def test_a_chain_is_what_token_by_token_would_have_been(
 def test_chains_of_unknown_length_are_made_of_steps(untraced: None) -> None:
     model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=0.7)]
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse([])
+    one.make_draft_graphs([])
     for left, right in zip(drafts(one, samplers, ONE), drafts(other, samplers, ONE), strict=True):
         _agree(left, right)
-    assert one.fused is not None and {kind.size for kind in one.fused._graphs} == {1}
+    assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs._graphs} == {1}
 
 
 def test_texts_of_a_batch_have_each_its_temperature(untraced: None) -> None:
     model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=heat) for heat in (0.3, 1.0, 2.0)]
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse([4])
+    one.make_draft_graphs([4])
     for left, right in zip(drafts(one, samplers, THREE), drafts(other, samplers, THREE), strict=True):
         _agree(left, right)
 
@@ -97,14 +97,14 @@ def test_what_temperatures_alone_do_not_make_is_drafted_token_by_token(
     untraced: None, samplers: list[Sampling]
 ) -> None:
     scorer = CausalScorer(tiny(FAMILIES["llama"]))
-    scorer.fuse([4])
+    scorer.make_draft_graphs([4])
     scorer.chain = lambda wish: pytest.fail("asked for a chain")  # type: ignore[method-assign]
     drafts(scorer, samplers, THREE if len(samplers) > 1 else ONE)
 
 
 def test_processors_of_a_user_are_asked_token_by_token(untraced: None) -> None:
     scorer = CausalScorer(tiny(FAMILIES["llama"]))
-    scorer.fuse([4])
+    scorer.make_draft_graphs([4])
     scorer.chain = lambda wish: pytest.fail("asked for a chain")  # type: ignore[method-assign]
     drafts(scorer, [Sampling(processors=[_same])], ONE)
 
@@ -112,21 +112,21 @@ def test_processors_of_a_user_are_asked_token_by_token(untraced: None) -> None:
 def test_what_no_chain_serves_is_made_of_steps(untraced: None) -> None:
     scorer = CausalScorer(tiny(FAMILIES["llama"]))
 
-    def wish(gamma: int, texts: int = 1) -> fused.Wish:
-        return fused.Wish([(1, 2)] * texts, [gamma] * texts, [0.0] * texts, HF_VOCAB)
+    def wish(gamma: int, texts: int = 1) -> draft_graphs.Wish:
+        return draft_graphs.Wish([(1, 2)] * texts, [gamma] * texts, [0.0] * texts, HF_VOCAB)
 
     scorer.add(1)
     assert scorer.chain(wish(3)) is None  # nobody asked for chains
-    scorer.fuse([3])
+    scorer.make_draft_graphs([3])
     assert scorer.chain(wish(3)) is not None and scorer.lengths == [2 + 3 - 1]  # nothing was in the cache
     scorer.rollback([0])
     scorer.prefill([[1, 2, 3]])
     assert scorer.chain(wish(3)) is not None and scorer.lengths == [3 + 2 + 3 - 1]
-    assert scorer.fused is not None and scorer.fused.steps(wish(2)) == [3]
+    assert scorer.draft_graphs is not None and scorer.draft_graphs.steps(wish(2)) == [3]
     assert scorer.chain(wish(4)) is not None and scorer.lengths == [7 + 2 + 4 - 1]  # longer than the graph
-    assert scorer.fused.steps(wish(4)) == [1] * 4
+    assert scorer.draft_graphs.steps(wish(4)) == [1] * 4
     scorer.add(1)
-    assert scorer.chain(wish(3, texts=2)) is not None and scorer.fused.steps(wish(3, texts=2)) == [1] * 3
+    assert scorer.chain(wish(3, texts=2)) is not None and scorer.draft_graphs.steps(wish(3, texts=2)) == [1] * 3
     assert scorer.lengths == [12 + 2 + 3 - 1, 2 + 3 - 1]
 
 
@@ -137,11 +137,11 @@ def test_chains_are_drafted_for_the_first_rows_alone(untraced: None, texts: int)
     found = []
     for behind in ([], [list(range(1, 62))]):
         scorer = CausalScorer(model)
-        scorer.fuse([3])
+        scorer.make_draft_graphs([3])
         prompts = [[1, 2, 3], [4, 5]][:texts]
         scorer.add(len(prompts) + len(behind))
         scorer.prefill([*prompts, *behind])
-        found.append(scorer.chain(fused.Wish([(7, 8)] * texts, [3] * texts, [0.0] * texts, HF_VOCAB)))
+        found.append(scorer.chain(draft_graphs.Wish([(7, 8)] * texts, [3] * texts, [0.0] * texts, HF_VOCAB)))
         assert scorer.lengths == [*(len(text) + 4 for text in prompts), *map(len, behind)]
     (left, _), (right, _) = (each for each in found if each is not None)
     assert left.tolist() == right.tolist()
@@ -150,7 +150,7 @@ def test_chains_are_drafted_for_the_first_rows_alone(untraced: None, texts: int)
 def test_damaged_weights_are_told_as_ever(untraced: None) -> None:
     model = tiny(FAMILIES["llama"])
     scorer = CausalScorer(model)
-    scorer.fuse([4])
+    scorer.make_draft_graphs([4])
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = float("nan")
     with pytest.warns(RuntimeWarning, match="non-finite"):
@@ -164,7 +164,7 @@ def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pyt
     monkeypatch.setattr(tracing.torch, "compile", lambda function, **_: broken)
     model = tiny(FAMILIES["llama"])
     one, other = CausalScorer(model), CausalScorer(model)
-    one.fuse([4])
+    one.make_draft_graphs([4])
     with pytest.warns(RuntimeWarning, match="drafts token by token.*no compiler here") as caught:
         found = drafts(one, [Sampling()], ONE)
     assert len(caught) == 1
@@ -179,7 +179,7 @@ def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
     model, said = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str]()
     one, other, samplers = CausalScorer(model), CausalScorer(model), [Sampling(temperature=temperature)] * texts
     rounds = SHORT if texts == 1 else [(2, 1, 2), (1, 2, 0), (2, 2, 2)]
-    one.fuse([2], said.append)
+    one.make_draft_graphs([2], said.append)
     for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
         _agree(left, right)
     how = "sampled" if temperature else "greedy"
@@ -193,7 +193,7 @@ def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> N
     for seed in (0, 1):
         model, samplers = packed(tiny(FAMILIES["llama"], seed, num_hidden_layers=1)), [Sampling(temperature=1.0)]
         one, other = CausalScorer(model), CausalScorer(model)
-        one.fuse([2])
+        one.make_draft_graphs([2])
         for left, right in zip(drafts(one, samplers, SHORT), drafts(other, samplers, SHORT), strict=True):
             _agree(left, right)
 

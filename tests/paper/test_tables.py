@@ -14,7 +14,7 @@ from slipstream.paper import catalogue, lab, published, tables
 from slipstream.paper.pages.page import page
 from slipstream.paper.pages.sheet import read_sheets
 from slipstream.paper.runs import speeds, subjects
-from slipstream.paper.runs.speeds import Costs, Course
+from slipstream.paper.runs.speeds import Course, SpeedCosts
 from terminal import run
 
 TINY = lab.Scale(40, 12, 4, Course(1, 2, 1), {published.TRANSLATION: RECIPE, published.SUMMARIES: RECIPE}, quick=True)
@@ -138,7 +138,7 @@ def test_models_of_ones_own(arguments: list[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_costs_of_a_text() -> None:
-    costs = Costs(target=2.0, draft=0.1, rest=0.5, target_once=3.0, draft_once=1.0)
+    costs = SpeedCosts(target=2.0, draft=0.1, rest=0.5, target_once=3.0, draft_once=1.0)
     assert costs.per_text(5, 4) == pytest.approx(3 + 1 + 4 * (2 + 0.5 + 0.5))
     assert replace(costs, draft=0.0).per_text(0, 1) == 6.5
 
@@ -147,6 +147,6 @@ def test_the_gamma_with_the_least_time_is_chosen() -> None:
     few, many = ({"3": 1.2, "5": 1.25, "7": 1.26}, {"3": 3.6, "5": 5.1, "7": 6.5})
     for per_round, draft, gamma in ((few, 0.3, 3), (many, 0.01, 7), (many, 3.0, 3)):
         alphas = {"mean_length": 20.0, "tokens_per_round": per_round}
-        costs = Costs(1.0, draft, 0.1, 2.0, 0.5)
+        costs = SpeedCosts(1.0, draft, 0.1, 2.0, 0.5)
         assert speeds.chosen(alphas, dict.fromkeys((3, 5, 7), costs)) == gamma
         assert speeds.chosen(alphas, {3: costs, 5: costs, 7: replace(costs, target=2.0)}) == min(gamma, 5)

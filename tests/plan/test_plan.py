@@ -44,9 +44,9 @@ from slipstream.plan import measure, predict
 from slipstream.plan import planner as run
 from slipstream.plan.exports import export
 from slipstream.plan.from_figures import as_curve, promise
-from slipstream.plan.measure import Ledger, Sweep, Task, sweep
-from slipstream.plan.planner import Settings, make
-from slipstream.plan.predict import Costs, Outline, Survival, Tally, emitting, states, survival
+from slipstream.plan.measure import Ledger, PlanTask, Sweep, sweep
+from slipstream.plan.planner import PlanSettings, make
+from slipstream.plan.predict import Outline, PlanCosts, Survival, Tally, emitting, states, survival
 from slipstream.theory import walltime_factor
 from toys import FAMILIES, HF_VOCAB, tiny
 
@@ -100,7 +100,7 @@ def pair(clock: Clock, p: Sequence[float], q: Sequence[float], reading: float = 
 
 
 TEXTS = [[0, 1, 0, 1, i % 2] + [0] * i for i in range(12)]
-QUICK = Settings(most=4, max_new_tokens=30, repetitions=1)
+QUICK = PlanSettings(most=4, max_new_tokens=30, repetitions=1)
 
 
 def test_a_perfect_draft_is_predicted_to_the_last_digit(clock: Clock) -> None:
@@ -228,7 +228,7 @@ def test_steps_are_counted(clock: Clock) -> None:
         (TEXTS, QUICK, 0, "nothing to plan without a draft"),
     ],
 )
-def test_what_cannot_be_planned(clock: Clock, texts: Any, settings: Settings, drafts: int, sentence: str) -> None:
+def test_what_cannot_be_planned(clock: Clock, texts: Any, settings: PlanSettings, drafts: int, sentence: str) -> None:
     engine, drafter = pair(clock, (1, 0), (1, 0))
     with pytest.raises(ValueError, match=sentence):
         make(engine, dict([("a", drafter)][:drafts]), texts, settings)
@@ -237,7 +237,7 @@ def test_what_cannot_be_planned(clock: Clock, texts: Any, settings: Settings, dr
 @pytest.mark.parametrize("wrong", [{"most": 0}, {"gammas": (0,)}, {"batches": (0,)}, {"max_new_tokens": 1}])
 def test_impossible_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot be planned for"):
-        Settings(**wrong)
+        PlanSettings(**wrong)
 
 
 def test_ctrl_c_keeps_the_predictions(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def beat(width: int, seconds: float = 1.0, new: int = 0) -> Beat:
 
 
 def test_widths_of_a_drafter_that_offers_less() -> None:
-    costs = Costs(1, (beat(1),), (beat(1), beat(3), beat(5)), (0, 0, 4, 4))
+    costs = PlanCosts(1, (beat(1),), (beat(1), beat(3), beat(5)), (0, 0, 4, 4))
     assert costs.widths(2) == {1: 0.5, 3: 0.5}
     assert replace(costs, rows=2).widths(2) == {1: 0.25, 3: 0.75}
     assert costs.widths(4) == {1: 0.5, 5: 0.5}
@@ -346,7 +346,9 @@ def test_widths_of_a_drafter_that_offers_less() -> None:
 
 
 def test_costs_between_what_was_measured() -> None:
-    costs = Costs(1, (beat(1),), (beat(2, 2.0), beat(4, 4.0), beat(4, 4.4), beat(4, 9.0), beat(3, 99.0, new=1)), (3,))
+    costs = PlanCosts(
+        1, (beat(1),), (beat(2, 2.0), beat(4, 4.0), beat(4, 4.4), beat(4, 9.0), beat(3, 99.0, new=1)), (3,)
+    )
     assert costs.round(3) == 4.4  # the median
     assert costs.round(2) == pytest.approx(3.2)  # between its neighbours: the round with a new row does not count
     assert predict.between({2: 2.0, 4: 5.0}, 9) == 5.0
@@ -357,7 +359,7 @@ def test_intervals_cover() -> None:
     """60 samples of 25 prompts whose alphas differ. An interval that covers with only 0.9 would miss more than 15 of 60
     with chance 1e-4; one over rounds instead of prompts would cover about half of them and fail."""
     plain, rounds_ = tuple([beat(1)] * 3), tuple([beat(3, 1.5)] * 3)
-    costs, rng, hits = Costs(1, plain, rounds_, (2,)), random.Random(7), 0
+    costs, rng, hits = PlanCosts(1, plain, rounds_, (2,)), random.Random(7), 0
     outline = Outline(2, 50, replicates=100, gammas=(2,))
     mean = [sum(x**i for x in (0.3, 0.5, 0.9)) / 3 for i in (1, 2)]
     truth = (1 + sum(mean)) / 1.5
@@ -376,7 +378,7 @@ def test_intervals_cover() -> None:
 def test_measured_acceptance_counts_room(clock: Clock) -> None:
     """Rounds near the end have room for less; what they could not test is not counted as refused."""
     engine, drafter = pair(clock, (1, 0), (1, 0))
-    task = Task(tuple(map(tuple, TEXTS)), 1, 7, Sampling())
+    task = PlanTask(tuple(map(tuple, TEXTS)), 1, 7, Sampling())
     _, (record,) = sweep(engine.decoder, [drafter], task, 5, lambda name: None)
     assert survival(record.tallies) == [1] * 5
     assert all(
@@ -583,8 +585,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     def small(*args: Any, **kwargs: Any) -> Engine:
         return load(tiny(FAMILIES["llama"]))
 
-    def draft(name: str, site: drafting.Site) -> Drafter:
-        return ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1)), site.target.vocab)
+    def draft(name: str, context: drafting.BuildContext) -> Drafter:
+        return ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1)), context.target.vocab)
 
     monkeypatch.setattr(engine_room, "load", small)
     monkeypatch.setattr(drafting, "drafter", draft)
@@ -770,7 +772,7 @@ def test_warm_up_visits_every_width(clock: Clock) -> None:
     engine.decoder.target.extend = lambda tokens, *rest, **named: (  # type: ignore[method-assign]
         widths.append(tokens.shape[1]) or extend(tokens, *rest, **named)
     )
-    task = Task(tuple(map(tuple, TEXTS)), 1, 30, Sampling(temperature=1.0))
+    task = PlanTask(tuple(map(tuple, TEXTS)), 1, 30, Sampling(temperature=1.0))
     measure.warm_up(engine.decoder, [drafter], task, 6, lambda name: None)
     assert set(widths) == set(range(1, 8))
     assert engine.decoder.target.lengths == []

@@ -18,7 +18,7 @@ from slipstream.cli import app as cli
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import MEMORY, Datastore
 from slipstream.drafters.datastore.memory import Memory
-from slipstream.drafters.specification import Site, drafter
+from slipstream.drafters.specification import BuildContext, drafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import EMBEDDED, load_tokenizer
 from slipstream.text.documents import read
@@ -146,18 +146,18 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_specification_opens_what_is_there(tmp_path: Path) -> None:
-    site = Site(CausalScorer(tiny(FAMILIES["llama"])))
+    context = BuildContext(CausalScorer(tiny(FAMILIES["llama"])))
     with pytest.raises(ValueError, match=r"holds no datastore: build one .*learn=true"):
-        drafter(f"datastore:{tmp_path}", site)
+        drafter(f"datastore:{tmp_path}", context)
     Corpus.build([[1, 2, 3]], HF_VOCAB).save(tmp_path / "corpus.safetensors")
-    store = drafter(f"datastore:{tmp_path}", site)
+    store = drafter(f"datastore:{tmp_path}", context)
     assert isinstance(store, Datastore) and store.corpus is not None and store.memory is None
-    store = drafter(f"datastore:{tmp_path}?learn=true&namespace=alice&nearest=3&entries=9", site)
+    store = drafter(f"datastore:{tmp_path}?learn=true&namespace=alice&nearest=3&entries=9", context)
     assert isinstance(store, Datastore) and store.memory is not None and store.learn
     assert (store.settings.nearest, store.memory.limits.entries) == (3, 9)
     store.memory.add("alice", [1, 2], [5, 6])
     store.memory.close()
-    again = drafter(f"datastore:{tmp_path}", site)
+    again = drafter(f"datastore:{tmp_path}", context)
     assert isinstance(again, Datastore) and again.memory is not None and not again.learn
     assert len(again.memory.nearest("alice", [1, 2], 3)) == 1
     again.memory.close()
@@ -166,20 +166,20 @@ def test_a_specification_opens_what_is_there(tmp_path: Path) -> None:
 def test_another_tokenizer_or_vocabulary_is_refused(tmp_path: Path) -> None:
     target = CausalScorer(tiny(FAMILIES["llama"]))
     Corpus.build([[1, 2, 3]], HF_VOCAB, "another").save(tmp_path / "corpus.safetensors")
-    assert drafter(f"datastore:{tmp_path}", Site(target))  # no tokenizer to compare with
+    assert drafter(f"datastore:{tmp_path}", BuildContext(target))  # no tokenizer to compare with
     with pytest.raises(ValueError, match=r"built with another tokenizer .*build it again with --target\.$"):
-        drafter(f"datastore:{tmp_path}", Site(target, load_tokenizer(EMBEDDED / "target")))
+        drafter(f"datastore:{tmp_path}", BuildContext(target, load_tokenizer(EMBEDDED / "target")))
     Corpus.build([[1, 2, 3]], HF_VOCAB + 1).save(tmp_path / "corpus.safetensors")
     with pytest.raises(ValueError, match=r"has 102 token ids, the target 101"):
-        drafter(f"datastore:{tmp_path}", Site(target))
+        drafter(f"datastore:{tmp_path}", BuildContext(target))
 
 
 def test_a_target_without_embeddings_needs_a_sentence_model(tmp_path: Path) -> None:
-    site = Site(scorer(lambda prefix: [1.0, 0.0, 0.0]))
+    context = BuildContext(scorer(lambda prefix: [1.0, 0.0, 0.0]))
     with pytest.raises(ValueError, match="no input embeddings"):
-        drafter(f"datastore:{tmp_path}?learn=true", site)
+        drafter(f"datastore:{tmp_path}?learn=true", context)
     with pytest.raises(ValueError, match="a sentence model reads text"):
-        drafter(f"datastore:{tmp_path}?learn=true&sentence=tiny", site)
+        drafter(f"datastore:{tmp_path}?learn=true&sentence=tiny", context)
 
 
 def test_datasets_are_streamed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ from slipstream.bench.records import (
     PROMPTS,
     QUICK,
     SPECULATIVE,
+    BenchReport,
+    BenchSettings,
+    BenchTask,
     Contender,
     Output,
-    Report,
     Result,
-    Settings,
-    Task,
 )
 from slipstream.decoding.decoder import Decoder
 from slipstream.engine.engine import Engine
@@ -40,13 +40,13 @@ __all__ = [
     "PROMPTS",
     "QUICK",
     "SPECULATIVE",
+    "BenchReport",
+    "BenchSettings",
+    "BenchTask",
     "Contender",
     "Output",
-    "Report",
     "Result",
-    "Settings",
     "Side",
-    "Task",
     "environment",
     "line_up",
     "measure",
@@ -57,11 +57,11 @@ __all__ = [
 def measure(
     engine: Engine,
     prompts: Sequence[Prompt],
-    settings: Settings = FULL,
+    settings: BenchSettings = FULL,
     contenders: Sequence[Contender] = (),
     on_run: Callable[[int, int, str], None] | None = None,
-) -> Report:
-    """Measure the contenders (default: `line_up`) at every batch and temperature of the settings -> Report.
+) -> BenchReport:
+    """Measure the contenders (default: `line_up`) at every batch and temperature of the settings -> BenchReport.
 
     Ctrl-C ends it early: the report holds the repetitions that were completed and says `interrupted`.
     `on_run(done, all, name)` is called before every run. Raises ValueError if prompts, models and settings disagree.
@@ -73,17 +73,17 @@ def measure(
     races = [(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]
     able = {batch: [each for each in everyone if batch <= each.largest_batch] for batch in settings.batches}
     count = sum(len(able[batch]) for batch, _ in races) * (1 + settings.repetitions)
-    steps, report = iter(range(count)), Report(environment(engine), settings)
+    steps, report = iter(range(count)), BenchReport(environment(engine), settings)
     try:
         for batch, temperature in races:
-            task = Task(texts, batch, temperature, settings.max_new_tokens, eos, settings.seed)
+            task = BenchTask(texts, batch, temperature, settings.max_new_tokens, eos, settings.seed)
             run_race(report, task, able[batch], lambda name: on_run(next(steps), count, name) if on_run else None)
     except KeyboardInterrupt:
         report.interrupted = True
     return report
 
 
-def _check(decoder: Decoder, texts: Sequence[Sequence[int]], settings: Settings) -> None:
+def _check(decoder: Decoder, texts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
     """All must be able to do the same work: whole batches, and texts within every context."""
     if len(texts) < (batch := max(settings.batches)):
         raise ValueError(f"a batch of {batch} needs as many prompts, but there are {len(texts)}.")

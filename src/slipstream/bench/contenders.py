@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.bench import peers
-from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, Contender, Output, Settings, Task
+from slipstream.bench.records import EAGER, PLAIN, SPECULATIVE, BenchSettings, BenchTask, Contender, Output
 from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
@@ -36,7 +36,7 @@ class Side:
     execution: str = EAGER
 
 
-def line_up(engine: Engine, settings: Settings, others: Sequence[Side] = ()) -> list[Contender]:
+def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()) -> list[Contender]:
     """Ours, and those of transformers that can run with the engine's models.
 
     `others` are further engines of ours, with the same target: other drafts, or compiled.
@@ -67,7 +67,7 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
     return replace(decoder, verifier=chosen.verify, rng=chosen.rng)
 
 
-def _transformers(engine: Engine, settings: Settings) -> list[Contender]:
+def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
     """Those that can run with the same model objects."""
     everyone = scorers(engine.decoder)
     models = [untouched(scorer) for scorer in everyone if isinstance(scorer, HasModel)]
@@ -93,7 +93,7 @@ def untouched(scorer: HasModel) -> Any:
 def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rounds) -> Contender:
     """A decoder of ours, with whatever drafter, verifier and controller it has. `play` may look at its rounds."""
 
-    def run(task: Task) -> Output:
+    def run(task: BenchTask) -> Output:
         sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0
         requests = [
             request_for(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
-from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, Contender, Output, Task
+from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, BenchTask, Contender, Output
 from slipstream.core.draft import padded
 
 
@@ -35,7 +35,7 @@ def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
 
 
 def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> Contender:
-    def run(task: Task) -> Output:
+    def run(task: BenchTask) -> Output:
         # Read from the assistant's own configuration: arguments of `generate` do not reach it. A fresh one for every
         # call, for some schedules write into it.
         with _configured(draft, **settings):
@@ -47,13 +47,13 @@ def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settin
 def lookup(model: PreTrainedModel, gamma: int) -> Contender:
     """transformers' prompt lookup: up to gamma tokens copied from the text, without a draft model."""
 
-    def run(task: Task) -> Output:
+    def run(task: BenchTask) -> Output:
         return _generate(model, task, prompt_lookup_num_tokens=gamma)
 
     return Contender(LOOKUP, run, gamma, largest_batch=1)
 
 
-def _generate(model: PreTrainedModel, task: Task, begin: Sequence[int] = (), **arguments: Any) -> Output:
+def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = (), **arguments: Any) -> Output:
     """Run `generate` on all prompts, and count the target's passes."""
     eos, tokens = sorted(task.eos), list[list[int]]()
     limits = {"max_new_tokens": task.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": (eos or [0])[0]}

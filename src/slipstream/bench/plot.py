@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.bench.records import Report, Result
+from slipstream.bench.records import BenchReport, Result
 from slipstream.files import atomic_write
 
 
-def plot(report: Report, path: Path, label: Callable[[Result], str]) -> None:
+def plot(report: BenchReport, path: Path, label: Callable[[Result], str]) -> None:
     """Write tokens per second, a panel per batch and temperature; `label` names a row."""
     from matplotlib.figure import Figure
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
-from slipstream.bench.records import GENERATE, PLAIN, Contender, Output, Report, Result, Task
+from slipstream.bench.records import GENERATE, PLAIN, BenchReport, BenchTask, Contender, Output, Result
 from slipstream.core.stats import Stats
 from slipstream.measure.racing import Spread, race, ratios, spread
 
 Repetition = dict[Contender, Output]
 
 
-def run_race(report: Report, task: Task, contenders: Sequence[Contender], step: Callable[[str], None]) -> None:
+def run_race(
+    report: BenchReport, task: BenchTask, contenders: Sequence[Contender], step: Callable[[str], None]
+) -> None:
     """Warm up, then repeat. Whole repetitions are reported even if a later one breaks off."""
     repetitions: list[Repetition] = []
 
-    def run(contender: Contender, task: Task) -> Output:
+    def run(contender: Contender, task: BenchTask) -> Output:
         step(contender.name)
         return timed(contender, task)
 
@@ -36,7 +38,7 @@ def run_race(report: Report, task: Task, contenders: Sequence[Contender], step: 
             report.rows += [result(contender, task, repetitions) for contender in contenders]
 
 
-def timed(contender: Contender, task: Task) -> Output:
+def timed(contender: Contender, task: BenchTask) -> Output:
     """Run, time and count. Raises ValueError if the contender did less or more than the others have to do."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(task.seed)
@@ -56,7 +58,7 @@ def until_eos(tokens: Sequence[int], eos: Collection[int]) -> list[int]:
     return list(tokens[: min((tokens.index(end) + 1 for end in eos if end in tokens), default=len(tokens))])
 
 
-def result(contender: Contender, task: Task, repetitions: Sequence[Repetition]) -> Result:
+def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetition]) -> Result:
     """The row of a contender; ratios are to the first of its rivals that decodes plainly, ours and transformers'."""
 
     def runs_of(name: str) -> list[Output]:

@@ -40,7 +40,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What to measure. Every pair of batch and temperature is a race of its own.
 
     `rules` are the acceptance rules of ours by name; none means the engine's own. `ignore_eos` gives all exactly the
@@ -66,12 +66,12 @@ class Settings:
             rule(name)
 
 
-FULL, QUICK = Settings(), Settings(gammas=(5,), batches=(1,), max_new_tokens=48, repetitions=3)
+FULL, QUICK = BenchSettings(), BenchSettings(gammas=(5,), batches=(1,), max_new_tokens=48, repetitions=3)
 """The default, and what takes a few minutes with the embedded pair on two cores."""
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """What one run asks of a contender: continue `prompts` (token ids), `batch` at a time."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -114,7 +114,7 @@ class Contender:
     """
 
     name: str
-    run: Callable[[Task], Output]
+    run: Callable[[BenchTask], Output]
     gamma: int | None = None
     largest_batch: int = sys.maxsize
     draft: str | None = None
@@ -156,11 +156,11 @@ class Result:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """What was measured, how, and on what."""
 
     environment: dict[str, Any]
-    settings: Settings
+    settings: BenchSettings
     rows: list[Result] = field(default_factory=list)
     interrupted: bool = False
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from slipstream.check import questions as parts
-from slipstream.check.case import BATCH, Case, Listener, Settings
-from slipstream.check.report import Answer, Control, Difference, Part, Report
+from slipstream.check.case import BATCH, Case, CheckSettings, Listener
+from slipstream.check.report import Answer, CheckReport, Control, Difference, Part
 from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import NoDraft
@@ -25,15 +25,17 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
 
-__all__ = ["Answer", "Control", "Difference", "Part", "Report", "Settings", "check"]
+__all__ = ["Answer", "CheckReport", "CheckSettings", "Control", "Difference", "Part", "check"]
 
 
 @torch.inference_mode()
-def check(engine: Engine, prompts: Sequence[Prompt], *, on_progress: Listener | None = None, **options: Any) -> Report:
-    """Whether what the engine emits follows its target's law -> Report.
+def check(
+    engine: Engine, prompts: Sequence[Prompt], *, on_progress: Listener | None = None, **options: Any
+) -> CheckReport:
+    """Whether what the engine emits follows its target's law -> CheckReport.
 
-    Options are the fields of `Settings` and of `Sampling`. Without a `temperature` greedy decoding and temperature 1
-    are checked, otherwise that temperature alone. `on_progress(what, done, of)` is told how far the check is.
+    Options are the fields of `CheckSettings` and of `Sampling`. Without a `temperature` greedy decoding and temperature
+    1 are checked, otherwise that temperature alone. `on_progress(what, done, of)` is called with how far the check is.
 
     Raises ValueError if there is no draft, no prompt or a setting is impossible, TypeError for unknown options.
     """
@@ -46,22 +48,22 @@ def check(engine: Engine, prompts: Sequence[Prompt], *, on_progress: Listener | 
         half = parts.greedy if sampler.greedy else parts.sampling
         found[half.__name__] = half(case, sampler)
     about = _environment(case, {**warpers, "temperature": " and ".join(f"{each:g}" for each in temperatures)})
-    return Report(found.get("greedy"), found.get("sampling"), about, perf_counter() - start)
+    return CheckReport(found.get("greedy"), found.get("sampling"), about, perf_counter() - start)
 
 
-def _read(options: dict[str, Any]) -> tuple[Settings, tuple[float, ...], dict[str, Any]]:
+def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], dict[str, Any]]:
     """The options -> settings, temperatures, and the other settings of sampling."""
-    ours = {field.name for field in fields(Settings)}
+    ours = {field.name for field in fields(CheckSettings)}
     known = sorted(ours | {field.name for field in fields(Sampling) if field.init} - {"eos"})
     if unknown := sorted(options.keys() - set(known)):
         raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
-    settings = Settings(**{name: value for name, value in options.items() if name in ours})
+    settings = CheckSettings(**{name: value for name, value in options.items() if name in ours})
     warpers = {name: value for name, value in options.items() if name not in ours}
     temperature = warpers.pop("temperature", None)
     return settings, (0.0, 1.0) if temperature is None else (float(temperature),), warpers
 
 
-def _case(engine: Engine, prompts: Sequence[Prompt], settings: Settings, listener: Listener) -> Case:
+def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, listener: Listener) -> Case:
     if isinstance(engine.decoder.drafter, NoDraft):
         raise ValueError("there is no draft, so there is nothing to check: give a draft model.")
     texts = tuple(dict.fromkeys(engine.encode(prompt) for prompt in prompts))

@@ -21,7 +21,7 @@ MOST_SAMPLES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Settings:
+class CheckSettings:
     """What a check may be asked besides the settings of `Sampling`.
 
     `gamma` and `verify` default to the engine's. `max_new_tokens` is the length of the texts that are followed token
@@ -54,7 +54,7 @@ class Case:
     decoder: Decoder
     rule: Rule
     prompts: tuple[tuple[int, ...], ...]
-    settings: Settings
+    settings: CheckSettings
     eos: frozenset[int]
     decode: Callable[[Sequence[int]], str]
     listener: Listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.check.case import Case, Settings
+from slipstream.check.case import Case, CheckSettings
 from slipstream.check.compare import Comparison, Endings, compare, endings
 from slipstream.check.controls import broken
 from slipstream.check.enumeration import distances
@@ -63,7 +63,8 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     tests += [about_scores(found), about_wiring(sight), about_endings(endings(case.decoder, sight.texts))]
     controls = tuple(_sampling_control(case, sampler, rule, sight) for rule in broken(case.rule, greedy=False))
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
-    name, enough = f"sampling, temperature {sampler.temperature:g}", max(Settings.samples, 4 * case.settings.samples)
+    name = f"sampling, temperature {sampler.temperature:g}"
+    enough = max(CheckSettings.samples, 4 * case.settings.samples)
     return Part(name, tuple(tests), controls, named(case, found), needed, enough)
 
 

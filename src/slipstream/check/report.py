@@ -137,7 +137,7 @@ def _line(it: Difference) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The verdict on a target, a draft, a rule and settings. `text()` is for people, `as_dict()` for JSON."""
 
     greedy: Part | None

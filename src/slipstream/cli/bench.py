@@ -31,7 +31,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
 if TYPE_CHECKING:
-    from slipstream.bench import Report, Result, Settings, Side
+    from slipstream.bench import BenchReport, BenchSettings, Result, Side
     from slipstream.engine.engine import Engine
 
 
@@ -121,12 +121,12 @@ def _engines(
         fast = load(shared, first, gamma=max(sizes), compile=True, progress=say, **where)
         for model in scorers(fast.decoder)[1:]:
             if isinstance(model, DraftsInGraphs):
-                model.fuse(sizes, say)
+                model.make_draft_graphs(sizes, say)
         others.append(Side(fast, models[-1].name if (models := scorers(engine.decoder)[1:]) else first, COMPILED))
     return engine, others
 
 
-def _publish(report: Report, picture: Path | None, as_json: bool) -> None:
+def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
     """Print the report, draw it, and exit as interrupted if it is not whole."""
     from slipstream.bench.plot import plot
 
@@ -163,7 +163,7 @@ LEGEND = (
 )
 
 
-def _show(report: Report, screen: Console) -> None:
+def _show(report: BenchReport, screen: Console) -> None:
     """Two tables per batch and temperature, speed and what happens in a round, and what they were measured on."""
     name = _names(report.rows)
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
@@ -188,7 +188,7 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
         yield "This processor does not multiply bfloat16 itself: float32 may be faster."
 
 
-def _amount(row: Result, settings: Settings) -> str:
+def _amount(row: Result, settings: BenchSettings) -> str:
     end = "" if settings.ignore_eos else "at most "
     return f"{row.prompts} prompts x {end}{settings.max_new_tokens} new tokens x {len(row.speeds)} repetitions"
 

@@ -114,15 +114,15 @@ def _options(params: dict[str, Any]) -> dict[str, Any]:
 
     They are tried before anything is loaded. A tree's depth is its gamma, and what auto does is the engine's.
     """
-    from slipstream.check import Settings
+    from slipstream.check import CheckSettings
     from slipstream.decoding.sampling import Sampling
 
-    defaults = [{field.name: field.default for field in fields(kind)} for kind in (Settings, Sampling)]
+    defaults = [{field.name: field.default for field in fields(kind)} for kind in (CheckSettings, Sampling)]
     given = [{name: params[name] for name in kind if params.get(name, kind[name]) != kind[name]} for kind in defaults]
     ours, sampling = given
     if params["tree"] or params["gamma"] == "auto":
         del ours["gamma"]
-    Settings(**ours)
+    CheckSettings(**ours)
     if params["temperature"] is None:
         del sampling["temperature"]
     else:

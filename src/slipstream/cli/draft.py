@@ -49,14 +49,14 @@ def offered(
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
     from slipstream.drafters.offers import offers
-    from slipstream.drafters.specification import Site
+    from slipstream.drafters.specification import BuildContext
     from slipstream.engine.load import embedded, load
 
     with busy(console(stderr=True), "loading"):
         source, chosen = embedded(target, dtype)
         engine = load(source, dtype=chosen, device=device)
-        site = Site(engine.decoder.target, engine.tokenizer, chosen, device)
-        found = list(offers(site, drafts or ()))
+        context = BuildContext(engine.decoder.target, engine.tokenizer, chosen, device)
+        found = list(offers(context, drafts or ()))
     print(json_text([asdict(offer) for offer in found], ensure_ascii=False) if as_json else _lines(found))
     if not any(offer.usable for offer in found):
         raise typer.Exit(NONE_WORKS)

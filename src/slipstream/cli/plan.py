@@ -44,7 +44,7 @@ from slipstream.text.prompts import gather, sound
 if TYPE_CHECKING:
     from slipstream.core.protocols import Drafter
     from slipstream.engine.engine import Engine
-    from slipstream.plan.planner import Report, Verification
+    from slipstream.plan.planner import PlanReport, Verification
     from slipstream.plan.predict import Outlook
 
 
@@ -173,7 +173,7 @@ def _check_outputs(params: dict[str, Any]) -> None:
 def _settings(params: dict[str, Any]) -> Any:
     """What to plan for, checked before anything is loaded."""
     from slipstream.decoding.sampling import Sampling
-    from slipstream.plan.planner import Settings
+    from slipstream.plan.planner import PlanSettings
 
     sampling = Sampling(**{name: params[name] for name in ("temperature", "top_k", "top_p")})
     chosen: dict[str, Any] = dict(QUICK) if params["quick"] else {}
@@ -181,7 +181,7 @@ def _settings(params: dict[str, Any]) -> Any:
         chosen |= {name: params[name]} if params[name] else {}
     lists = {"gammas": params["gamma"], "batches": params["batch"]}
     chosen |= {name: tuple(sorted(set(values))) for name, values in lists.items() if values}
-    return Settings(**chosen, sampling=sampling, seed=params["seed"])
+    return PlanSettings(**chosen, sampling=sampling, seed=params["seed"])
 
 
 def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) -> list[Any]:
@@ -201,7 +201,7 @@ def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
     """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
-    from slipstream.drafters.specification import Site, drafter
+    from slipstream.drafters.specification import BuildContext, drafter
     from slipstream.engine.load import embedded, load
     from slipstream.execution.passes import Mode
 
@@ -210,11 +210,11 @@ def _load(
     place, dtype = embedded(target, how["dtype"])
     engine = load(place, progress=say, **{**how, "dtype": dtype})
     mode = Mode(how["compile"], ahead=sizes, progress=say)
-    site = Site(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=mode)
-    return engine, {name: drafter(name, site) for name in drafts or ["embedded"]}
+    context = BuildContext(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=mode)
+    return engine, {name: drafter(name, context) for name in drafts or ["embedded"]}
 
 
-def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> Report:
+def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> PlanReport:
     from slipstream.plan.planner import make
 
     try:
@@ -225,7 +225,7 @@ def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any]
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _write(made: Plan, report: Report, save: str | None, plot: str | None) -> None:
+def _write(made: Plan, report: PlanReport, save: str | None, plot: str | None) -> None:
     if save:
         made.save(save)
     if plot:
@@ -298,7 +298,7 @@ LEGEND = (
 )
 
 
-def _show(report: Report, screen: Console) -> None:
+def _show(report: PlanReport, screen: Console) -> None:
     """A table per number of rows and draft, the choice, how it went, and what it was measured on."""
     settings, (least, longest) = report.settings, report.prompt_tokens
     for rows, found in report.outlooks.items():
@@ -336,7 +336,7 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
     screen.print(table)
 
 
-def _show_memory(report: Report, screen: Console) -> None:
+def _show_memory(report: PlanReport, screen: Console) -> None:
     table = _table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
         table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
@@ -344,7 +344,7 @@ def _show_memory(report: Report, screen: Console) -> None:
     screen.print(table)
 
 
-def _choice(report: Report, rows: int, gamma: int) -> str:
+def _choice(report: PlanReport, rows: int, gamma: int) -> str:
     """The plan for so many rows, in a sentence."""
     outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
     best = outlook.best

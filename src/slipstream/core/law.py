@@ -180,7 +180,7 @@ def distance(left: Law, right: Law) -> Tensor:
     return 1 - other.of(point.tokens)
 
 
-def fit(logits: Tensor, vocab: int) -> Tensor:
+def pad_vocabulary(logits: Tensor, vocab: int) -> Tensor:
     """Cut or pad logits (..., v) to the target's vocabulary: its other ids get probability zero."""
     if logits.shape[-1] >= vocab:
         return logits[..., :vocab]

@@ -17,7 +17,7 @@ from slipstream.core.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class Prefixes:
     """What stands before each position, for samplers that look at it.
 
     Position j of a row stands after the row's own tokens and the `drafted` (rows, n) tokens that `paths[j]` names.
@@ -27,19 +27,19 @@ class Texts:
     paths: Sequence[Sequence[int]]
 
     @staticmethod
-    def chain(drafted: Tensor, positions: int) -> Texts:
+    def chain(drafted: Tensor, positions: int) -> Prefixes:
         """The last of the positions stands after all drafted tokens, the others each one token earlier."""
         last = drafted.shape[1]
-        return Texts(drafted, [range(last - positions + 1 + j) for j in range(positions)])
+        return Prefixes(drafted, [range(last - positions + 1 + j) for j in range(positions)])
 
     def of(self, row: Row, place: int, position: int) -> Tensor:
         """The tokens (length,) before a position of the row at `place`."""
         text = torch.tensor(row.tokens, device=self.drafted.device)
         return torch.cat([text, self.drafted[place, list(self.paths[position])]])
 
-    def select(self, places: Sequence[int]) -> Texts:
+    def select(self, places: Sequence[int]) -> Prefixes:
         """The texts of some of the rows."""
-        return Texts(self.drafted[list(places)], self.paths)
+        return Prefixes(self.drafted[list(places)], self.paths)
 
 
 class Sampler(Protocol):
@@ -48,7 +48,7 @@ class Sampler(Protocol):
     @property
     def greedy(self) -> bool: ...
 
-    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """The law of logits (rows, positions, vocab). `model` names whose logits they are, in errors.
 
         Raises RowFailure where there is none.

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Verdict, ancestors
 from slipstream.core.draws import Key, Rng
 from slipstream.core.law import Fault, Faults, Law, RowFailure
-from slipstream.core.request import Row, Texts
+from slipstream.core.request import Prefixes, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Context:
     rows: tuple[Row, ...]
     rng: Rng
 
-    def law(self, logits: Tensor, texts: Texts, model: str) -> Law:
+    def law(self, logits: Tensor, texts: Prefixes, model: str) -> Law:
         """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
 
         For drafts, which any law leaves exact: where there is none, some law stands in its place.
@@ -32,7 +32,7 @@ class Context:
             warnings.warn(f"{model} gives non-finite logits, so that hardly any draft stands.", RuntimeWarning, 2)
         return law
 
-    def law_and_faults(self, logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
+    def law_and_faults(self, logits: Tensor, texts: Prefixes, model: str) -> tuple[Law, Faults]:
         """The same law, and where none can be made: (place of the row, position) -> why, in a sentence."""
         groups: dict[int, list[int]] = {}
         for place, row in enumerate(self.rows):
@@ -51,7 +51,7 @@ class Context:
     def target_law(self, logits: Tensor, draft: Draft, model: str) -> tuple[Law, Faults]:
         """p at the pending token and after every drafted one, and where there is none."""
         paths = None if draft.parents is None else [(), *ancestors(draft.parents)]
-        texts = Texts.chain(draft.tokens, logits.shape[1]) if paths is None else Texts(draft.fed, paths)
+        texts = Prefixes.chain(draft.tokens, logits.shape[1]) if paths is None else Prefixes(draft.fed, paths)
         return self.law_and_faults(logits, texts, model)
 
     def select(self, places: Sequence[int]) -> Context:
@@ -72,7 +72,7 @@ class Context:
         return Key(seeds, names, origins, places, purpose, node)
 
 
-def _attempt(rows: Sequence[Row], logits: Tensor, texts: Texts, model: str) -> tuple[Law, Faults]:
+def _attempt(rows: Sequence[Row], logits: Tensor, texts: Prefixes, model: str) -> tuple[Law, Faults]:
     try:
         return rows[0].request.sampler.law(logits, rows, texts, model), {}
     except RowFailure as failure:

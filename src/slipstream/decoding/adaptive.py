@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.decoding.round_estimates import Acceptance, Costs, Curve, clocked
+from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts, clocked
 
 NEAR = 0.97  # gammas whose predicted speed is this near to the best may be tried instead, to time them
 ENOUGH = 2  # times
@@ -24,7 +24,7 @@ class Learned:
     draft, `wait` those before the next attempt, `patience` those after an attempt that fails.
     """
 
-    costs: Costs = field(default_factory=Costs)
+    costs: RoundCosts = field(default_factory=RoundCosts)
     acceptance: Acceptance = field(default_factory=Acceptance)
     credit: float = 0.0
     behind: int = 0
@@ -153,7 +153,7 @@ class _Outlook:
         ]
 
 
-def _loss(costs: Costs, round: Round, new: bool) -> float:
+def _loss(costs: RoundCosts, round: Round, new: bool) -> float:
     """Plain steps that a round with a draft took longer than plain decoding of its tokens would have; 0 if its times
     cannot be true."""
     if not clocked(round):

@@ -81,7 +81,7 @@ def _monotone(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[int, floa
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class RoundCosts:
     """Seconds of a round by its number of rows, to the next power of two, and the depth of its longest draft.
 
     All are divided by the load of the machine when they were measured, so that a machine that slows down or a text that
@@ -102,7 +102,7 @@ class Costs:
         """Of drafting for so many rows, and of everything else."""
         return _find(self.draft, size(rows)), _find(self.rest, size(rows))
 
-    def learn(self, round: Round, new: bool, behind: int) -> Costs:
+    def learn(self, round: Round, new: bool, behind: int) -> RoundCosts:
         """With one more round. A draft that first read the prompts of `new` rows, or so many tokens that were emitted
         without it, only tells an upper limit of what drafting costs. Times that cannot be true change nothing."""
         if not clocked(round):
@@ -122,7 +122,7 @@ class Costs:
             missed = (*missed[1 - WINDOW :], max(0.0, draft / load - own.at(asked)) / behind)
         if not (new or behind) or not asked or not own.tried or draft / load < own.at(asked):
             own = own.add(asked, draft / load)
-        return Costs({**self.draft, key: own}, {**self.rest, key: after.add(depth, rest / load)}, missed, load)
+        return RoundCosts({**self.draft, key: own}, {**self.rest, key: after.add(depth, rest / load)}, missed, load)
 
 
 def clocked(round: Round) -> bool:

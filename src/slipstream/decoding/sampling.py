@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 from slipstream.core.law import Fault, Law, RowFailure, wide
-from slipstream.core.request import Row, Texts
+from slipstream.core.request import Prefixes, Row
 from slipstream.core.values import is_finite, is_real, is_whole
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -159,7 +159,7 @@ class Sampling:
             chain.append(hf.TypicalLogitsWarper(mass=self.typical_p))
         return chain
 
-    def law(self, logits: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+    def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """The law really sampled from, in float32 or wider, of logits (rows, positions, vocab).
 
         Raises RowFailure, a FloatingPointError, where there is none: the logits hold NaN or infinity, a processor
@@ -181,7 +181,7 @@ class Sampling:
         probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token tells
         return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
 
-    def _process(self, scores: Tensor, rows: Sequence[Row], texts: Texts) -> Tensor:
+    def _process(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes) -> Tensor:
         chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
         prefixes: list[list[Tensor]] = []
         for stage, processor in enumerate(chains[0]):
@@ -197,7 +197,7 @@ class Sampling:
 
     # ---- where something fails ----
 
-    def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Texts, model: str) -> Law:
+    def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """The same law, made one position at a time. Raises RowFailure if one has none."""
         laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
         for r, row in enumerate(rows):

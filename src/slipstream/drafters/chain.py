@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft, Part, Tree, padded
 from slipstream.core.draws import Rng, Within
-from slipstream.core.law import Law, fit
+from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
@@ -165,4 +165,6 @@ class _Fitted:
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Logits (rows, n, vocab of the target)."""
-        return fit(self._scorer.extend(tokens.clamp(max=self._scorer.vocab - 1), counts, first, tree), self.vocab)
+        return pad_vocabulary(
+            self._scorer.extend(tokens.clamp(max=self._scorer.vocab - 1), counts, first, tree), self.vocab
+        )

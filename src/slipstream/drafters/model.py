@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Purpose
-from slipstream.core.law import Law, fit
+from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer
 from slipstream.core.round import Context, Round
 from slipstream.decoding.sampling import Sampling
@@ -48,7 +48,7 @@ class ModelDrafter:
                 logits = self.scorer.extend(tokens[:, -1:], [int(i < wanted) for wanted in gammas])
             else:
                 logits = self._follower.feed(missing)
-            return law_of(context, fit(logits, self.vocab), tokens, self.scorer.name)
+            return law_of(context, pad_vocabulary(logits, self.vocab), tokens, self.scorer.name)
 
         draft = sample_chain(context, law_after, gammas, self.scorer.device)
         return replace(draft, windowed=windowed_lengths(self._follower, gammas))
@@ -56,7 +56,7 @@ class ModelDrafter:
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
         """The chains by graphs, with the draws they would have token by token; None if there are no such graphs, or if
         more than temperatures makes the laws. (A batch of greedy and sampled texts is drafted token by token.)"""
-        if self._graphs is None or self._graphs.fused is None:
+        if self._graphs is None or self._graphs.draft_graphs is None:
             return None
         samplers = [row.request.sampler for row in context.rows]
         known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]

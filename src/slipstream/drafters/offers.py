@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.drafters.specification import KINDS, OneOf, Part, Site, drafter, parse
+from slipstream.drafters.specification import KINDS, BuildContext, OneOf, Part, drafter, parse
 
 
 @dataclass(frozen=True)
@@ -18,24 +18,24 @@ class Offer:
     says: str
 
 
-def offers(site: Site, drafts: Sequence[str] = (), folder: Path = Path()) -> Iterator[Offer]:
+def offers(context: BuildContext, drafts: Sequence[str] = (), folder: Path = Path()) -> Iterator[Offer]:
     """The drafts named; without any, what needs nothing, n-gram files of a folder, and how the others are written."""
     for draft in drafts or _around(folder):
-        yield tried(draft, site)
+        yield tried(draft, context)
     if not drafts:
         for kind in KINDS.values():
             if ":" in kind.form:
                 yield Offer(kind.form, None, kind.about)
 
 
-def tried(draft: str, site: Site) -> Offer:
+def tried(draft: str, context: BuildContext) -> Offer:
     """Build a draft for the target and let it go again."""
-    known = len(site.notes)
+    known = len(context.notes)
     try:
-        drafter(draft, site)
+        drafter(draft, context)
     except (ValueError, OSError) as error:
         return Offer(draft, False, " ".join(str(error).split()))
-    return Offer(draft, True, "; ".join([_about(draft), *site.notes[known:]]))
+    return Offer(draft, True, "; ".join([_about(draft), *context.notes[known:]]))
 
 
 def _about(draft: str) -> str:

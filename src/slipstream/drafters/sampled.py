@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
-from slipstream.core.request import Texts
+from slipstream.core.request import Prefixes
 from slipstream.core.round import Context
 
 LawAfter = Callable[[Tensor], Law | None]
@@ -37,4 +37,4 @@ def sample_chain(context: Context, law_after: LawAfter, gammas: Sequence[int], d
 
 def law_of(context: Context, logits: Tensor, tokens: Tensor, name: str) -> Law:
     """The law of the token after `tokens` (rows, i), from logits (rows, 1, vocab) of the model `name`."""
-    return context.law(logits, Texts.chain(tokens, 1), name)
+    return context.law(logits, Prefixes.chain(tokens, 1), name)

@@ -25,7 +25,14 @@ from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
-from slipstream.drafters.datastore.drafter import MEMORY, Datastore, Settings, fingerprint, open_corpus, open_memory
+from slipstream.drafters.datastore.drafter import (
+    MEMORY,
+    Datastore,
+    DatastoreSettings,
+    fingerprint,
+    open_corpus,
+    open_memory,
+)
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.index import Embedder
 from slipstream.drafters.datastore.memory import Limits
@@ -42,7 +49,7 @@ from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
 
 
 @dataclass(frozen=True)
-class Site:
+class BuildContext:
     """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read."""
 
     target: Scorer
@@ -55,10 +62,10 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Kind:
+class DrafterKind:
     """A kind of draft: how it is written, what it is, the types of its options, and who builds it.
 
-    A `form` with a colon needs a value. `build(site, value, **options)` raises ValueError in one sentence.
+    A `form` with a colon needs a value. `build(context, value, **options)` raises ValueError in one sentence.
     """
 
     form: str
@@ -118,21 +125,21 @@ def _part(text: str) -> Part:
     return Part(kind, value, tuple((ALIASES.get(key, key), setting) for key, _, setting in pairs))
 
 
-def drafter(source: Any, site: Site) -> Drafter:
-    """A specification, a folder, a loaded model or a Drafter -> a Drafter for the target of `site`.
+def drafter(source: Any, context: BuildContext) -> Drafter:
+    """A specification, a folder, a loaded model or a Drafter -> a Drafter for the target of `context`.
 
     Raises ValueError in one sentence if it cannot be read, loaded, or used with this target.
     """
     if isinstance(source, str):
         syntax = parse(source)
-        if site.tree and not (isinstance(syntax, Part) and syntax.kind in MODELS):
+        if context.tree and not (isinstance(syntax, Part) and syntax.kind in MODELS):
             raise ValueError(f"a tree of candidates needs a model as draft, not {source!r}: leave one of them out.")
-        return _build(syntax, site)
+        return _build(syntax, context)
     if callable(getattr(source, "propose", None)):
-        if site.tree:
+        if context.tree:
             raise ValueError("tree=... goes with a model; a Drafter is used as it is: leave one of them out.")
         return source
-    return _model(site, source)
+    return _model(context, source)
 
 
 def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:
@@ -147,29 +154,29 @@ def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, 
     return shape
 
 
-def _build(syntax: Syntax, site: Site) -> Drafter:
+def _build(syntax: Syntax, context: BuildContext) -> Drafter:
     if isinstance(syntax, OneOf):
-        among = [_build(one, site) for one in syntax.among]
+        among = [_build(one, context) for one in syntax.among]
         return Bandit(among) if syntax.measured else Choice(among)
     if isinstance(syntax, Chain):
-        return _chain(syntax.parts, site)
-    return KINDS[syntax.kind].build(site, syntax.value, **_options(syntax))
+        return _chain(syntax.parts, context)
+    return KINDS[syntax.kind].build(context, syntax.value, **_options(syntax))
 
 
-def _chain(parts: Sequence[Part], site: Site) -> Drafter:
+def _chain(parts: Sequence[Part], context: BuildContext) -> Drafter:
     """The last part drafts for the target, with the chain before it as its own draft."""
     *faster, last = parts
     if not faster:
-        return _build(last, site)
+        return _build(last, context)
     if last.kind not in MODELS:
         raise ValueError(f"{last.kind!r} cannot be drafted for: only a model can stand behind a >.")
-    model = _build(last, site)
+    model = _build(last, context)
     if not isinstance(model, ModelDrafter):
-        raise ValueError(f"{last.value} has another tokenizer than {site.target.name}, so nothing can draft for it.")
+        raise ValueError(f"{last.value} has another tokenizer than {context.target.name}, so nothing can draft for it.")
     options = dict(faster[-1].options)
     step = {"gamma": _typed("gamma", options.pop("gamma"), int)} if "gamma" in options else {}
     faster[-1] = replace(faster[-1], options=tuple(options.items()))
-    inside = replace(site, target=model.scorer, tokenizer=find_tokenizer(_source(last)) or site.tokenizer)
+    inside = replace(context, target=model.scorer, tokenizer=find_tokenizer(_source(last)) or context.tokenizer)
     return ChainDrafter(model.scorer, _chain(faster, inside), model.vocab, **step)
 
 
@@ -205,17 +212,21 @@ def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def _model(
-    site: Site, source: Any, dtype: str | None = None, device: str | None = None, vocabulary: str | None = None
+    context: BuildContext,
+    source: Any,
+    dtype: str | None = None,
+    device: str | None = None,
+    vocabulary: str | None = None,
 ) -> Drafter:
     """A hub name, a folder or a loaded model."""
-    scorer = load_scorer(source, dtype or site.dtype, device or site.device, site.mode)
+    scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode)
     tokenizer = find_tokenizer(source)
-    _refuse_reader(site.target, scorer)
-    if vocabulary or not same_vocabulary(site.target, scorer, site.tokenizer, tokenizer):
-        return _foreign(site, scorer, tokenizer, vocabulary)
-    if site.tree:
-        return TreeDrafter(scorer, site.tree, site.target.vocab)
-    return ModelDrafter(scorer, site.target.vocab)
+    _refuse_reader(context.target, scorer)
+    if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
+        return _foreign(context, scorer, tokenizer, vocabulary)
+    if context.tree:
+        return TreeDrafter(scorer, context.tree, context.target.vocab)
+    return ModelDrafter(scorer, context.target.vocab)
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
@@ -229,52 +240,52 @@ def _refuse_reader(target: Scorer, draft: Scorer) -> None:
         raise ValueError(f"{draft.name} hears other features ({form.features}) than {target.name} ({ours.features}).")
 
 
-def _foreign(site: Site, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
+def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
     """A model with another tokenizer. Raises ValueError if one is missing, or nothing is common."""
-    if site.tree:
+    if context.tree:
         raise ValueError(f"a tree of candidates needs a draft with the target's tokenizer, {scorer.name} has another.")
     if scorer.source_form:
-        raise ValueError(f"{scorer.name} is an encoder-decoder, so it needs the tokenizer of {site.target.name}.")
-    if site.tokenizer is None or tokenizer is None:
-        name = site.target.name if site.tokenizer is None else scorer.name
+        raise ValueError(f"{scorer.name} is an encoder-decoder, so it needs the tokenizer of {context.target.name}.")
+    if context.tokenizer is None or tokenizer is None:
+        name = context.target.name if context.tokenizer is None else scorer.name
         raise ValueError(
-            f"{site.target.name} has {site.target.vocab} tokens and {scorer.name} {scorer.vocab}, and {name} has no "
-            "tokenizer to translate with: name a folder that has one, or choose a draft of the target's own family."
+            f"{context.target.name} has {context.target.vocab} tokens and {scorer.name} {scorer.vocab}, and {name} has "
+            "no tokenizer to translate with: name a folder that has one, or choose a draft of the target's own family."
         )
-    drafter, note = foreign(site.target, scorer, (site.tokenizer, tokenizer), method)
-    site.notes.append(note)
+    drafter, note = foreign(context.target, scorer, (context.tokenizer, tokenizer), method)
+    context.notes.append(note)
     return drafter
 
 
-def _embedded(site: Site, value: str, **options: Any) -> Drafter:
-    return _model(site, EMBEDDED / "draft", **options)
+def _embedded(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return _model(context, EMBEDDED / "draft", **options)
 
 
-def _ngram(site: Site, file: str, online: bool = False) -> Drafter:
-    return Ngram(NgramModel.load(file), site.target.vocab, online)
+def _ngram(context: BuildContext, file: str, online: bool = False) -> Drafter:
+    return Ngram(NgramModel.load(file), context.target.vocab, online)
 
 
-def _lookup(site: Site, value: str, **options: Any) -> Drafter:
-    return Lookup(**options, vocab=site.target.vocab)
+def _lookup(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return Lookup(**options, vocab=context.target.vocab)
 
 
-def _exit(site: Site, layers: str) -> Drafter:
-    return ExitDrafter(_own(site), read_layers(layers))
+def _exit(context: BuildContext, layers: str) -> Drafter:
+    return ExitDrafter(_own(context), read_layers(layers))
 
 
-def _heads(site: Site, folder: str) -> Drafter:
-    return HeadsDrafter(_own(site), ParallelHeads.load(folder))
+def _heads(context: BuildContext, folder: str) -> Drafter:
+    return HeadsDrafter(_own(context), ParallelHeads.load(folder))
 
 
-def _own(site: Site) -> HasModel:
+def _own(context: BuildContext) -> HasModel:
     """The target, where it drafts for itself."""
-    if not isinstance(site.target, HasModel) or site.target.source_form:
-        raise ValueError(f"{site.target.name} is no causal language model, so it cannot draft for itself.")
-    return site.target
+    if not isinstance(context.target, HasModel) or context.target.source_form:
+        raise ValueError(f"{context.target.name} is no causal language model, so it cannot draft for itself.")
+    return context.target
 
 
 def _datastore(
-    site: Site,
+    context: BuildContext,
     folder: str,
     namespace: str = "default",
     learn: bool = False,
@@ -283,30 +294,30 @@ def _datastore(
     **settings: Any,
 ) -> Drafter:
     """The corpus and the memory of a folder, whichever are there; with `learn`, the memory is made."""
-    name, target = fingerprint(site.tokenizer), site.target
+    name, target = fingerprint(context.tokenizer), context.target
     corpus = open_corpus(folder, target.vocab, name)
     memory = None
     if learn or (Path(folder) / MEMORY).exists():
-        memory = open_memory(folder, _embedder(site, sentence), name, Limits(entries), make=learn)
+        memory = open_memory(folder, _embedder(context, sentence), name, Limits(entries), make=learn)
     if corpus is None and memory is None:
         raise ValueError(
             f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`, or let it "
             f"learn responses: datastore:{folder}?learn=true."
         )
-    return Datastore(target.vocab, corpus, memory, namespace, learn, Settings(**settings))
+    return Datastore(target.vocab, corpus, memory, namespace, learn, DatastoreSettings(**settings))
 
 
-def _embedder(site: Site, sentence: str | None) -> Embedder:
+def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
     """How requests are compared: by a sentence model, or by the target's own input embeddings."""
     if sentence:
-        if site.tokenizer is None:
+        if context.tokenizer is None:
             raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
-        return SentenceEmbedder(sentence, site.tokenizer.decode, site.device)
-    if not isinstance(site.target, HasModel):
+        return SentenceEmbedder(sentence, context.tokenizer.decode, context.device)
+    if not isinstance(context.target, HasModel):
         raise ValueError(
-            f"{site.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
+            f"{context.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
         )
-    return InputEmbeddings(site.target.model.get_input_embeddings().weight)
+    return InputEmbeddings(context.target.model.get_input_embeddings().weight)
 
 
 def switch(text: str) -> bool:
@@ -335,22 +346,24 @@ STORE: dict[str, Callable[[str], Any]] = {
     "own": switch,
 }
 
-KINDS: dict[str, Kind] = {
-    "model": Kind("model:NAME", "a smaller model, by hub name or folder", _model, MODEL),
-    "embedded": Kind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
-    "ngram": Kind("ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}),
-    "datastore": Kind(
+KINDS: dict[str, DrafterKind] = {
+    "model": DrafterKind("model:NAME", "a smaller model, by hub name or folder", _model, MODEL),
+    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
+    "ngram": DrafterKind(
+        "ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}
+    ),
+    "datastore": DrafterKind(
         "datastore:DIR",
         "copies from documents and past responses, built by `slipstream datastore build`",
         _datastore,
         STORE,
     ),
-    "plain": Kind("plain", "no draft: plain decoding, as one of several", lambda site, value: NoDraft()),
-    "lookup": Kind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
-    "exit": Kind(
+    "plain": DrafterKind("plain", "no draft: plain decoding, as one of several", lambda context, value: NoDraft()),
+    "lookup": DrafterKind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
+    "exit": DrafterKind(
         "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit
     ),
-    "heads": Kind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
+    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
 }
 """kind -> how it is written and built."""
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from slipstream.core.draft import ABSENT, Draft, Tree, ancestors
 from slipstream.core.draws import Purpose
-from slipstream.core.law import Law, fit
+from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer
-from slipstream.core.request import Texts
+from slipstream.core.request import Prefixes
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower, windowed_lengths
 from slipstream.drafters.model import MOST_LEVELS, MOST_NODES
@@ -96,8 +96,8 @@ class TreeDrafter:
         """Candidates (rows, nodes of this level) and the law each was drawn from; logits are their parents'."""
         parents, start, level = place
         above = sorted(set(parents[start:]))  # the parents, in the order of their logits
-        texts = Texts(tokens.clamp(min=0), [ancestors(parents)[node] if node >= 0 else () for node in above])
-        law = context.law(fit(logits, self.vocab), texts, self.scorer.name)
+        texts = Prefixes(tokens.clamp(min=0), [ancestors(parents)[node] if node >= 0 else () for node in above])
+        law = context.law(pad_vocabulary(logits, self.vocab), texts, self.scorer.name)
         picks = [self._siblings(context, law, (place, start, level)) for place in range(len(above))]
         drawn = torch.cat([tokens for tokens, _ in picks], 1)
         if level:  # children of a missing candidate are missing

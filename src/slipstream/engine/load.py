@@ -13,7 +13,7 @@ from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import BLOCK, Rule, rule
-from slipstream.drafters.specification import Site, drafter, read_tree
+from slipstream.drafters.specification import BuildContext, drafter, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.tasks import Task, frame
@@ -89,9 +89,9 @@ def load(
         plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
         engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
     else:
-        site = Site(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
-        decoder = Decoder(scorer, drafter(draft, site), controller=steering, batch_size=batch_size, frame=framing)
-        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, site.notes)
+        context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
+        decoder = Decoder(scorer, drafter(draft, context), controller=steering, batch_size=batch_size, frame=framing)
+        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, context.notes)
     if compile:
         engine.warm_up()
     return engine

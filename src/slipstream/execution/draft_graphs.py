@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draws import inverse
-from slipstream.core.law import Law, fit, wide
+from slipstream.core.law import Law, pad_vocabulary, wide
 from slipstream.execution.graphs import Frozen, equate, vary, warn
-from slipstream.execution.masks import Sight
+from slipstream.execution.masks import PassMasks
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
@@ -61,7 +61,7 @@ class Room:
     cross: Cross | None
 
 
-class Kind(NamedTuple):
+class GraphKind(NamedTuple):
     """What one graph does: draft `size` tokens behind `width` fed ones, drawn or not, among `vocab` ids, for one text
     or for any number of them."""
 
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Fused:
+class DraftGraphs:
     """Graphs that draft as many tokens as one of the `sizes` for a single text (a wish in between is served by the next
     size and cut), and graphs of one step, for batches and for what no size serves.
 
@@ -84,10 +84,10 @@ class Fused:
     model: Any  # called as `execution.forward` calls it
     name: str
     sizes: tuple[int, ...]
-    kinds: dict[str, tuple[int | None, int | None]]  # see `sight.mask_kinds`
+    kinds: dict[str, tuple[int | None, int | None]]  # see `masks.mask_kinds`
     relative: bool = False  # whether the model asks how far back everything lies
     progress: Callable[[str], object] | None = None
-    _graphs: dict[Kind, Any] = field(default_factory=dict)
+    _graphs: dict[GraphKind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
 
@@ -119,7 +119,7 @@ class Fused:
         for size, some in zip(steps, chances.split(steps, 1), strict=True):
             if parts:  # graphs that follow each other are steps of one token
                 tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
-            kind = Kind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
+            kind = GraphKind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
             given = (tokens, last, start, *seen, some)
             parts.append(self._graph(kind, given)(*given))
         if len(parts) == 1:
@@ -145,7 +145,7 @@ class Fused:
             chances,
         )
 
-    def _graph(self, kind: Kind, inputs: Inputs) -> Any:
+    def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:
         if kind not in self._graphs:
             if self.progress:
                 self.progress(f"compiling {self.name} for {_told(kind)}")
@@ -157,7 +157,7 @@ class Fused:
             self._graphs[kind] = Frozen(function, ["given"])
         return self._graphs[kind]
 
-    def _draft(self, kind: Kind, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _draft(self, kind: GraphKind, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens (rows, size), the greatest logits (size * rows,), and the laws (rows, size, vocab) of sampled ones."""
         equate(_sizes(given))
         tokens, last, start, places, stores, cross, temperatures, chances = given
@@ -167,7 +167,7 @@ class Fused:
         for place in range(kind.size):
             logits = forward(self.model, self._pass(tokens, start, places, cross), stores)
             logits = logits[:, 0] if logits.shape[1] == 1 else logits[torch.arange(last.shape[0]), last]
-            logits = fit(wide(logits), kind.vocab)
+            logits = pad_vocabulary(wide(logits), kind.vocab)
             best, token = logits.max(-1)
             if kind.sampled:
                 laws.append((logits / temperatures).softmax(-1))
@@ -178,22 +178,22 @@ class Fused:
 
     def _pass(self, tokens: Tensor, start: Tensor, places: Tensor, cross: Parts) -> Pass:
         slots = start[:, None] + torch.arange(tokens.shape[1])
-        sight = Sight.chain(slots, places.shape[0])
-        masks = {kind: sight.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
-        beside = Cross(cross[0], cross[1], sight.back if self.relative else None) if cross else None
+        pass_masks = PassMasks.chain(slots, places.shape[0])
+        masks = {kind: pass_masks.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
+        beside = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
         return Pass(tokens, slots, slots, masks, beside)
 
 
 @runtime_checkable
 class DraftsInGraphs(Protocol):
-    """A Scorer that can draft whole chains by graphs, once it was told to by `fuse`."""
+    """A Scorer that can draft whole chains by graphs, once it was told to by `make_draft_graphs`."""
 
     @property
-    def fused(self) -> Fused | None:
+    def draft_graphs(self) -> DraftGraphs | None:
         """The graphs that draft; None where nobody asked for them."""
         ...
 
-    def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+    def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """From now on draft by graphs, where that is possible: chains of these sizes by one."""
         ...
 
@@ -203,7 +203,7 @@ class DraftsInGraphs(Protocol):
         ...
 
 
-def _told(kind: Kind) -> str:
+def _told(kind: GraphKind) -> str:
     """What a graph is for, in words."""
     how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"

@@ -12,7 +12,7 @@ from slipstream.core.draft import Tree
 
 
 @dataclass(frozen=True)
-class Sight:
+class PassMasks:
     """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
     in the cache, and `allowed` (rows, n, slots), before any window; None allows all `end` slots."""
 
@@ -22,18 +22,18 @@ class Sight:
     end: int
 
     @staticmethod
-    def everything(slots: Tensor, end: int) -> Sight:
+    def everything(slots: Tensor, end: int) -> PassMasks:
         """One token per row that sees all there is; without windows, the positions of the others do not matter."""
-        return Sight(slots, slots, None, end)
+        return PassMasks(slots, slots, None, end)
 
     @staticmethod
-    def chain(slots: Tensor, end: int) -> Sight:
+    def chain(slots: Tensor, end: int) -> PassMasks:
         """Every token sees the slots up to its own; slot and position are the same."""
         others = torch.arange(end, device=slots.device)[None]
-        return Sight(slots, others, others[:, None] <= slots[:, :, None], end)
+        return PassMasks(slots, others, others[:, None] <= slots[:, :, None], end)
 
     @staticmethod
-    def tree(slots: Tensor, end: int, tree: Tree) -> Sight:
+    def tree(slots: Tensor, end: int, tree: Tree) -> PassMasks:
         """A token sees the text before the tree and its own line of ancestors."""
         depths, seen = tree.depths.to(slots.device), tree.seen.to(slots.device)
         base = slots[:, :1] + seen.shape[0] - depths.shape[0]  # (rows, 1): where the tree begins
@@ -42,7 +42,7 @@ class Sight:
         others = torch.where(places < 0, places + base, base + depths[inside])
         line = seen[:, inside].transpose(0, 1) & (places < depths.shape[0])[:, None]
         own = base + depths[depths.shape[0] - seen.shape[0] :]
-        return Sight(own, others, (places < 0)[:, None] | line, end)
+        return PassMasks(own, others, (places < 0)[:, None] | line, end)
 
     @property
     def back(self) -> Tensor:

@@ -10,14 +10,14 @@ from torch import Tensor
 from slipstream.core.draws import draw
 from slipstream.core.law import Law, RowFailure
 from slipstream.core.protocols import Scorer
-from slipstream.core.request import Request, Row, Texts
+from slipstream.core.request import Prefixes, Request, Row
 from slipstream.core.round import Context
 
 
 def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:
     """What plain decoding makes of scores (rows, 1, vocab)."""
     nothing = torch.empty(len(rows), 0, dtype=torch.long, device=scores.device)
-    law, faults = Context(tuple(rows), draw).law_and_faults(scores, Texts.chain(nothing, 1), model)
+    law, faults = Context(tuple(rows), draw).law_and_faults(scores, Prefixes.chain(nothing, 1), model)
     if faults:
         raise RowFailure(faults, law)
     return law

@@ -22,7 +22,7 @@ from slipstream.core.draft import Tree, padded
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
-from slipstream.execution.draft_graphs import Fused, Wish
+from slipstream.execution.draft_graphs import DraftGraphs, Wish
 from slipstream.execution.encoder_graphs import CompiledReader
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
@@ -209,15 +209,15 @@ class CausalScorer:
     # ---- drafts by graphs ----
 
     @property
-    def fused(self) -> Fused | None:
+    def draft_graphs(self) -> DraftGraphs | None:
         """The graphs that draft; None where nobody asked for them."""
-        return self._chains.fused if self._chains else None
+        return self._chains.draft_graphs if self._chains else None
 
-    def fuse(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+    def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """From now on draft by graphs, where that is possible: chains of these sizes by one."""
         facts, module = self.facts, self._decoder or self.model
-        fused = Fused(module, self.name, tuple(sizes), facts.kinds, facts.relative, progress)
-        self._chains = DraftChains(fused, self._memory, facts.context)
+        draft_graphs = DraftGraphs(module, self.name, tuple(sizes), facts.kinds, facts.relative, progress)
+        self._chains = DraftChains(draft_graphs, self._memory, facts.context)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:

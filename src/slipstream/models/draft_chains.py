@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from slipstream.core.law import Law
-from slipstream.execution.draft_graphs import FED, Fused, Room, Wish
+from slipstream.execution.draft_graphs import FED, DraftGraphs, Room, Wish
 from slipstream.models.memory import Memory
 
 
 class DraftChains:
-    """Drafts chains for the first rows of a memory by the graphs `fused`."""
+    """Drafts chains for the first rows of a memory by the graphs `draft_graphs`."""
 
-    def __init__(self, fused: Fused, memory: Memory, context: int | None) -> None:
-        self.fused, self._memory, self._context = fused, memory, context
+    def __init__(self, draft_graphs: DraftGraphs, memory: Memory, context: int | None) -> None:
+        self.draft_graphs, self._memory, self._context = draft_graphs, memory, context
 
     def fits(self, wish: Wish) -> bool:
         """Whether the graphs would stay within the model's context."""
@@ -25,7 +25,7 @@ class DraftChains:
         texts, sources = self._memory.texts, self._memory.sources
         texts.reserve(self._room(wish), 0, len(wish.fed))
         cross = sources.cross(texts.part, None) if sources else None
-        found = self.fused.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
+        found = self.draft_graphs.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
         if found is not None:
             fed = zip(wish.fed, wish.gammas, strict=True)
             texts.advance([len(tokens) + max(gamma, 1) - 1 for tokens, gamma in fed])
@@ -33,4 +33,4 @@ class DraftChains:
 
     def _room(self, wish: Wish) -> int:
         """Slots that the graphs may write to, of each row."""
-        return FED + sum(self.fused.steps(wish))
+        return FED + sum(self.draft_graphs.steps(wish))

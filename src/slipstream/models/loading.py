@@ -87,7 +87,7 @@ def load_scorer(
         model = packed(model, keep=model.get_output_embeddings() if biased else None)
     scorer = CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
     if mode.compiled and mode.ahead is not None and model.device.type == "cpu":
-        scorer.fuse(mode.ahead, mode.progress)
+        scorer.make_draft_graphs(mode.ahead, mode.progress)
     return scorer
 
 

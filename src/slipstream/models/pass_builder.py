@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slipstream.core.draft import Tree
-from slipstream.execution.masks import Sight
+from slipstream.execution.masks import PassMasks
 from slipstream.execution.passes import Cross, Pass
 from slipstream.models.facts import ModelFacts
 from slipstream.models.memory import Memory
@@ -20,23 +20,23 @@ class PassBuilder:
 
     def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
         """The pass of tokens (rows, n) that go to slots (rows, n), behind the rows' texts or within a tree."""
-        sight, context = self._sight(slots, tree), self._facts.context
-        masks = {kind: sight.mask(*rule, self._facts.dtype) for kind, rule in self._facts.kinds.items()}
-        positions = sight.own
+        pass_masks, context = self._pass_masks(slots, tree), self._facts.context
+        masks = {kind: pass_masks.mask(*rule, self._facts.dtype) for kind, rule in self._facts.kinds.items()}
+        positions = pass_masks.own
         if context and self._memory.texts.end > context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=context - 1)
-        return Pass(tokens, positions, slots, masks, self._cross(sight))
+        return Pass(tokens, positions, slots, masks, self._cross(pass_masks))
 
-    def _sight(self, slots: Tensor, tree: Tree | None) -> Sight:
+    def _pass_masks(self, slots: Tensor, tree: Tree | None) -> PassMasks:
         texts = self._memory.texts
         if tree is not None:
-            return Sight.tree(slots, texts.end, tree)
+            return PassMasks.tree(slots, texts.end, tree)
         if slots.shape[1] == 1 and texts.last_sees_all and not self._looks_at_distance:
-            return Sight.everything(slots, texts.end)  # a drafting step: nothing to compare
-        return Sight.chain(slots, texts.end)
+            return PassMasks.everything(slots, texts.end)  # a drafting step: nothing to compare
+        return PassMasks.chain(slots, texts.end)
 
-    def _cross(self, sight: Sight) -> Cross | None:
+    def _cross(self, pass_masks: PassMasks) -> Cross | None:
         sources = self._memory.sources
         if sources is None:
             return None
-        return sources.cross(self._memory.texts.part, sight.back if self._facts.relative else None)
+        return sources.cross(self._memory.texts.part, pass_masks.back if self._facts.relative else None)

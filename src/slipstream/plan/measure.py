@@ -24,7 +24,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.measure.racing import race
 from slipstream.measure.requests import request_for
 from slipstream.measure.timing import Beat, beats
-from slipstream.plan.predict import Costs, Tally, between
+from slipstream.plan.predict import PlanCosts, Tally, between
 
 Step = Callable[[str], None]
 """Told the name of what begins."""
@@ -55,7 +55,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """What is decoded: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored. With
     a `frame`, the texts are sources."""
 
@@ -131,12 +131,12 @@ class Record:
             if given == self.most:
                 self.lengths.append(round.draft.lengths[r])
 
-    def costs(self, calm: Sequence[tuple[int, Beat]]) -> Costs:
+    def costs(self, calm: Sequence[tuple[int, Beat]]) -> PlanCosts:
         """The rounds beside the plain ones, at one pace. What a new row costs the drafter is the median of what its
         round took more."""
         pace = paces(calm)
         plain, ours = at_one_pace(calm, pace), at_one_pace(self.beats, pace)
-        usual = Costs(self.rows, plain, ours, tuple(self.lengths) or (0,))
+        usual = PlanCosts(self.rows, plain, ours, tuple(self.lengths) or (0,))
         known = {width: median(beat.draft for beat in found) for width, found in usual.by_width.items()}
         more = [(beat.draft - between(known, beat.width)) / beat.new for beat in ours if beat.new and known]
         return replace(usual, startup=max(0.0, median(more)) if more else 0.0)
@@ -163,7 +163,7 @@ def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tu
 
 
 def sweep(
-    decoder: Decoder, drafters: Sequence[Drafter], task: Task, most: int, step: Step
+    decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
 ) -> tuple[list[tuple[int, Beat]], list[Record]]:
     """Measure plain decoding and every drafter by turns -> plain rounds of full batches, a record per drafter."""
     context = decoder.target.context
@@ -183,7 +183,7 @@ def sweep(
     return calm, records
 
 
-def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: Task, most: int, step: Step) -> None:
+def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step) -> None:
     """One untimed run of each, through every width: allocation, compilation, caches."""
     requests = task.requests(range(len(task.texts)))
     for drafter in (NoDraft(), *drafters):
@@ -228,7 +228,7 @@ class Speed:
         return self.seconds / self.rounds
 
 
-def speeds(decoders: Sequence[Decoder], task: Task, seed: int) -> list[Speed]:
+def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed]:
     """Decode all texts with every decoder, taking turns part by part -> the speed of each in full batches."""
 
     def run(decoder: Decoder, part: range) -> Speed:

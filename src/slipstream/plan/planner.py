@@ -17,7 +17,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import Speed, Task, memory, speeds, sweep, using
+from slipstream.plan.measure import PlanTask, Speed, memory, speeds, sweep, using
 from slipstream.plan.predict import Outline, Outlook, Prediction, predict
 from slipstream.text.jsontext import json_text
 
@@ -29,7 +29,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """What to plan for. `most` is the greatest gamma tried, or `gammas` are the only ones; `batches` are numbers of
     rows that run together. Raises ValueError for what is impossible."""
 
@@ -98,11 +98,11 @@ class Verification:
 
 
 @dataclass
-class Report:
+class PlanReport:
     """What was measured, what follows, and how it went. `outlooks` holds one Outlook per number of rows and draft."""
 
     environment: dict[str, Any]
-    settings: Settings
+    settings: PlanSettings
     prompt_tokens: tuple[int, int]
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
@@ -157,9 +157,9 @@ def make(
     engine: Engine,
     drafters: Mapping[str, Drafter],
     prompts: Sequence[Prompt],
-    settings: Settings,
+    settings: PlanSettings,
     on_step: Progress | None = None,
-) -> Report:
+) -> PlanReport:
     """Plan for an engine's target and rule with the named drafters.
 
     Ctrl-C during the verification ends it early: the report says `interrupted` and keeps the predictions. Raises
@@ -168,9 +168,9 @@ def make(
     texts = tuple(engine.encode(prompt) for prompt in prompts)
     _check(engine, drafters, texts, settings)
     decoder = replace(engine.decoder, verifier=engine.rule.verify, rng=engine.rule.rng)
-    report = Report(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
+    report = PlanReport(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
     how = (settings.max_new_tokens, settings.sampling, settings.seed, decoder.frame)
-    tasks = [Task(texts, rows, *how) for rows in settings.batches]
+    tasks = [PlanTask(texts, rows, *how) for rows in settings.batches]
     step = _steps(tasks, len(drafters), settings, on_step)
     for task in tasks:
         plain, records = sweep(decoder, list(drafters.values()), task, settings.most, step)
@@ -189,7 +189,9 @@ def make(
     return report
 
 
-def verify(decoder: Decoder, drafter: Drafter, task: Task, report: Report, step: Callable[[str], None]) -> Verification:
+def verify(
+    decoder: Decoder, drafter: Drafter, task: PlanTask, report: PlanReport, step: Callable[[str], None]
+) -> Verification:
     """Run the best gamma of the chosen draft and plain decoding by turns, also where the plan is not to speculate."""
     best = report.outlooks[task.rows][report.draft].best
     decoders = [using(decoder, NoDraft(), Fixed(0), task.rows), using(decoder, drafter, Fixed(best.gamma), task.rows)]
@@ -208,7 +210,9 @@ def verify(decoder: Decoder, drafter: Drafter, task: Task, report: Report, step:
     )
 
 
-def _check(engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequence[int]], settings: Settings) -> None:
+def _check(
+    engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequence[int]], settings: PlanSettings
+) -> None:
     if not drafters:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
     if len(texts) < (least := max(2, *settings.batches)):
@@ -220,7 +224,9 @@ def _check(engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequ
         raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")
 
 
-def _steps(tasks: Sequence[Task], drafters: int, settings: Settings, on_step: Progress | None) -> Callable[[str], None]:
+def _steps(
+    tasks: Sequence[PlanTask], drafters: int, settings: PlanSettings, on_step: Progress | None
+) -> Callable[[str], None]:
     """A counter of everything that will run."""
     count = sum((1 + drafters) * (1 + len(task.parts())) + settings.repetitions for task in tasks)
     done = iter(range(count))

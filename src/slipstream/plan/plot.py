@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.files import atomic_write
-from slipstream.plan.planner import Report
+from slipstream.plan.planner import PlanReport
 from slipstream.plan.predict import Outlook
 
 
-def draw(report: Report, file: str) -> None:
+def draw(report: PlanReport, file: str) -> None:
     """Write a PNG, SVG or PDF file, which `check_plot` allows. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 

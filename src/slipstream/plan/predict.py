@@ -121,7 +121,7 @@ def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], 
 
 
 @dataclass(frozen=True)
-class Costs:
+class PlanCosts:
     """Rounds of one drafter at one number of rows, and those of plain decoding beside them.
 
     `lengths` are the drafts it made when it was asked for the most; `startup` is what a new row costs the drafter once
@@ -191,11 +191,11 @@ class Costs:
     def _expected(chances: Mapping[int, float], measured: Mapping[int, float]) -> float:
         return sum(chance * between(measured, width) for width, chance in chances.items())
 
-    def resampled(self, rng: random.Random) -> Costs:
+    def resampled(self, rng: random.Random) -> PlanCosts:
         """Rounds drawn anew with replacement, among those of the same width."""
         again = [beat for beats in self.by_width.values() for beat in rng.choices(beats, k=len(beats))]
         plain = tuple(rng.choices(self.plain, k=len(self.plain)))
-        return Costs(self.rows, plain, tuple(again), self.lengths, self.startup)
+        return PlanCosts(self.rows, plain, tuple(again), self.lengths, self.startup)
 
 
 def between(measured: Mapping[int, float], width: int) -> float:
@@ -244,7 +244,7 @@ class Outlook:
     alpha: float
     alphas: tuple[float, ...]  # per prompt, sorted
     survival: tuple[float, ...]
-    costs: Costs
+    costs: PlanCosts
     predictions: tuple[Prediction, ...]
 
     @property
@@ -308,7 +308,7 @@ class Outline:
         return self.gammas or tuple(range(1, self.most + 1))
 
 
-def predict(tallies: Sequence[Tally], costs: Costs, outline: Outline) -> Outlook:
+def predict(tallies: Sequence[Tally], costs: PlanCosts, outline: Outline) -> Outlook:
     """Acceptance per prompt and costs -> what every gamma will bring.
 
     Raises ValueError for fewer than 2 prompts, and if nothing was measured.
@@ -324,7 +324,7 @@ def predict(tallies: Sequence[Tally], costs: Costs, outline: Outline) -> Outlook
     return Outlook(costs.rows, alpha, tuple(alphas), tuple(survival(tallies)), costs, tuple(predictions))
 
 
-def _point(gamma: int, alpha: float, kept: Survival, costs: Costs, length: int) -> Prediction:
+def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> Prediction:
     alone = costs.rows == 1  # beside others, a row that nears its end does not make the round narrower
     rounds = [costs.round(drafted) if alone else costs.round(gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
@@ -343,7 +343,7 @@ def _point(gamma: int, alpha: float, kept: Survival, costs: Costs, length: int) 
 
 
 def _with_intervals(
-    points: Sequence[Prediction], tallies: Sequence[Tally], costs: Costs, outline: Outline
+    points: Sequence[Prediction], tallies: Sequence[Tally], costs: PlanCosts, outline: Outline
 ) -> list[Prediction]:
     """Percentiles over prompts and rounds drawn anew; what the end of the texts costs is taken as in the point."""
     rng, factors = random.Random(outline.seed), list[list[float]]()
@@ -359,5 +359,5 @@ def _with_intervals(
     return found
 
 
-def _long(gamma: int, kept: Survival, costs: Costs) -> float:
+def _long(gamma: int, kept: Survival, costs: PlanCosts) -> float:
     return expected_tokens(kept.mixed(gamma)) * costs.step / costs.round(gamma)

@@ -13,13 +13,13 @@ from slipstream.core.draft import Draft
 from slipstream.core.round import Context, Round
 from slipstream.drafters.cross_tokenizer.choose import BySampling, foreign, share
 from slipstream.drafters.cross_tokenizer.reader import Reader
-from slipstream.drafters.cross_tokenizer.string_match import Strings
-from slipstream.drafters.cross_tokenizer.token_intersection import Intersection
+from slipstream.drafters.cross_tokenizer.string_match import StringMatch
+from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import Common, Vocabulary
 from tongues import TEXT, tongue, toy
 from toys import FAMILIES, GREEDY, SAMPLE, dirichlet_table, row, scorer, tiny
 
-KINDS = {"intersection": Intersection, "strings": Strings}
+KINDS = {"intersection": TokenIntersection, "strings": StringMatch}
 
 
 def save(folder: Path, name: str, seed: int, **changes: Any) -> str:
@@ -84,7 +84,7 @@ def test_only_nothing_in_common_is_refused() -> None:
         foreign(big, small, (toy("a", "b", "ab"), toy("x", "y", "xy")))
     drafter, note = foreign(big, small, (toy("a", "b", "ab"), toy("x", "a", "xa")))
     assert note.startswith("small has another tokenizer than big; they have 1 tokens in common")
-    assert isinstance(drafter, Strings | BySampling)
+    assert isinstance(drafter, StringMatch | BySampling)
 
 
 def test_the_share_is_counted_in_what_the_draft_writes() -> None:

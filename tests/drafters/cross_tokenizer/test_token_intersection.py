@@ -22,8 +22,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.cross_tokenizer.reader import Reader
-from slipstream.drafters.cross_tokenizer.string_match import Strings
-from slipstream.drafters.cross_tokenizer.token_intersection import Intersection
+from slipstream.drafters.cross_tokenizer.string_match import StringMatch
+from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import Common, Vocabulary
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table
@@ -47,7 +47,7 @@ from toys import (
     total_variation,
 )
 
-METHODS = {"intersection": Intersection, "strings": Strings}
+METHODS = {"intersection": TokenIntersection, "strings": StringMatch}
 every_method = pytest.mark.parametrize("method", METHODS)
 PROMPT, COUNT = (0, 2), 3
 

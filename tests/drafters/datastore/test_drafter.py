@@ -21,7 +21,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.datastore.drafter import Datastore, Settings, fingerprint
+from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings, fingerprint
 from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import Memory
 from slipstream.models.causal import CausalScorer
@@ -49,7 +49,7 @@ from toys import (
 )
 
 WORDS = 50
-ALONE = Settings(own=False)
+ALONE = DatastoreSettings(own=False)
 """The text itself is no source, so that a test sees the others."""
 
 
@@ -67,7 +67,7 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
 def test_the_longest_match_drafts(memory: Memory) -> None:
     corpus = Corpus.build([[3, 4, 5, 20, 21]], WORDS)
     memory.add("default", [9], [4, 5, 30])
-    store = Datastore(WORDS, corpus, memory, settings=Settings(begin=1))
+    store = Datastore(WORDS, corpus, memory, settings=DatastoreSettings(begin=1))
     assert drafted(store, [row([1, 3, 4, 5])], [1]) == [[20]]  # three tokens in the corpus
     assert drafted(store, [row([3, 4, 5, 40, 3, 4, 5])], [1]) == [[40]]  # as many in the text itself, which is first
     assert drafted(store, [row([9, 8, 4, 5], prompt_length=2)], [1]) == [[30]]  # all of the response so far
@@ -101,7 +101,7 @@ def test_the_draft_grows_with_the_match_and_ends_with_its_evidence() -> None:
         ({"factor": 0, "offset": 0}, [1, 2], []),
         ({}, [40], []),
     ):
-        store = Datastore(WORDS, corpus, settings=Settings(own=False, **settings))
+        store = Datastore(WORDS, corpus, settings=DatastoreSettings(own=False, **settings))
         assert drafted(store, [row(text)], [9]) == [want]
     assert drafted(Datastore(WORDS, corpus, settings=ALONE), [row([1, 2])], [2]) == [[3, 4]]  # gamma
 
@@ -153,7 +153,7 @@ def test_a_store_of_nothing_is_refused(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("given", [{"nearest": 0}, {"factor": -1}, {"chance": float("nan")}, {"begin": 0}], ids=str)
 def test_settings_are_checked(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"is not possible: it must be . or more\."):
-        Settings(**given)
+        DatastoreSettings(**given)
 
 
 # ---- learning ---------------------------------------------------------------------------------------------------

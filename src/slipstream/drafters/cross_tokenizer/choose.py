@@ -14,8 +14,8 @@ from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.round import Context, Round
 from slipstream.drafters.cross_tokenizer.reader import Reader
-from slipstream.drafters.cross_tokenizer.string_match import Strings
-from slipstream.drafters.cross_tokenizer.token_intersection import Intersection
+from slipstream.drafters.cross_tokenizer.string_match import StringMatch
+from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
 
 ENOUGH = 0.6
@@ -24,7 +24,7 @@ ENOUGH = 0.6
 ROWS, STEPS = 4, 32
 """The draft writes this many texts of this many tokens, to count in how many of its tokens both agree."""
 
-METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": Intersection, "strings": Strings}
+METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": TokenIntersection, "strings": StringMatch}
 """The names that users give."""
 
 
@@ -70,8 +70,8 @@ def foreign(
     if method:
         return METHODS[method](reader), f"{facts}: it drafts by {method}, as asked."
     if part < ENOUGH:
-        return Strings(reader), f"{facts}: it drafts by strings."
-    return BySampling(Strings(reader), Intersection(reader)), (
+        return StringMatch(reader), f"{facts}: it drafts by strings."
+    return BySampling(StringMatch(reader), TokenIntersection(reader)), (
         f"{facts}: it drafts by strings where decoding is greedy, on the common tokens where it samples."
     )
 

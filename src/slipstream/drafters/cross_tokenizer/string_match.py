@@ -16,7 +16,7 @@ TAIL = 48
 """Characters of the text that are encoded again before what was drafted."""
 
 
-class Strings:
+class StringMatch:
     """Lets the draft write its likeliest tokens, and proposes their text in the target's tokens.
 
     Where the text's last token and the first drafted one would be one token of the target, the drafted text is

@@ -1,11 +1,11 @@
 """Draft by a model with another tokenizer: on the common tokens, or by way of the text.
 
-Both are exact with every rule. `Intersection` samples from the draft's law, renormalised on the tokens that both
-vocabularies have: the law q that was really sampled from (token-level intersection, arXiv 2502.05202). `Strings`
+Both are exact with every rule. `TokenIntersection` samples from the draft's law, renormalised on the tokens that both
+vocabularies have: the law q that was really sampled from (token-level intersection, arXiv 2502.05202). `StringMatch`
 lets the draft write freely and encodes what it wrote with the target's tokenizer (string-level exact match, same
 paper). There q is a point mass on the encoded tokens, whatever way they came about: given the text so far, what is
 proposed is a fixed draft or chosen by coins that the verifier never looks at, the rules are exact for every fixed
-draft, and a mixture of exact rounds is exact. For the same reason `Strings` may drop what it wrote, and need not be
+draft, and a mixture of exact rounds is exact. For the same reason `StringMatch` may drop what it wrote, and need not be
 the law that the draft would sample: it writes the likeliest tokens, since a point mass x is kept with chance p(x).
 """
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
-from slipstream.core.request import Texts
+from slipstream.core.request import Prefixes
 from slipstream.core.round import Context, Round
 from slipstream.drafters.cross_tokenizer.reader import Reader
 from slipstream.drafters.sampled import sample_chain
 
 
-class Intersection:
+class TokenIntersection:
     """Samples a chain of common tokens, with the request's own sampling settings.
 
     The draft reads the text in its own tokens; a drafted token continues both texts. A row drafts nothing while its
@@ -69,7 +69,7 @@ class Intersection:
         common = self.common.translate(logits)
         hopeless = common.amax((1, 2)) == float("-inf")  # (rows,): the draft wants none of the common tokens
         common = common.masked_fill(hopeless[:, None, None], 0)
-        law, faults = context.law_and_faults(common, Texts.chain(tokens, 1), self.scorer.name)
+        law, faults = context.law_and_faults(common, Prefixes.chain(tokens, 1), self.scorer.name)
         for place, _ in faults:  # the settings forbid them all
             hopeless[place] = True
         ends = zip(left, hopeless.tolist(), strict=True)

@@ -33,7 +33,7 @@ Namespace = str | Callable[[Request], str]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DatastoreSettings:
     """How much is drafted on how much evidence.
 
     A match of m tokens drafts at most factor * m + offset tokens, as far as `chance` of its occurrences go on alike.
@@ -79,10 +79,10 @@ class Datastore:
         memory: Memory | None = None,
         namespace: Namespace = "default",
         learn: bool = False,
-        settings: Settings | None = None,
+        settings: DatastoreSettings | None = None,
     ) -> None:
         """`vocab`: size of the target's logits. Raises ValueError if there is nothing to draft from or learn for."""
-        self.settings = settings or Settings()
+        self.settings = settings or DatastoreSettings()
         if learn and memory is None:
             raise ValueError("learn=True needs a memory to write responses to: give one.")
         if corpus is None and memory is None and not self.settings.own:

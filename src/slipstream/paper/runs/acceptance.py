@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.law import Law, fit
+from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.decoding import acceptance
@@ -122,7 +122,7 @@ def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Sco
 def _model(draft: Scorer, vocab: int) -> Scout:
     def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
         for _, rows, scores, _ in replay(draft, requests, outputs):
-            yield plain_law(rows, fit(scores, vocab), draft.name)
+            yield plain_law(rows, pad_vocabulary(scores, vocab), draft.name)
 
     return walk
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from slipstream.bench import PLAIN, SPECULATIVE, Contender, Report, Settings, Task
+from slipstream.bench import PLAIN, SPECULATIVE, BenchReport, BenchSettings, BenchTask, Contender
 from slipstream.bench.contenders import ours, untouched
 from slipstream.bench.peers import generate
 from slipstream.bench.race import run_race
@@ -47,12 +47,12 @@ class Log:
             self.prefills += [row.stats.seconds["prefill"] for row in round.rows] * bool(beat.new)
             yield round
 
-    def costs(self, gamma: int) -> Costs:
+    def costs(self, gamma: int) -> SpeedCosts:
         """Medians of what was noted. A draft's first round of a text also reads its source, so it counts apart."""
         later = [beat for beat in self.beats if not beat.new] or self.beats
         first = [beat for beat in self.beats if beat.new]
         draft = median(beat.draft for beat in later)
-        return Costs(
+        return SpeedCosts(
             median(beat.target for beat in later),
             draft / gamma if gamma else 0.0,
             median(beat.rest for beat in later),
@@ -62,7 +62,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SpeedCosts:
     """Seconds: a target run, a draft run, what else a round takes, what the target (its encoder, or the prompt) and
     what the draft takes once per text."""
 
@@ -121,14 +121,16 @@ def race(
     }
 
 
-def chosen(alphas: Mapping[str, Any], costs: Mapping[int, Costs]) -> int:
+def chosen(alphas: Mapping[str, Any], costs: Mapping[int, SpeedCosts]) -> int:
     """The gamma of those in Table 2 with the least time per text, at the costs of each and at the tokens per round that
     real texts give."""
     rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in GAMMAS}
     return min(GAMMAS, key=lambda gamma: costs[gamma].per_text(gamma, rounds[gamma]))
 
 
-def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]) -> dict[str, dict[int, Costs]]:
+def _pilot(
+    subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]
+) -> dict[str, dict[int, SpeedCosts]]:
     """Costs of every draft and gamma, by turns; a first text of each warms up."""
     logs = {(name, gamma): Log() for name in subject.drafts for gamma in GAMMAS}
     texts = min(texts, len(subject.sources))
@@ -148,17 +150,17 @@ def _pilot(subject: Subject, temperature: float, texts: int, say: Callable[[str]
 
 def _run(
     subject: Subject, temperature: float, course: Course, contenders: Sequence[Contender], say: Callable[[str], Any]
-) -> Report:
-    settings = Settings((3,), (1,), (temperature,), subject.length, course.repetitions, ignore_eos=False)
-    report = Report(environment(subject.engine), settings)
+) -> BenchReport:
+    settings = BenchSettings((3,), (1,), (temperature,), subject.length, course.repetitions, ignore_eos=False)
+    report = BenchReport(environment(subject.engine), settings)
     texts = tuple(subject.engine.encode(source) for source in subject.sources[: course.texts])
-    task = Task(texts, 1, temperature, subject.length, subject.engine.eos, 0)
+    task = BenchTask(texts, 1, temperature, subject.length, subject.engine.eos, 0)
     run_race(report, task, contenders, lambda name: say(f"{subject.name} at temperature {temperature:g}: {name}"))
     return report
 
 
 def _row(
-    result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[Costs, Costs]
+    result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[SpeedCosts, SpeedCosts]
 ) -> dict[str, Any]:
     """One draft: what was expected from ever more of the costs (`found`: its own and plain ones), and what came."""
     costs, plain = found

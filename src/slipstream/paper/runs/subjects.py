@@ -16,7 +16,7 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import TOKEN
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.specification import Site, drafter
+from slipstream.drafters.specification import BuildContext, drafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
@@ -126,10 +126,10 @@ def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) 
     named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
     engine = load(target, dtype=how.dtype, device=how.device, **named)
     mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
-    site = Site(engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode)
+    context = BuildContext(engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode)
     found = dict[str, Scorer]()
     for name, source in drafts.items():
-        made = drafter(str(source), site)
+        made = drafter(str(source), context)
         if not isinstance(made, ModelDrafter):
             raise ValueError(f"draft {name} does not share the target's tokenizer, as the paper's drafts do.")
         found[name] = made.scorer
