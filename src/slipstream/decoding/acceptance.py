@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import Purpose
-from slipstream.core.law import Law
+from slipstream.core.law import Law, distance
 
 Draw = Callable[..., Tensor]
 
@@ -146,11 +146,6 @@ def lenient_law(p: Law, q: Law, leniency: float) -> Law:
     law = kept + (1 - kept.sum(-1, keepdim=True)) * residual(p, q).dense
     assert bool((law <= p.dense / leniency + 1e-5).all()), "lenience gave a token more than p/l"
     return Law(probs=law)
-
-
-def distance(one: Law, other: Law) -> Tensor:
-    """Total variation between dense laws, D_LK of the paper (Definition 3.2) -> (rows, positions)."""
-    return (one.dense - other.dense).abs().sum(-1) / 2
 
 
 def residual(p: Law, q: Law, weight: Tensor | None = None) -> Law:
