@@ -29,10 +29,15 @@ from slipstream.decoding import speculate as decoding
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule, lenient
+from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.choice import Choice
+from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
+from slipstream.execution.draft_graphs import DraftGraphs
+from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table, TableScorer
 from toys import FAMILIES, PAIRS, VOCAB, dirichlet_table, scorer, tiny
 
@@ -196,6 +201,12 @@ def test_a_wrong_verifier_is_caught_by_the_samples(verify: Verifier) -> None:
     assert "samples" in failed(run(verify=Rule("mine", verify), samples=1000))
 
 
+def softened(law: Law) -> Law:
+    """A flatter law than the given one."""
+    weights = law.dense**0.3
+    return Law(probs=weights / weights.sum(-1, keepdim=True))
+
+
 class Boaster:
     """Reports a softened law. Draws through its own rng if it is to go unseen."""
 
@@ -207,8 +218,7 @@ class Boaster:
         draft = self.inner.propose(replace(context, rng=rng), gammas)
         if draft.law is None:
             return draft
-        weights = draft.law.dense**0.3
-        return replace(draft, law=Law(probs=weights / weights.sum(-1, keepdim=True)))
+        return replace(draft, law=softened(draft.law))
 
     def observe(self, round: Round) -> None:
         self.inner.observe(round)
@@ -224,6 +234,75 @@ def test_a_law_that_was_not_sampled_from_is_caught(hidden: bool, caught: str) ->
     report = run(made, samples=1000)
     assert report.verdict == "fail" and caught in failed(report), report.text()
     assert "rule" not in failed(report)
+
+
+# ---- drafts that are made in graphs, chosen, or drafted themselves ------------------------------------------------
+
+
+def in_graphs() -> Engine:
+    """Tiny models of three tokens, whose draft makes its chains in graphs."""
+    target, draft = (CausalScorer(tiny(FAMILIES["llama"], vocab_size=VOCAB, seed=seed)) for seed in (0, 1))
+    draft.make_draft_graphs((2,))
+    return Engine(Decoder(target, ModelDrafter(draft), controller=Fixed(2)))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run as the Python they are made of."""
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
+
+
+def test_the_certificate_sees_drafts_in_graphs(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted, draft = list[bool](), DraftGraphs.run
+
+    def counted(graphs: DraftGraphs, *work: Any) -> Any:
+        found = draft(graphs, *work)
+        drafted.append(found is not None)
+        return found
+
+    monkeypatch.setattr(DraftGraphs, "run", counted)
+    report = run(in_graphs(), temperature=0.8)
+    assert not failed(report) and len(drafted) > 50 and all(drafted)
+
+
+def test_control_a_graph_that_reports_another_law_is_caught(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = DraftGraphs.run
+
+    def boastful(graphs: DraftGraphs, *work: Any) -> Any:
+        found = draft(graphs, *work)
+        return found and (found[0], softened(found[1]))
+
+    monkeypatch.setattr(DraftGraphs, "run", boastful)
+    assert "wiring" in failed(run(in_graphs(), temperature=0.8))
+
+
+def chained(boastful: bool) -> Engine:
+    """A draft that is drafted by another, whose reported law may be another than it draws from."""
+
+    def drafter(small: Scorer) -> Drafter:
+        tiniest: Drafter = ModelDrafter(scorer(dirichlet_table(21), "tiny"))
+        return ChainDrafter(small, Boaster(tiniest, hidden=False) if boastful else tiniest, gamma=2)
+
+    return engine(drafter=drafter)
+
+
+def chosen(boastful: bool) -> Engine:
+    """A choice of copying and a model, whose reported law may be another than it draws from."""
+
+    def drafter(small: Scorer) -> Drafter:
+        model: Drafter = ModelDrafter(small)
+        return Choice([Lookup(), Boaster(model, hidden=False) if boastful else model])
+
+    return engine(drafter=drafter)
+
+
+@pytest.mark.parametrize("made", [chained, chosen])
+def test_a_law_that_was_not_sampled_from_is_caught_inside_a_draft(made: Callable[[bool], Engine]) -> None:
+    assert not failed(run(made(False)))
+    assert "wiring" in failed(run(made(True)))
+
+
+# ---- other faults ------------------------------------------------------------------------------------------------
 
 
 def test_a_seam_that_draws_from_another_law_is_caught() -> None:
