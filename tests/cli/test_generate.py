@@ -24,7 +24,8 @@ import slipstream
 from slipstream.cli import app as cli
 from slipstream.cli.app import say
 from slipstream.core.stats import Stats
-from slipstream.engine.engine import Completion, Interrupted, Piece
+from slipstream.engine.engine import Interrupted
+from slipstream.engine.generation import Completion, Piece
 from slipstream.engine.load import load
 from terminal import run
 
@@ -517,7 +518,7 @@ def test_help_has_examples_and_says_all_that_is_written(words: list[str], comman
 
 def test_shell_completion() -> None:
     assert "--install-completion" in run("--help").stdout and "--show-completion" in run("--help").stdout
-    script = as_process(["--show-completion", "bash"])
+    script = beneath_bash("--show-completion")
     assert script.returncode == 0 and "_SLIPSTREAM_COMPLETE=complete_bash" in script.stdout
     asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ngram ", "COMP_CWORD": "2"}
     assert as_process([], asked).stdout.split() == ["build", "info"]
@@ -526,17 +527,25 @@ def test_shell_completion() -> None:
 
 
 def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
-    done = as_process(["--install-completion", "bash"], {"HOME": str(tmp_path)})
+    done = beneath_bash("--install-completion", {"HOME": str(tmp_path)})
     assert done.returncode == 0 and not done.stderr
     assert "slipstream" in (tmp_path / ".bashrc").read_text()
 
 
-def as_process(arguments: list[str], more: dict[str, str] | None = None, **streams: Any) -> Any:
-    """`python -m slipstream ARGUMENTS` as a process of its own."""
+def beneath_bash(argument: str, more: dict[str, str] | None = None) -> Any:
+    """`python -m slipstream ARGUMENT` started by bash: the option finds the shell by looking at its parent."""
+    # The command after it keeps bash from replacing itself by the process.
+    return as_process([argument], more, shell=["bash", "-c", '"$@"; exit $?', "bash"])
+
+
+def as_process(
+    arguments: list[str], more: dict[str, str] | None = None, shell: Sequence[str] = (), **streams: Any
+) -> Any:
+    """`python -m slipstream ARGUMENTS` as a process of its own, started by the command `shell` if there is one."""
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, **(more or {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    command = [sys.executable, "-m", "slipstream", *arguments]
+    command = [*shell, sys.executable, "-m", "slipstream", *arguments]
     return subprocess.run(command, env=environment, text=True, timeout=120, **streams)
 
 
