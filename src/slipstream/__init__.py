@@ -7,7 +7,8 @@ from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from slipstream.engine.custom_generate import custom_generate
-    from slipstream.engine.engine import Completion, Engine, Interrupted, Piece
+    from slipstream.engine.engine import Engine, Interrupted
+    from slipstream.engine.generation import Completion, Piece
     from slipstream.engine.load import load
 
 
@@ -18,7 +19,9 @@ def __getattr__(name: str) -> Any:
     """Load torch and transformers only when they are needed: `slipstream --help` must not wait for them."""
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    room = {"custom_generate": "custom_generate", "load": "load"}.get(name, "engine")
+    room = {"Engine": "engine", "Interrupted": "engine", "Completion": "generation", "Piece": "generation"}.get(
+        name, name
+    )
     return getattr(import_module(f"slipstream.engine.{room}"), name)
 
 

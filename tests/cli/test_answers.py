@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 import slipstream
 import slipstream.cli
 from slipstream.cli.app import app
-from slipstream.engine.engine import Completion, Engine, Interrupted
+from slipstream.engine.engine import Engine, Interrupted
+from slipstream.engine.generation import Completion
 from slipstream.text.answers import Answers, digest, open_answers
 
 PROMPTS = ["x =", "import", "import", "class A", "def f(x):", "import"]

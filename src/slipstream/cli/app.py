@@ -23,7 +23,7 @@ BROKEN_PIPE, WRONG, INTERRUPTED = 1, 2, 130
 """Exit codes: our output cannot be written any more, or nobody reads it; something given is wrong; Ctrl-C."""
 
 MOST_NAMES = 5
-"""Of many files, so many are named."""
+"""How many files a message names at most; the others are only counted."""
 
 
 class Commands(TyperGroup):

@@ -61,7 +61,8 @@ from slipstream.text.answers import Answers, digest, open_answers
 from slipstream.text.prompts import Item, gather
 
 if TYPE_CHECKING:
-    from slipstream.engine.engine import Completion, Engine
+    from slipstream.engine.engine import Engine
+    from slipstream.engine.generation import Completion
 
 
 @app.command()
@@ -169,7 +170,7 @@ class Work:
             return stop.completions, INTERRUPTED
 
     def run_watched(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
-        """The same under a progress bar."""
+        """Generate under a progress bar; see `run`."""
         count, most = len(self.good) - len(skip), self.options["max_new_tokens"]
         with progress(console(stderr=True), count, most) as on_round:
             return self.run(skip, on_round=on_round, **listeners)
@@ -249,7 +250,7 @@ def _print(work: Work, place: int, completion: Completion) -> None:
 
 
 def _show_stream(work: Work) -> int:
-    """The same, token by token, one prompt after the other."""
+    """Print the text token by token, one prompt after the other."""
     completions = []
     for item in work.good:
         _begin(work, item)
@@ -326,7 +327,7 @@ LAW = (
 
 
 def _digests(params: dict[str, Any], work: Work) -> list[dict[str, str]]:
-    """Of every prompt: what the settings and the prompt are known by."""
+    """A digest of the settings and one of the prompt, for every prompt: a resumed run compares them."""
     settings = digest({name: params[name] for name in LAW})
     return [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
 

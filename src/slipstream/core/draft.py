@@ -67,7 +67,7 @@ class Draft:
     `replacement` is False. A row may lack nodes: those from `lengths[r]` on, and those whose token is ABSENT.
 
     `parts` say how a draft was put together that was not drawn token by token: the drafts that it was chosen from, or
-    the rounds of a draft that is drafted itself. Nobody needs them to decode; a certificate follows them.
+    the rounds of a draft that is drafted itself. Decoding does not read them; a certificate does.
     """
 
     tokens: Tensor
@@ -104,7 +104,7 @@ class Draft:
         return Draft(torch.empty(rows, 0, dtype=torch.long, device=device), None, (0,) * rows)
 
     def to(self, device: torch.device) -> Draft:
-        """The same draft on `device`: target and draft may live on different ones."""
+        """Return this draft on `device`: target and draft may live on different ones."""
         if self.tokens.device == device:
             return self
         return replace(self, tokens=self.tokens.to(device), law=self.law and self.law.to(device))
@@ -160,7 +160,7 @@ def merge_verdicts(verdicts: Sequence[Verdict], places: Sequence[Sequence[int]])
     order = torch.tensor([place for group in places for place in group]).argsort().to(verdicts[0].accepted.device)
 
     def priced(name: str) -> Tensor | None:
-        """A figure that only lossy rules tell; 0 for the rows of the others."""
+        """Join a figure that only lossy rules report; rows of other rules get 0."""
         if all(getattr(verdict, name) is None for verdict in verdicts):
             return None
         found = [getattr(verdict, name) for verdict in verdicts]

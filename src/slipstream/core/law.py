@@ -84,7 +84,7 @@ class Law:
         return self._map(lambda data: data[rows, index].unsqueeze(1))
 
     def bare(self) -> Law:
-        """The same law without scores."""
+        """Return this law without its scores."""
         return replace(self, scores=None)
 
     def select(self, rows: Tensor) -> Law:
@@ -102,7 +102,7 @@ class Law:
         return self if self.points is None else Law(probs=self.probs)
 
     def to(self, device: torch.device) -> Law:
-        """The same law on `device`."""
+        """Return this law on `device`."""
         return self if self.device == device else self._map(lambda data: data.to(device))
 
     @staticmethod
@@ -175,7 +175,7 @@ def distance(left: Law, right: Law) -> Tensor:
     (Definition 3.2)."""
     if left.probs is not None and right.probs is not None:
         return total_variation(left.probs, right.probs)
-    point, other = (left, right) if left.tokens is not None else (right, left)
+    point, other = (left, right) if left.point else (right, left)
     assert point.tokens is not None
     return 1 - other.of(point.tokens)
 
@@ -188,5 +188,5 @@ def pad_vocabulary(logits: Tensor, vocab: int) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """In float32 or wider: laws are made of these."""
+    """Convert logits to float32, or keep them in float64: laws are made of these."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -22,7 +22,7 @@ from slipstream.core.source import Source, SourceForm
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a pass: rows, new tokens of each, and slots that attention looks at."""
+    """The sizes of a pass: rows, new tokens of each, and slots that attention looks at."""
 
     rows: int
     width: int
@@ -51,7 +51,7 @@ class Scorer(Protocol):
 
     @property
     def source_form(self) -> SourceForm | None:
-        """What its encoder reads; None for a model without one."""
+        """The form of the sources that its encoder reads; None for a model without an encoder."""
         ...
 
     @property

@@ -73,6 +73,9 @@ class Request:
     `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is asked after every emitted
     token and answers a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.
     `rule` and `gamma` are the request's own, in place of the decoder's; with gamma 0 nothing is drafted for it.
+    Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
+    cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
+    drafters that copy.
     """
 
     prompt: tuple[int, ...]
@@ -85,6 +88,9 @@ class Request:
     source: Source | None = None
     rule: AcceptanceRule | None = None
     gamma: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass

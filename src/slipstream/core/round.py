@@ -33,7 +33,7 @@ class Context:
         return law
 
     def law_and_faults(self, logits: Tensor, texts: Prefixes, model: str) -> tuple[Law, Faults]:
-        """The same law, and where none can be made: (place of the row, position) -> why, in a sentence."""
+        """Return the law, and the faults where none can be made: (place of the row, position) -> a sentence."""
         groups: dict[int, list[int]] = {}
         for place, row in enumerate(self.rows):
             groups.setdefault(id(row.request.sampler), []).append(place)
@@ -105,3 +105,12 @@ class Round:
             return "draft"
         drafted = self.draft.depths[row]
         return "target" if not drafted else "correction" if position < drafted else "bonus"
+
+    def refused(self, row: int) -> tuple[int, ...]:
+        """The drafted tokens of a row that were not accepted, in the order in which they were drafted."""
+        drafted = self.draft.tokens if self.verdict.path is None else self.draft.fed
+        tokens = drafted[row, : self.draft.lengths[row]].tolist()
+        kept = range(self.accepted[row])
+        if self.verdict.path is not None:
+            kept = self.verdict.path[row, : self.accepted[row]].tolist()
+        return tuple(token for place, token in enumerate(tokens) if place not in kept)

@@ -1,4 +1,4 @@
-"""What an encoder reads: the source of a text, beside which its decoder writes."""
+"""Sources: what an encoder reads, while the decoder writes the text that belongs to it."""
 
 from __future__ import annotations
 

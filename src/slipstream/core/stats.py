@@ -13,7 +13,8 @@ class Stats:
     `target_calls` counts forward passes of the target after prefill; a pass that serves a batch counts once for
     each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
     round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
-    model, with that model in the place of the target.
+    model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because what
+    they leave in the cache was known.
     """
 
     emitted: int = 0
@@ -23,6 +24,7 @@ class Stats:
     beta: float = 0.0
     target_calls: int = 0
     windowed: int = 0
+    cached: int = 0
     relaxed: int = 0
     distance: float = 0.0
     drafted_by_position: list[int] = field(default_factory=list)
@@ -88,11 +90,22 @@ class Stats:
         """The figures under their public names, for JSON."""
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
-            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "tokens_per_second"),
+            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "tokens_per_second"),
             *("relaxed", "mean_distance"),
         )
         levels = {name: stats.as_dict() for name, stats in self.levels.items()}
         return {**{name: getattr(self, name) for name in names}, "seconds": dict(self.seconds), "levels": levels}
 
 
-COUNTS = ("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "relaxed", "distance")
+COUNTS = (
+    "emitted",
+    "accepted",
+    "drafted",
+    "tested",
+    "beta",
+    "target_calls",
+    "windowed",
+    "cached",
+    "relaxed",
+    "distance",
+)

@@ -111,7 +111,7 @@ class _Outlook:
 
     @staticmethod
     def of(acceptance: Acceptance, rows: Sequence[Row], costs: tuple[Curve, Curve], most: int) -> _Outlook:
-        """Of rounds that cost so much: drafting, and everything else, which is more than nothing."""
+        """Make the outlook of rounds that cost so much: drafting, and everything else, which is more than nothing."""
         (draft, rest), count = costs, len(rows)
         chances = acceptance.chances(most)
         hit = acceptance.hit

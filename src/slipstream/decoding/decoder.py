@@ -30,7 +30,7 @@ class NoDraft:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What takes part in decoding. The target, the drafter and their caches serve one `rounds` at a time."""
+    """Everything that takes part in decoding. The target, the drafter and their caches serve one `rounds` at a time."""
 
     target: Scorer
     drafter: Drafter = field(default_factory=NoDraft)

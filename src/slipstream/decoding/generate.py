@@ -44,7 +44,7 @@ def plain(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
 
 
 def sound(rows: Iterable[Row]) -> list[Row]:
-    """The same rows. For the first that failed, raises what a processor raised, or else FloatingPointError."""
+    """Return the rows, or raise for the first that failed: what a processor raised, else FloatingPointError."""
     rows = list(rows)
     for row in rows:
         if row.error:

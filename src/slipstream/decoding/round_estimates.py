@@ -99,11 +99,13 @@ class RoundCosts:
         return min(self.missed, default=0.0)
 
     def of(self, rows: int) -> tuple[Curve, Curve]:
-        """Of drafting for so many rows, and of everything else."""
+        """Return the seconds of drafting for so many rows, and those of everything else."""
         return _find(self.draft, size(rows)), _find(self.rest, size(rows))
 
     def learn(self, round: Round, new: bool, behind: int) -> RoundCosts:
-        """With one more round. A draft that first read the prompts of `new` rows, or so many tokens that were emitted
+        """Return the costs after one more round.
+
+        A draft that first read the prompts of `new` rows, or so many tokens that were emitted
         without it, only tells an upper limit of what drafting costs. Times that cannot be true change nothing."""
         if not clocked(round):
             return self
@@ -169,7 +171,7 @@ class Acceptance:
         return self.given / self.asked
 
     def chances(self, most: int) -> list[float]:
-        """Of position 1 to `most`, given that all before it stand: of all rows together."""
+        """The share of tokens kept at position 1 to `most`, given that all before it stand, over all rows together."""
         level = (sum(self.kept) + PRIOR * LEVEL_WEIGHT) / (sum(self.tested) + LEVEL_WEIGHT)
         known = zip(self.kept, self.tested, strict=True)
         found = [(kept + POSITION_WEIGHT * level) / (tested + POSITION_WEIGHT) for kept, tested in known]
@@ -185,7 +187,9 @@ class Acceptance:
         return found
 
     def learn(self, round: Round) -> Acceptance:
-        """With one more round. Rows that ended are forgotten: their last draft may have been cut."""
+        """Return the acceptance after one more round.
+
+        Rows that ended are forgotten: their last draft may have been cut."""
         depths = round.draft.depths
         chances = self.chances(max(depths))
         rows, wide = dict[int, tuple[float, float]](), max(max(depths), len(self.tested))

@@ -198,7 +198,7 @@ class Sampling:
     # ---- where something fails ----
 
     def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
-        """The same law, made one position at a time. Raises RowFailure if one has none."""
+        """Make the law one position at a time. Raises RowFailure if a position has none."""
         laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
         for r, row in enumerate(rows):
             parts = [self._law_at(scores[r, j : j + 1], row, texts.of(row, r, j), model) for j in range(count)]

@@ -52,10 +52,20 @@ class Scheduler:
         take the request.
         """
         number = next(self._numbers) if number is None else number
-        check_request(self.decoder.target, request, number)
+        self.check(request, number)
         row = Row(request, number, list(request.prompt))
         self._arrivals.put(row)
         return row
+
+    def check(self, request: Request, number: int = 0) -> None:
+        """Raises ValueError, which names the prompt by its number, if the target cannot take a request."""
+        check_request(self.decoder.target, request, number)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        queued = not (self._arrivals.empty() and self._aborted.empty())
+        return bool(queued or self.running or self.reading or self.waiting)
 
     def abort(self, row: Row) -> None:
         """End a row before the next round, with the finish reason "abort"; nothing happens to one that has ended."""
@@ -160,7 +170,7 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
 
 
 def _drained(queue: SimpleQueue[Row]) -> list[Row]:
-    """What lies in a queue now."""
+    """Take everything out of a queue without waiting."""
     found = []
     try:
         while True:

@@ -4,57 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from slipstream.core.draws import request_key
 from slipstream.core.protocols import Shape
-from slipstream.core.request import Request, Row
+from slipstream.core.request import Request
 from slipstream.core.round import Round
 from slipstream.core.source import Frame, framed, numbers
-from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.decoding.sampling import Sampling
-from slipstream.decoding.scheduler import check_requests
+from slipstream.decoding.scheduler import Scheduler, check_requests
+from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.requests import Encoder, Options, Prompt, read_options, read_prompt, read_prompts, sampling
-from slipstream.text.detokenize import Transcript
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished output. `tokens` include the EOS token or the end of a stop string; `text` does not.
-
-    `finish_reason` is "stop", "length", "error" or "interrupted". With "error", `error` says why no more tokens are
-    possible. With "length", `context_full` tells that the target can hold no longer text, before `max_new_tokens`.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
-    prompt_tokens: int
-    error: str | None = None
-    context_full: bool = False
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One emitted token of a stream: the text it completed, and where it came from.
-
-    `source` is "draft", "correction", "bonus", or "target" for a plain step. The last piece carries `completion`. A
-    text that fails ends with a piece whose source is "error" and that has no token.
-    """
-
-    text: str
-    token: int | None
-    source: str
-    completion: Completion | None = None
 
 
 class Interrupted(KeyboardInterrupt):
@@ -67,11 +34,18 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Job:
-    """A call, ready to run: requests and the transcripts that follow them."""
+    """A call, ready to run: what decodes, what was asked for, and a generation for each prompt."""
 
     decoder: Decoder
-    requests: list[Request]
-    transcripts: list[Transcript]
+    options: Options
+    generations: list[Generation]
+
+    def begin(self, scheduler: Scheduler, skip: Collection[int] = ()) -> dict[int, Generation]:
+        """Queue all generations but those at the indices `skip` -> them, by index."""
+        begun = {index: one for index, one in enumerate(self.generations) if index not in skip}
+        for index, generation in begun.items():
+            generation.row = scheduler.add(generation.request, index)
+        return begun
 
 
 class Engine:
@@ -122,46 +96,35 @@ class Engine:
 
         >>> engine.generate("def fibonacci(n):", max_new_tokens=32)[0].text  # doctest: +SKIP
         """
-        job = self._prepare(read_prompts(prompts), options)
-        asked = [index for index in range(len(job.requests)) if index not in skip]
-        rows, done = dict[int, Row](), dict[int, Completion]()
-        try:
-            with closing(cast(Any, rounds(job.decoder, [job.requests[index] for index in asked], asked))) as stream:
-                for round in stream:
-                    rows |= {row.index: row for row in round.rows}
+        job, done = self.prepare(read_prompts(prompts), options), dict[int, Completion]()
+        with Scheduler(job.decoder) as scheduler:
+            begun = job.begin(scheduler, skip)
+            try:
+                while (round := scheduler.step()) is not None:
                     if on_round:
                         on_round(round)
-                    for row in round.rows:
-                        if row.finish_reason:
-                            done[row.index] = self._complete(job, row.index, row)
-                            if on_completion:
-                                on_completion(row.index, done[row.index])
-        except KeyboardInterrupt:
-            raise Interrupted([done.get(i) or self._complete(job, i, rows.get(i)) for i in asked]) from None
-        return [done[index] for index in asked]
+                    for index in (row.index for row in round.rows if row.finish_reason):
+                        done[index] = begun[index].completion
+                        if on_completion:
+                            on_completion(index, done[index])
+            except KeyboardInterrupt:
+                raise Interrupted([done.get(index) or one.completion for index, one in begun.items()]) from None
+        return [done[index] for index in begun]
 
     def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options as for `generate`."""
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use generate for several.")
-        return self._stream(self._prepare(prompts, options))
+        job = self.prepare(prompts, options)
+        check_requests(self.decoder.target, [job.generations[0].request])
+        return self._stream(job)
 
     def _stream(self, job: Job) -> Iterator[Piece]:
-        transcript = Transcript(self.decode, job.transcripts[0].stops)
-        for round in rounds(job.decoder, job.requests):
-            row, tokens = round.rows[0], round.tokens[0]
-            for i, token in enumerate(tokens):
-                last = bool(row.finish_reason) and i + 1 == len(tokens) and not row.error
-                if token not in job.requests[0].eos:
-                    transcript.push(token)
-                if last:
-                    transcript.finish()
-                completion = self._complete(job, 0, row) if last else None
-                yield Piece(transcript.take(final=last), token, round.source(0, i), completion)
-            if row.error:
-                transcript.finish()
-                yield Piece(transcript.take(final=True), None, "error", self._complete(job, 0, row))
+        with Scheduler(job.decoder) as scheduler:
+            [generation] = job.begin(scheduler).values()
+            while (round := scheduler.step()) is not None:
+                yield from generation.follow(round, 0)
 
     def warm_up(self) -> None:
         """Decode a few tokens of one text, with and without the draft, so that the graphs for it are made."""
@@ -196,28 +159,31 @@ class Engine:
     def _encoder(self) -> Encoder:
         return Encoder(self.decoder.target.name, self.tokenizer, self.frame)
 
-    def _prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> Job:
+    def prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> Job:
+        """Encode prompts and read the options of a call, as for `generate`, without running anything.
+
+        Raises ValueError for prompts and settings that cannot be, TypeError for unknown options.
+        """
         asked, settings = read_options(options)
-        encoder, stops = self._encoder, asked.stops
-        if stops:
+        encoder = self._encoder
+        if asked.stops:
             encoder.needed()  # to write the text in which they stand
         eos = frozenset() if asked.ignore_eos else self.eos
         sampler = sampling(settings, eos, encoder, self.decoder.target.vocab)
         if sampler.min_new_tokens > asked.max_new_tokens:
             least, most = sampler.min_new_tokens, asked.max_new_tokens
             raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
-        requests, transcripts, copies = [], [], dict[tuple[int, ...], int]()
+        generations, copies = [], dict[tuple[int, ...], int]()
         for prompt in prompts:
             given = encoder(prompt)
             (ids, source), name = framed(self.frame, given), numbers(given)
             copies[name] = copies.get(name, -1) + 1
-            transcripts.append(Transcript(self.decode, stops))
-            stop = _stop(transcripts[-1]) if stops else None
             key = request_key(name, copies[name])
-            requests.append(Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, stop, source))
+            request = Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, source=source)
+            generations.append(Generation(request, self.decode, tuple(asked.stops)))
         if self.exact_shape:
-            self._fix_shape(asked, requests)
-        return Job(self._decoder(asked), requests, transcripts)
+            self._fix_shape(asked, [generation.request for generation in generations])
+        return Job(self._decoder(asked), asked, generations)
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
         """One shape for the whole call, the same with `plain` as without."""
@@ -233,23 +199,3 @@ class Engine:
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
-
-    def _complete(self, job: Job, index: int, row: Row | None) -> Completion:
-        request, transcript = job.requests[index], job.transcripts[index]
-        tokens = tuple(row.output) if row else ()
-        if not request.stop:  # with stop strings the transcript was written while decoding
-            text = self.decode([token for token in tokens if token not in request.eos])
-        else:
-            transcript.finish()
-            text = transcript.text
-        stats = row.stats if row else Stats()
-        length = len(request.prompt if request.source is None else request.source)
-        if row is None or row.finish_reason is None:
-            return Completion(text, tokens, "interrupted", stats, length)
-        return Completion(
-            text, tokens, row.finish_reason, stats, length, row.error and str(row.error), row.context_full
-        )
-
-
-def _stop(transcript: Transcript) -> Callable[[list[int]], str | None]:
-    return lambda tokens: transcript.push(tokens[-1])
