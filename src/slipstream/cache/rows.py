@@ -124,7 +124,7 @@ class RowCache:
 
     @property
     def _lengths(self) -> list[int]:
-        """Of the rows that take part in this pass."""
+        """The lengths of the rows that take part in this pass."""
         return self.lengths[self.part]
 
     @property

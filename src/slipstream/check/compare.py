@@ -132,7 +132,7 @@ def _key(row: Row, emission: Emission) -> Key:
 
 
 Scores = tuple[float, float, float]
-"""Of the chosen token, of the emitted one, and the gap between them, in logits."""
+"""The logit of the chosen token, the logit of the emitted one, and the gap between them."""
 
 
 def _greedy_gap(law: Law, emission: Emission) -> Scores:

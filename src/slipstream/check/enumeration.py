@@ -36,7 +36,7 @@ class Pair:
     copied: bool = False
 
     def pooled(self, cells: int) -> Pair:
-        """The same with at most so many cells: the last is the rest."""
+        """The pair with at most so many cells, of which the last stands for all other tokens."""
         if self.p.shape[0] <= cells:
             return self
         top = torch.maximum(self.p, self.q).topk(cells - 1).indices

@@ -151,7 +151,7 @@ class Ucb:
         return replace(state, current=bounds.index(max(bounds)), left=self.hold - 1)
 
     def bounds(self, state: Pulls) -> list[float]:
-        """Of every arm; infinite for one that has not been used."""
+        """The upper confidence bound of every arm, in tokens per second; infinite for an arm that was never used."""
         everything = sum(arm.rounds for arm in state.arms)
         scale = self.explore * max(arm.speed for arm in state.arms)
         return [

@@ -110,7 +110,7 @@ class Tap:
 
     @property
     def hidden(self) -> Tensor:
-        """Of the last pass."""
+        """The hidden states (rows, n, width) that went into the head in the last pass."""
         assert "last" in self._box, "the model has run"
         return self._box["last"]
 

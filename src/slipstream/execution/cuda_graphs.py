@@ -94,7 +94,7 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 def _widened(work: Pass, end: int) -> Pass:
-    """Tensors of its own with masks over `end` slots; nobody sees the added ones."""
+    """Tensors of its own with masks over `end` slots; no token sees the added ones."""
 
     def wide(mask: Tensor) -> Tensor:
         return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)

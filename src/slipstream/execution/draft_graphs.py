@@ -78,7 +78,7 @@ class DraftGraphs:
     size and cut), and graphs of one step, for batches and for what no size serves.
 
     There is one for greedy and one for sampled tokens of each kind, made when it is first needed (it takes up to
-    minutes; `progress` is told). Where that fails, one warning says why, and all is drafted token by token.
+    minutes; `progress` is called then). Where that fails, one warning says why, and all is drafted token by token.
     """
 
     model: Any  # called as `execution.forward` calls it
@@ -186,11 +186,11 @@ class DraftGraphs:
 
 @runtime_checkable
 class DraftsInGraphs(Protocol):
-    """A Scorer that can draft whole chains by graphs, once it was told to by `make_draft_graphs`."""
+    """A Scorer that can draft whole chains by graphs, after `make_draft_graphs` was called."""
 
     @property
     def draft_graphs(self) -> DraftGraphs | None:
-        """The graphs that draft; None where nobody asked for them."""
+        """The graphs that draft; None before `make_draft_graphs` is called."""
         ...
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
@@ -204,13 +204,13 @@ class DraftsInGraphs(Protocol):
 
 
 def _told(kind: GraphKind) -> str:
-    """What a graph is for, in words."""
+    """Describe in words what a graph drafts."""
     how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"
 
 
 def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
-    """What sizes count."""
+    """Name the dimensions of a graph's inputs whose sizes vary, by what they count."""
     tokens, last, start, places, stores, cross, temperatures, chances = inputs
     return [
         (places, {0: "end"}),

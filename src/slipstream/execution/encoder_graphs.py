@@ -19,7 +19,7 @@ Reader = Callable[[Tensor, Tensor | None], Stores]
 class CompiledReader:
     """A reader as graphs made by inductor: one for batches of sources of any length, and one for single sources.
 
-    A graph is made when it is first needed (`progress` is told), compared with the eager reader, and given up for good,
+    A graph is made when it is first needed (`progress` is called), compared with the eager reader, and given up,
     with one warning, if it cannot be made or reads something else. Audio is read eagerly: its passes are long, and
     there arithmetic counts.
     """

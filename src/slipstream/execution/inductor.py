@@ -99,19 +99,19 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 
 def _settled(work: Pass) -> Pass:
-    """The same with integers that were made in inference mode, whoever made the given ones: graphs are strict here."""
+    """Return the pass with integers made in inference mode, as graphs require."""
     if work.tokens.is_inference() and work.positions.is_inference() and work.slots.is_inference():
         return work
     return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks, work.cross)
 
 
 def _parts(work: Pass) -> Parts:
-    """What a decoder reads beside its text, as graphs take it."""
+    """Return the cross-attention of a pass in the form that graphs take."""
     return (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
 
 
 def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
-    """What sizes count."""
+    """Name the dimensions of a pass's tensors whose sizes vary, by what they count."""
     cross = [(work.cross.mask, {0: "rows", 3: "source"})] if work.cross else []
     if work.cross and work.cross.back is not None:
         cross.append((work.cross.back, {0: "rows", 1: "new", 2: "end"}))

@@ -59,7 +59,7 @@ class Pass:
 
     @property
     def beside(self) -> dict[str, Cross]:
-        """What a model takes beside its text."""
+        """The keyword arguments for cross-attention; empty for a model without an encoder."""
         return {} if self.cross is None else {"cross": self.cross}
 
 
@@ -67,7 +67,7 @@ class Pass:
 class Mode:
     """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
     a loaded model would need its weights twice. Compiled, a draft makes chains of the sizes `ahead` by one graph each
-    and others by a graph per step; None is no draft. `progress` is told when a graph is being made."""
+    and others by a graph per step; None is no draft. `progress` is called when a graph is being made."""
 
     compiled: bool = False
     packed: bool | None = None
@@ -90,7 +90,7 @@ class Execution(Protocol):
         ...
 
     def of(self, model: PreTrainedModel, name: str) -> Execution:
-        """The same way for another model over the same stores."""
+        """Return an execution of the same kind for another model over the same stores."""
         ...
 
 
@@ -134,7 +134,7 @@ def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
 
 
 def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:
-    """What sizes of keys and values count."""
+    """Name the dimensions of keys and values whose sizes vary, by what they count."""
     return [(store, {0: "rows", 2: slots}) for pair in stores for store in pair]
 
 

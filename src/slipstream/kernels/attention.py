@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from slipstream.kernels.cpu import STEP, panel_attention
 
 NAME = "slipstream"  # of this attention, among transformers'
-UNKNOWN = ("softcap", "s_aux")  # what some models want beside it
+UNKNOWN = ("softcap", "s_aux")  # arguments of some models that the kernel does not know
 
 
 def attend_by_kernel(model: PreTrainedModel) -> None:

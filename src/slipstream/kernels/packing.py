@@ -76,7 +76,7 @@ class PackedLinear(nn.Module):
         return found.view(*inputs.shape[:-1], self.out_features)
 
     def multiply(self, inputs: Tensor) -> Tensor:
-        """The same for all tokens."""
+        """Multiply all tokens by the packed weight."""
         raise NotImplementedError
 
 

@@ -111,7 +111,7 @@ class CausalScorer:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the cache; 0 before the first pass."""
+        """The bytes that one token takes in the cache; 0 before the first pass."""
         return self._memory.texts.bytes_per_token
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
@@ -210,7 +210,7 @@ class CausalScorer:
 
     @property
     def draft_graphs(self) -> DraftGraphs | None:
-        """The graphs that draft; None where nobody asked for them."""
+        """The graphs that draft; None before `make_draft_graphs` is called."""
         return self._chains.draft_graphs if self._chains else None
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:

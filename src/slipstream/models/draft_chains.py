@@ -10,7 +10,7 @@ from slipstream.models.memory import Memory
 
 
 class DraftChains:
-    """Drafts chains for the first rows of a memory by the graphs `draft_graphs`."""
+    """Drafts chains for the first rows of a memory by graphs."""
 
     def __init__(self, draft_graphs: DraftGraphs, memory: Memory, context: int | None) -> None:
         self.draft_graphs, self._memory, self._context = draft_graphs, memory, context

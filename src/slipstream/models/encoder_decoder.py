@@ -94,12 +94,12 @@ class _Both(EncoderDecoderCache):
         self.is_updated = dict.fromkeys(range(len(ready)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nobody asks: positions are told."""
+        """Return 0, which nothing reads: every pass brings its own positions."""
         return 0
 
 
 class _Ready(Cache):
-    """Holds layers that nobody adds to."""
+    """A cache of layers to which no pass adds anything."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -140,12 +140,12 @@ class SourceDecoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in."""
+        """The device that takes the tokens."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The data type of the weights."""
         return self.model.dtype
 
     def forward(
@@ -277,7 +277,7 @@ def source_form(model: PreTrainedModel) -> SourceForm:
 
 
 def _projections(decoder: nn.Module) -> list[_Projections]:
-    """Of every layer. Raises ValueError for cross-attention that is neither written like T5's nor like BART's."""
+    """Return the cross-attention of every layer. Raises ValueError if written neither like T5's nor BART's."""
     found: list[_Projections] = []
     for name, attention in decoder.named_modules():
         parts: Any = attention

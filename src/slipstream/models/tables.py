@@ -50,7 +50,7 @@ class TableScorer:
             del text[length:]
 
     def scrub(self) -> None:
-        """Texts leave nothing behind."""
+        """Do nothing: a text that was freed leaves no state in a table."""
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens (rows, n) to the rows from `first` on -> log probabilities (rows, n, vocab)."""

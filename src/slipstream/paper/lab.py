@@ -85,7 +85,7 @@ class Lab:
         return there
 
     def need_tasks(self) -> tuple[str, ...]:
-        """The same. Raises ValueError if there are none."""
+        """The names of the tasks that can be measured. Raises ValueError if there are none."""
         if not self.tasks:
             raise ValueError(
                 "this table needs encoder-decoders: give --standins FOLDER with --pairs FOLDER (translation) or "
@@ -139,7 +139,7 @@ class Lab:
         return self._measured(f"alphas-{task}-{temperature}", measure)
 
     def raced(self, task: str, temperature: int) -> dict[str, Any]:
-        """The same of the drafts alone, along texts of the sources that the race takes."""
+        """Measure the drafts' acceptance along texts of only those sources that the race takes."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(task, compiled=False)

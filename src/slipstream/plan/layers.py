@@ -83,7 +83,7 @@ class Search:
 
     @property
     def layers(self) -> Layers:
-        """Of the best choice; none = do not draft."""
+        """The layers of the best choice; none means not to draft."""
         return self.best.layers if self.best else ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _trial(decoder: Decoder, requests: Sequence[Request], layers: Layers, gamma:
 
 
 def _seconds(stats: Stats) -> float:
-    """Of all rounds."""
+    """Statistics of all rounds together."""
     return stats.total_seconds - stats.seconds.get("prefill", 0.0)
 
 

@@ -45,12 +45,12 @@ class Sweep:
         return self.start
 
     def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
-        """The same for every row."""
+        """The same draft length for every row, taken from the state's place in the cycle."""
         third, rest = divmod(state, 3)
         return [1 + (2 * third + rest - 1) % self.most if rest else self.most] * len(rows)
 
     def update(self, state: int, round: Round) -> int:
-        """The next place."""
+        """Move on to the next place in the cycle."""
         return state + 1
 
 

@@ -52,7 +52,7 @@ class PlanSettings:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the chains that a compiled draft makes in one graph: few, for every graph takes its time to be made."""
+        """The lengths of chains that a compiled draft makes in one graph: few, for each takes time to make."""
         return self.gammas or tuple(sorted({-(-self.most // part) for part in (1, 2, 4)}))
 
     @property

@@ -74,8 +74,11 @@ def survival(tallies: Sequence[Tally]) -> list[float]:
 
 
 def states(tallies: Sequence[Tally]) -> Survival:
-    """The same in both states. Each share is drawn to the pooled one with the weight of a single round, so that a state
-    which hardly occurred is no wild guess."""
+    """Estimate the acceptance of each state of the drafter, the same in both.
+
+    Each share is drawn to the pooled one with the weight of a single round, so that a state which hardly occurred is
+    no wild guess.
+    """
     pooled, size = _shares(tallies), range(_size(tallies))
     tested, kept = (_total(tallies, name) for name in ("tested", "kept"))
     flow_tested, flow_kept = (_total(tallies, f"flow_{name}") for name in ("tested", "kept"))
@@ -158,11 +161,11 @@ class PlanCosts:
         return self._expected(self.widths(gamma), self._round)
 
     def target(self, gamma: int) -> float:
-        """The same of the target's pass."""
+        """Seconds of the target's pass by its width, fitted likewise."""
         return self._expected(self.widths(gamma), self._target)
 
     def draft(self, gamma: int) -> float:
-        """The same of drafting."""
+        """Seconds of drafting by the number of tokens, fitted likewise."""
         return self._expected(self.widths(gamma), self._draft)
 
     def widths(self, gamma: int) -> dict[int, float]:

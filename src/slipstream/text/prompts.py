@@ -44,7 +44,7 @@ def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
 
 
 def sound(items: list[Item]) -> list[Item]:
-    """The same items. Raises ValueError for the first that cannot be used."""
+    """The items as they are, if all can be used. Raises ValueError for the first that cannot be used."""
     for item in items:
         if item.error:
             raise ValueError(f"{item.where}: {item.error}")

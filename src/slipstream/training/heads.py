@@ -158,7 +158,9 @@ class Teacher:
         return loss.item()
 
     def _laws(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of windows (rows, length): the target's laws p and the heads' log q, (rows, positions, heads, vocab).
+        """Compute the target's laws p and the heads' log q along windows of text (rows, length).
+
+        Both are of shape (rows, positions, heads, vocab).
 
         Entry [t, k] is about the token k + 2 places behind t: the next one is pending when the heads are asked.
         """

@@ -13,7 +13,8 @@ from torch import Tensor
 from slipstream.drafters.datastore.index import Array
 
 DIMENSION = 256
-"""Of stored vectors: wider embeddings are projected, which keeps angles to a few percent (Johnson-Lindenstrauss)."""
+"""The size of stored vectors: wider embeddings are projected, which keeps angles to a few percent (Johnson and
+Lindenstrauss)."""
 
 WINDOW, HALF_LIFE = 512, 128
 """Tokens that are looked at, and the distance from the end of the request at which a token counts half."""

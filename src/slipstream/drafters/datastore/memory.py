@@ -32,7 +32,7 @@ SPARE = 0.05
 """Part of a full namespace that is emptied at once, so that eviction is rare."""
 
 OPEN_NAMESPACES = 64
-"""Of so many namespaces this process holds the vectors in memory."""
+"""How many namespaces at most have their vectors held in memory by this process."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);

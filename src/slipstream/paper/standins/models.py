@@ -86,7 +86,7 @@ def new_model(size: Size, vocab: int, seed: int = 0, dropout: float = DROPOUT) -
 
 @torch.no_grad()
 def grown(model: T5ForConditionalGeneration, inner: int, seed: int = 0) -> T5ForConditionalGeneration:
-    """The same function with `inner` hidden units in every feed-forward layer; the new ones have no output yet."""
+    """Widen every feed-forward layer to `inner` hidden units; the new ones have no output yet: the function stays."""
     config = T5Config(**{**model.config.to_dict(), "d_ff": inner})
     torch.manual_seed(seed)
     wide = T5ForConditionalGeneration(config)
