@@ -16,7 +16,8 @@ from transformers import BatchEncoding, LogitsProcessorList, TemperatureLogitsWa
 
 import slipstream
 from slipstream.decoding.sampling import Sampling
-from slipstream.engine.requests import read_options, read_prompts
+from slipstream.engine.options import read_options
+from slipstream.engine.requests import read_prompts
 
 CHAT = [{"role": "user", "content": "hello"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]

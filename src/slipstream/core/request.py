@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from time import monotonic
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -75,7 +76,8 @@ class Request:
     `rule` and `gamma` are the request's own, in place of the decoder's; with gamma 0 nothing is drafted for it.
     Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
-    drafters that copy.
+    drafters that copy. `grammar` says which texts are allowed. The row ends after the round in which `max_time`
+    seconds have passed since it got a place in the batch.
     """
 
     prompt: tuple[int, ...]
@@ -91,6 +93,8 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     prediction: tuple[int, ...] = ()
+    grammar: Any = None
+    max_time: float | None = None
 
 
 @dataclass
@@ -103,6 +107,8 @@ class Row:
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     error: Fault | None = None  # why no token is possible any more, where `finish_reason` is "error"
+    started: float | None = None  # when it got a place in the batch, on the clock of `time.monotonic`
+    timed_out: bool = False  # it has ended because its time is over
 
     @property
     def output(self) -> list[int]:
@@ -117,4 +123,10 @@ class Row:
     @property
     def context_full(self) -> bool:
         """Whether the row has ended before its limit, because the target can hold no longer text."""
-        return self.finish_reason == "length" and self.room > 0
+        return self.finish_reason == "length" and self.room > 0 and not self.timed_out
+
+    @property
+    def late(self) -> bool:
+        """Whether the time that the request gave is over."""
+        limit = self.request.max_time
+        return limit is not None and self.started is not None and monotonic() - self.started >= limit

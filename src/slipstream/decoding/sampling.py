@@ -61,6 +61,7 @@ RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "presence_penalty": (float, "a number (0 is off)", lambda x: True),
     "frequency_penalty": (float, "a number (0 is off)", lambda x: True),
     "min_new_tokens": (int, "0 or more", lambda x: x >= 0),
+    "no_repeat_ngram_size": (int, "0 (off) or more", lambda x: x >= 0),
 }
 """setting -> its kind of number, and what is allowed, in words and as a check."""
 
@@ -70,10 +71,10 @@ class Sampling:
     """The settings of sampling, under the names of transformers and vLLM. The default is greedy decoding.
 
     `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
-    `typical_p` 1 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos` is needed by
-    `min_new_tokens` alone. `processors` are the user's own, e.g. a `LogitsProcessorList`: each is called with
-    `(input_ids (1, length), scores (1, vocab))` for one row and position at a time. Raises ValueError in one sentence
-    for what cannot be.
+    `typical_p` 1, `no_repeat_ngram_size` 0 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos`
+    are the tokens that end a text, which `min_new_tokens` forbids at first. `processors` are the user's own, e.g. a
+    `LogitsProcessorList`: each is called with `(input_ids (1, length), scores (1, vocab))` for one row and position at
+    a time. Raises ValueError in one sentence for what cannot be.
     """
 
     temperature: float = 0.0
@@ -87,6 +88,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     min_new_tokens: int = 0
+    no_repeat_ngram_size: int = 0
     eos: frozenset[int] = frozenset()
     processors: Sequence[Processor] = ()
     _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
@@ -137,6 +139,8 @@ class Sampling:
             chain.append(hf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         if self.presence_penalty or self.frequency_penalty:
             chain.append(AppearancePenalty(self.presence_penalty, self.frequency_penalty, prompt_length))
+        if self.no_repeat_ngram_size:
+            chain.append(hf.NoRepeatNGramLogitsProcessor(int(self.no_repeat_ngram_size)))
         if self.bad_words:
             words = [list(word) for word in self.bad_words]
             chain.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=sorted(self.eos) or None))

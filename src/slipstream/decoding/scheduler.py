@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Self
 
 from slipstream.core.protocols import Scorer
@@ -82,7 +83,7 @@ class Scheduler:
         gammas = [gamma if row.request.gamma is None else row.request.gamma for row, gamma in chosen]
         round = play_round(self.decoder, self.running, gammas)
         self._state = controller.update(self._state, round)
-        self._end_full_rows()
+        self._end_at_limits()
         self._dismiss()
         return round
 
@@ -108,6 +109,8 @@ class Scheduler:
         new = [self.waiting.popleft() for _ in range(min(len(self.waiting), free))]
         if new:
             self.decoder.target.add(len(new), [row.request.source for row in new])
+            for row in new:
+                row.started = row.started or monotonic()
             self.reading += new
 
     def _read(self) -> None:
@@ -130,11 +133,15 @@ class Scheduler:
         self.running += self.reading[:done]
         self.reading = self.reading[done:]
 
-    def _end_full_rows(self) -> None:
-        """A row that fills the target's context has ended."""
-        full = self.decoder.target.context
+    def _end_at_limits(self) -> None:
+        """A row that fills the target's context, or whose time is over, has ended."""
+        context = self.decoder.target.context
         for row in self.running:
-            if not row.finish_reason and full and len(row.tokens) >= full:
+            if row.finish_reason:
+                continue
+            full = bool(context and len(row.tokens) >= context)
+            row.timed_out = row.late and not full
+            if full or row.timed_out:
                 row.finish_reason = "length"
 
     def _dismiss(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,9 @@ from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler, check_requests
 from slipstream.engine.generation import Completion, Generation, Piece
-from slipstream.engine.requests import Encoder, Options, Prompt, read_options, read_prompt, read_prompts, sampling
+from slipstream.engine.job import Job
+from slipstream.engine.options import Options, read_options, sampling
+from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
 
 
 class Interrupted(KeyboardInterrupt):
@@ -30,22 +33,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, completions: list[Completion]) -> None:
         super().__init__("interrupted")
         self.completions = completions
-
-
-@dataclass(frozen=True)
-class Job:
-    """A call, ready to run: what decodes, what was asked for, and a generation for each prompt."""
-
-    decoder: Decoder
-    options: Options
-    generations: list[Generation]
-
-    def begin(self, scheduler: Scheduler, skip: Collection[int] = ()) -> dict[int, Generation]:
-        """Queue all generations but those at the indices `skip` -> them, by index."""
-        begun = {index: one for index, one in enumerate(self.generations) if index not in skip}
-        for index, generation in begun.items():
-            generation.row = scheduler.add(generation.request, index)
-        return begun
 
 
 class Engine:
@@ -66,7 +53,7 @@ class Engine:
     ) -> None:
         self.exact_shape = exact_shape
         self.notes = tuple(notes)
-        self.decoder = decoder
+        self.decoder = replace(decoder, verifier=rule.verify, rng=rule.rng)
         self.tokenizer = tokenizer
         self.eos = eos
         self.rule = rule
@@ -82,13 +69,22 @@ class Engine:
     ) -> list[Completion]:
         """Continue every prompt, several at a time -> completions in the order of the prompts.
 
-        Prompts are texts, token ids, chats, or what a tokenizer returns; see `requests.read_prompts`. Options are
-        `max_new_tokens` (128), `stop` (strings), `seed` (0), `gamma`, `verify` (a `Rule` or its name), `lossless`
-        (refuse every lossy rule), `plain` (do not speculate), `ignore_eos`, and the settings of `Sampling`:
-        `temperature` (0 = greedy), `top_k`, `top_p`, ... None stands for the default.
+        Prompts are texts, token ids, chats, or what a tokenizer returns; see `requests.read_prompts`. None stands for
+        the default of an option. Options are the settings of `Sampling` (`temperature`, 0 is greedy, `top_k`, ...) and:
 
-        `on_completion(index, completion)` is called as soon as a prompt is finished, in whatever order that is. The
-        prompts at the indices `skip` are left out, also in what is returned: the others get the texts that they would
+        - `max_new_tokens` (128), `stop` (strings), `stop_token_ids`, which end a text as EOS does, `ignore_eos`, which
+          leaves these alone. `max_time`: a text ends after the round in which so many seconds have passed since it
+          began to run: then its length, but not the law of its tokens, depends on the clock.
+        - `seed` (0): one number, or one for each prompt. `n` (1): samples of each prompt, which stand one after the
+          other in what is returned; the first is what n=1 gives.
+        - `gamma`, `verify` (a `Rule` or its name), `lossless` (refuse every lossy rule), `plain` (do not speculate).
+        - `logprobs`: those of every token and of so many of the most probable ones, see `TokenLogprobs`. `echo`: begin
+          the texts with the prompt's. `prediction`: a text that the output is expected to resemble, for drafts that
+          copy. `grammar`: which texts are allowed.
+        - `priority` (0; lower ones run first) and `cache_salt`: whose prompts may share what is cached of them.
+
+        `on_completion(index, completion)` is called as soon as a text is finished, in whatever order that is. The
+        texts at the indices `skip` are left out, also in what is returned: the others get the texts that they would
         have had among all. A text that cannot go on, as where a processor raises, has the reason in its `error`.
 
         Raises ValueError for a prompt that is empty or too long and for impossible settings, TypeError for
@@ -103,6 +99,8 @@ class Engine:
                 while (round := scheduler.step()) is not None:
                     if on_round:
                         on_round(round)
+                    for place, row in enumerate(round.rows):
+                        begun[row.index].record(round, place)
                     for index in (row.index for row in round.rows if row.finish_reason):
                         done[index] = begun[index].completion
                         if on_completion:
@@ -113,18 +111,33 @@ class Engine:
 
     def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options as for `generate`."""
+        return _pieces(self._streamed(prompt, options))
+
+    def stream_batch(
+        self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
+    ) -> Iterator[tuple[int, Piece]]:
+        """Continue several prompts at once, token by token -> each piece with the index of its text; see `generate`."""
+        job = self.prepare(read_prompts(prompts), options)
+        check_requests(self.decoder.target, [generation.request for generation in job.generations])
+        return job.stream()
+
+    def stream_async(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> AsyncIterator[Piece]:
+        """Continue one prompt for an event loop; the rounds run in a thread of their own. Options as for `generate`.
+
+        Whoever closes it early or is cancelled waits for the present round at most, then the engine is free again.
+        """
+        return _pieces_async(self._streamed(prompt, options))
+
+    def _streamed(self, prompt: Prompt | Mapping[str, Any], options: Mapping[str, Any]) -> Job:
+        """The job of a single text, whose request the target can take."""
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
-            raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use generate for several.")
+            raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use stream_batch for several.")
         job = self.prepare(prompts, options)
+        if (count := len(job.generations)) != 1:
+            raise ValueError(f"stream gives one text, but n={count} asks for several: use stream_batch for them.")
         check_requests(self.decoder.target, [job.generations[0].request])
-        return self._stream(job)
-
-    def _stream(self, job: Job) -> Iterator[Piece]:
-        with Scheduler(job.decoder) as scheduler:
-            [generation] = job.begin(scheduler).values()
-            while (round := scheduler.step()) is not None:
-                yield from generation.follow(round, 0)
+        return job
 
     def warm_up(self) -> None:
         """Decode a few tokens of one text, with and without the draft, so that the graphs for it are made."""
@@ -159,31 +172,56 @@ class Engine:
     def _encoder(self) -> Encoder:
         return Encoder(self.decoder.target.name, self.tokenizer, self.frame)
 
-    def prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> Job:
+    def prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any], shared: bool = False) -> Job:
         """Encode prompts and read the options of a call, as for `generate`, without running anything.
 
-        Raises ValueError for prompts and settings that cannot be, TypeError for unknown options.
+        With `shared`, the requests are to run beside those of other calls, as in a server: they bring their rule and
+        their gamma with them. Raises ValueError for prompts and settings that cannot be, TypeError for unknown options.
         """
         asked, settings = read_options(options)
-        encoder = self._encoder
-        if asked.stops:
-            encoder.needed()  # to write the text in which they stand
-        eos = frozenset() if asked.ignore_eos else self.eos
-        sampler = sampling(settings, eos, encoder, self.decoder.target.vocab)
-        if sampler.min_new_tokens > asked.max_new_tokens:
-            least, most = sampler.min_new_tokens, asked.max_new_tokens
-            raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
-        generations, copies = [], dict[tuple[int, ...], int]()
-        for prompt in prompts:
+        encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
+        if asked.stops or asked.echo:
+            encoder.needed()  # to write the text
+        template = self._template(asked, sampling(settings, asked, self.eos, encoder, self.decoder.target.vocab))
+        decoder = self._decoder(asked)
+        if shared:
+            template, decoder = self._standing_alone(asked, template), self.decoder
+        for prompt, seed in zip(prompts, asked.seeds(len(prompts)), strict=True):
             given = encoder(prompt)
             (ids, source), name = framed(self.frame, given), numbers(given)
-            copies[name] = copies.get(name, -1) + 1
-            key = request_key(name, copies[name])
-            request = Request(ids, sampler, asked.max_new_tokens, eos, asked.seed, key, source=source)
-            generations.append(Generation(request, self.decode, tuple(asked.stops)))
+            echo = encoder.text(prompt, given) if asked.echo else ""
+            for _ in range(asked.n):
+                # Of equal prompts with one seed the first has the text that it has alone; the others differ.
+                key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1
+                request = replace(template, prompt=ids, source=source, seed=seed, key=key)
+                generations.append(Generation(request, self.decode, tuple(asked.stops), top=asked.logprobs, echo=echo))
         if self.exact_shape:
             self._fix_shape(asked, [generation.request for generation in generations])
-        return Job(self._decoder(asked), asked, generations)
+        return Job(decoder, asked, generations)
+
+    def _template(self, asked: Options, sampler: Sampling) -> Request:
+        """What the requests of a call have in common."""
+        prediction = ()
+        if asked.prediction:
+            prediction = tuple(self._encoder.needed().encode(asked.prediction, add_special_tokens=False))
+        return Request(
+            prompt=(),
+            sampler=sampler,
+            max_new_tokens=asked.max_new_tokens,
+            eos=asked.ends(self.eos),
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            prediction=prediction,
+            grammar=asked.grammar,
+            max_time=asked.max_time,
+        )
+
+    def _standing_alone(self, asked: Options, template: Request) -> Request:
+        """The request with the rule and the gamma of its own call."""
+        if self.exact_shape:
+            raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
+        own = None if asked.verify is None else rule(asked.verify)
+        return replace(template, rule=own, gamma=asked.own_gamma)
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
         """One shape for the whole call, the same with `plain` as without."""
@@ -199,3 +237,16 @@ class Engine:
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
+
+
+def _pieces(job: Job) -> Iterator[Piece]:
+    """The pieces of a job with a single text."""
+    with closing(job.stream()) as stream:  # type: ignore[type-var]
+        for _, piece in stream:
+            yield piece
+
+
+async def _pieces_async(job: Job) -> AsyncIterator[Piece]:
+    async with aclosing(job.stream_async()) as stream:  # type: ignore[type-var]
+        async for _, piece in stream:
+            yield piece

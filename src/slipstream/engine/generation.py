@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
+from slipstream.core.law import Law
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
 from slipstream.text.detokenize import Decode, Transcript
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The natural logarithms of the probabilities of an emitted token, and of the most probable tokens in its place.
+
+    They are of the target's law that the token was really sampled from, after temperature, top-k and all processors;
+    -inf is a token that the law excludes. At temperature 0 that law is a point mass, which would say nothing: there
+    they are the log-softmax of the processed scores, of which the greatest is emitted.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # token and logprob, the most probable first
 
 
 @dataclass(frozen=True)
@@ -17,7 +36,7 @@ class Completion:
 
     `finish_reason` is "stop", "length", "error", "abort" or "interrupted". With "error", `error` says why no more
     tokens are possible. With "length", `context_full` tells that the target can hold no longer text, before
-    `max_new_tokens`.
+    `max_new_tokens`. `logprobs` are those of each token, if they were asked for.
     """
 
     text: str
@@ -27,6 +46,7 @@ class Completion:
     prompt_tokens: int
     error: str | None = None
     context_full: bool = False
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,26 +63,31 @@ class Piece:
     source: str
     completion: Completion | None = None
     refused: tuple[int, ...] = ()  # what the draft had proposed from here on
+    logprobs: TokenLogprobs | None = None  # if they were asked for
 
 
 @dataclass
 class Generation:
     """One text that is being written: a request, and the row in which it grows once a scheduler has taken it.
 
-    `follow` makes pieces of rounds; whoever does not need pieces asks for the `completion` alone. `decode` writes text
-    of tokens, `stops` are the strings to end before.
+    Every round of the row is taken in once: by `follow`, which makes pieces of it, or by `record`, where nobody needs
+    pieces but the `completion`. `decode` writes text of tokens, `stops` are the strings to end before. `top` is how
+    many tokens beside the emitted one get their logprobs (None: not even that one), `echo` what all text begins with.
     """
 
     request: Request
     decode: Decode
     stops: tuple[str, ...] = ()
     row: Row | None = None
+    top: int | None = None
+    echo: str = ""
     steps: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted tokens of each round
+    _logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     _judge: Transcript | None = field(default=None, init=False)
     _transcript: Transcript = field(init=False)
 
     def __post_init__(self) -> None:
-        self._transcript = Transcript(self.decode, self.stops)
+        self._transcript, self._untold = Transcript(self.decode, self.stops), self.echo
         if self.stops:
             # The round asks for the end before anybody sees its tokens: so the judge has a transcript of its own.
             self._judge = judge = Transcript(self.decode, self.stops)
@@ -71,16 +96,31 @@ class Generation:
     def follow(self, round: Round, place: int) -> Iterator[Piece]:
         """The pieces of a round in which the row ran at `place`, one for every token; see `Piece`."""
         row, tokens = round.rows[place], round.tokens[place]
-        self.steps.append((round.draft.depths[place], round.accepted[place]))
+        found = self.record(round, place)
         for i, token in enumerate(tokens):
             last = bool(row.finish_reason) and i + 1 == len(tokens) and not row.error
             if token not in self.request.eos:
                 self._transcript.push(token)
             source = round.source(place, i)
             refused = round.refused(place) if source == "correction" else ()
-            yield self._piece(token, source, last, refused)
+            piece = self._piece(token, source, last, refused)
+            yield replace(piece, logprobs=found[i]) if found else piece
         if row.error:
             yield self.end()
+
+    def record(self, round: Round, place: int) -> list[TokenLogprobs]:
+        """Take in a round in which the row ran at `place` -> the logprobs of its tokens, if they were asked for."""
+        self.steps.append((round.draft.depths[place], round.accepted[place]))
+        if self.top is None:
+            return []
+        assert round.p is not None, "a round of models has the target's laws"
+        tokens = round.tokens[place]
+        nodes = range(len(tokens)) if round.verdict.path is None else round.verdict.path[place].tolist()
+        # The law at position 0 stands after the pending token, that at j + 1 after the drafted token (or node) j.
+        positions = [0, *(node + 1 for node in nodes)][: len(tokens)]
+        found = _token_logprobs(_log_law(round.p, place, positions), tokens, self.top)
+        self._logprobs += found
+        return found
 
     def end(self) -> Piece:
         """The last piece of a text that ends without a token: it failed, or was aborted."""
@@ -90,20 +130,45 @@ class Generation:
     def _piece(self, token: int | None, source: str, last: bool, refused: tuple[int, ...] = ()) -> Piece:
         if last:
             self._transcript.finish()
-        return Piece(self._transcript.take(final=last), token, source, self.completion if last else None, refused)
+        text, self._untold = self._untold + self._transcript.take(final=last), ""
+        return Piece(text, token, source, self.completion if last else None, refused)
 
     @property
     def completion(self) -> Completion:
         """What was written; "interrupted" if it has not ended."""
         row, length = self.row, len(self.request.prompt if self.request.source is None else self.request.source)
         if row is None:
-            return Completion("", (), "interrupted", Stats(), length)
-        error = row.error and str(row.error)
-        reason = row.finish_reason or "interrupted"
-        return Completion(self._text(row), tuple(row.output), reason, row.stats, length, error, row.context_full)
+            return Completion(self.echo, (), "interrupted", Stats(), length)
+        text, error = self.echo + self._text(row), row.error and str(row.error)
+        reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)
+        tokens = tuple(row.output)
+        return Completion(text, tokens, reason, row.stats, length, error, row.context_full, logprobs)
 
     def _text(self, row: Row) -> str:
         if self._judge is None:
             return self.decode([token for token in row.output if token not in self.request.eos])
         self._judge.finish()
         return self._judge.text
+
+
+def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
+    """Logarithms (positions, vocab) of the law of one row; of a point mass, those of the softmax of its scores."""
+    point = law.point if law.points is None else law.points[place]
+    if not point:
+        return law.dense[place, positions].log()
+    assert law.scores is not None, "greedy laws keep the scores that they were made of"
+    scores = law.scores[place, positions]
+    certain = scores == math.inf  # a processor may force a token so, which no softmax can take
+    forced = torch.where(certain, 0.0, -math.inf)
+    return torch.where(certain.any(-1, keepdim=True), forced, scores).log_softmax(-1)
+
+
+def _token_logprobs(logs: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """The logprobs of tokens, one for each row of `logs` (tokens, vocab), and of the `top` most probable ones."""
+    own = logs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logs.device)[:, None])[:, 0].tolist()
+    best = logs.topk(min(top, logs.shape[-1]), dim=-1)
+    pairs = [
+        tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
+        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return [TokenLogprobs(*each) for each in zip(tokens, own, pairs, strict=True)]

@@ -1,27 +1,37 @@
-"""What users pass to a call -> prompts and options that can be worked with, or one sentence, before any work."""
+"""What users pass to a call -> prompts that can be worked with, or one sentence, before any work."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.protocols import Controller
-from slipstream.core.source import Frame
-from slipstream.core.values import is_whole, true_or_false, whole_number
-from slipstream.decoding.controllers import controller
-from slipstream.decoding.rules import Rule, rule
-from slipstream.decoding.sampling import Sampling
+from slipstream.core.source import Frame, Source
+from slipstream.core.values import is_whole
 
 Message: TypeAlias = Mapping[str, Any]
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Tensor
-"""Text, token ids, the messages of a chat, or audio features (bins, frames)."""
+
+@dataclass(frozen=True)
+class Chat:
+    """The messages of a chat with what else its template takes: tools that may be called, and variables of its own.
+
+    `template_kwargs` such as `{"enable_thinking": False}` go to the template, with `tools`, by transformers'
+    `apply_chat_template`; what decides about anything but the text is not allowed among them.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat | Tensor
+"""Text, token ids, the messages of a chat, alone or as a `Chat`, or audio features (bins, frames)."""
 
 ALLOWED = (
     "a prompt is a text, token ids (a list, an array, or what a tokenizer returns) or a chat (a list of messages with "
@@ -30,6 +40,12 @@ ALLOWED = (
 
 MOST = 1 << 32
 """Above all token ids."""
+
+WITHHELD = (
+    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
+)
+"""Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set."""
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------
@@ -42,13 +58,13 @@ def read_prompts(given: Any) -> list[Prompt]:
     of floats. Several come as an iterable, as the rows of an array or tensor, or as a tokenizer's `BatchEncoding`,
     whose attention mask takes the padding away. Raises ValueError in one sentence for anything else.
     """
-    if isinstance(given, str):
+    if isinstance(given, str | Chat):
         return [read_prompt(given)]
     if isinstance(given, Mapping):
         return _encoded(given, "prompts")
     if _is_array(given):
         return _from_array(given)
-    items = _listed(given, "prompts")
+    items = listed(given, "prompts")
     if items and (_is_id(items[0]) or _is_message(items[0])):
         return [read_prompt(items)]
     return [read_prompt(item, f"prompt {number}") for number, item in enumerate(items)]
@@ -58,12 +74,14 @@ def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
     """A single prompt. Raises ValueError, which names it by `where`, for what is none."""
     if isinstance(given, str):
         return _text(given, where)
+    if isinstance(given, Chat):
+        return _chat(given, where)
     if isinstance(given, Mapping) or _is_array(given):
         several = _encoded(given, where) if isinstance(given, Mapping) else _from_array(given)
         if len(several) != 1:
-            raise ValueError(f"{where} is {_shown(given)}, which holds {len(several)} prompts: pass them one by one.")
+            raise ValueError(f"{where} is {shown(given)}, which holds {len(several)} prompts: pass them one by one.")
         return several[0]
-    items = _listed(given, where)
+    items = listed(given, where)
     if all(map(_is_id, items)):
         if any(not -1 <= int(item) < MOST for item in items):
             raise ValueError(f"{where} has a token id that no model knows: {reprlib.repr(items)}.")
@@ -71,7 +89,7 @@ def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
     if all(map(_is_message, items)):
         return [_message(item, where) for item in items]
     alien = next(item for item in items if not (_is_message if _is_message(items[0]) else _is_id)(item))
-    raise ValueError(f"{where} is a list that holds {_shown(alien)}: {ALLOWED}.")
+    raise ValueError(f"{where} is a list that holds {shown(alien)}: {ALLOWED}.")
 
 
 def _text(text: str, where: str) -> str:
@@ -80,6 +98,20 @@ def _text(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"{where} is not valid Unicode text: it holds half of a surrogate pair.") from None
     return text
+
+
+def _chat(chat: Chat, where: str) -> Chat:
+    """The chat, if a template can be given it."""
+    messages = listed(chat.messages, f"messages of {where}", "they are a list of messages")
+    if alien := [message for message in messages if not _is_message(message)]:
+        raise ValueError(f"messages of {where} holds {shown(alien[0])}, but a message is a dict.")
+    variables = {} if chat.template_kwargs is None else chat.template_kwargs
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise ValueError(f"template_kwargs of {where} is {shown(variables)}, but it is a dict of names and values.")
+    if own := [name for name in WITHHELD if name in variables]:
+        raise ValueError(f"template_kwargs of {where} sets {own[0]}, which is not for the template: leave it out.")
+    tools = None if chat.tools is None else listed(chat.tools, f"tools of {where}", "they are a list of tools")
+    return replace(chat, messages=[_message(each, where) for each in messages], tools=tools)
 
 
 def _is_id(value: Any) -> bool:
@@ -92,12 +124,12 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and "input_ids" not in value and "input_features" not in value
 
 
-def _listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
+def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
     """The items of an iterable with an order."""
     if isinstance(given, Set):
-        raise ValueError(f"{where} is {_shown(given)}, which has no order: pass a list.")
+        raise ValueError(f"{where} is {shown(given)}, which has no order: pass a list.")
     if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
-        raise ValueError(f"{where} is {_shown(given)}: {allowed}.")
+        raise ValueError(f"{where} is {shown(given)}: {allowed}.")
     return list(given)
 
 
@@ -109,7 +141,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     complete = isinstance(content, str) or (content is None and "tool_calls" in message)
     if not isinstance(message.get("role"), str) or not complete:
         raise ValueError(
-            f'{where} holds {_shown(message)}, but a message of a chat has a "role" and a "content", which is a '
+            f'{where} holds {shown(message)}, but a message of a chat has a "role" and a "content", which is a '
             'text or a list of parts {"type": "text", "text": ...}.'
         )
     return {**message, "content": content}
@@ -125,7 +157,7 @@ def _encoded(given: Message, where: str) -> list[Prompt]:
         return _from_array(torch.as_tensor(np.asarray(given["input_features"])))
     if "input_ids" not in given:
         hint = " (put a message into a list)" if "role" in given else ""
-        raise ValueError(f"{where} is {_shown(given)}: {ALLOWED}{hint}.")
+        raise ValueError(f"{where} is {shown(given)}: {ALLOWED}{hint}.")
     rows = _matrix(given["input_ids"], f"input_ids of {where}")
     mask = given.get("attention_mask")
     if mask is None:
@@ -151,7 +183,7 @@ def _matrix(given: Any, where: str) -> list[tuple[int, ...]]:
     rows = [given] if isinstance(given, str | Mapping) else read_prompts(given) or [()]
     wrong = next((row for row in rows if not isinstance(row, tuple)), None)
     if wrong is not None:
-        raise ValueError(f"{where} holds {_shown(wrong)}, but token ids are whole numbers.")
+        raise ValueError(f"{where} holds {shown(wrong)}, but token ids are whole numbers.")
     return [row for row in rows if isinstance(row, tuple)]
 
 
@@ -172,7 +204,7 @@ def _from_array(given: Any) -> list[Prompt]:
         if array.dtype.kind in "OUST" and array.ndim:
             return read_prompts(array.tolist())
         if array.dtype.kind not in "iuf" or not array.ndim:
-            raise ValueError(f"prompts is {_shown(given)}: {ALLOWED}.")
+            raise ValueError(f"prompts is {shown(given)}: {ALLOWED}.")
         given = torch.as_tensor(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
     shape = (_kind(given), given.dim())
     if shape in (("ids", 1), ("ids", 2)):
@@ -180,10 +212,10 @@ def _from_array(given: Any) -> list[Prompt]:
         return [tuple(row) for row in (rows if given.dim() == 2 else [rows])]
     if shape in (("features", 2), ("features", 3)):
         return list(given) if given.dim() == 3 else [given]
-    raise ValueError(f"prompts is {_shown(given)}: {ALLOWED}.")
+    raise ValueError(f"prompts is {shown(given)}: {ALLOWED}.")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """What something is, in a few words."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
@@ -210,10 +242,21 @@ class Encoder:
             return tuple(tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"])
         if not tokenizer.chat_template:
             raise ValueError(f"{self.name} has no chat template; pass the prompt as text.")
+        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast(Sequence[Message], prompt)), "the prompt")
+        variables = {"add_generation_prompt": True, **(chat.template_kwargs or {})}
         try:
-            return tuple(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            ids = tokenizer.apply_chat_template(list(chat.messages), tools=chat.tools, return_dict=False, **variables)
+            return tuple(ids)
         except Exception as error:  # templates are programs of the model's maker and raise what they like
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def text(self, prompt: Prompt, ids: Source) -> str:
+        """The text of a prompt and what was made of it, for `echo`. Raises ValueError for audio, which has none."""
+        if isinstance(ids, Tensor):
+            raise ValueError("echo is not possible for audio features, which have no text: leave it out.")
+        if isinstance(prompt, str):
+            return prompt
+        return self.needed().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def needed(self) -> Any:
         """The tokenizer. Raises ValueError if there is none."""
@@ -224,80 +267,7 @@ class Encoder:
     def spellings(self, word: Any) -> list[list[int]]:
         """A banned word, at the beginning of a line and after a space; or its token ids."""
         if not isinstance(word, str):
-            return [_listed(word, "a word of bad_words", "it is a text or a list of token ids")]
+            return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
             raise ValueError("bad_words holds an empty text: leave it out.")
         return [self.needed().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
-
-
-# ---- options ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a call may ask for besides the fields of `Sampling`. Raises ValueError for what cannot be."""
-
-    max_new_tokens: int = 128
-    stop: str | Sequence[str] = ()
-    seed: int = 0
-    gamma: int | str | Controller | None = None
-    verify: str | Rule | None = None
-    lossless: bool = False
-    plain: bool = False
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        whole_number("max_new_tokens", self.max_new_tokens, 1)
-        whole_number("seed", self.seed, 0)
-        for name in ("lossless", "plain", "ignore_eos"):
-            true_or_false(name, getattr(self, name))
-        stops = [self.stop] if isinstance(self.stop, str) else _listed(self.stop, "stop", "it is one text or several")
-        for text in stops:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {_shown(text)}, but it is one text or several, none of them empty.")
-        object.__setattr__(self, "stop", tuple(stops))
-        if self.gamma is not None:
-            controller(self.gamma)
-        if self.verify is not None:
-            rule(self.verify)
-
-    @property
-    def stops(self) -> list[str]:
-        """The texts to end before."""
-        return list(self.stop)
-
-
-def read_options(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """The options of a call, and those of `Sampling`; None stands for the default, as in transformers.
-
-    Raises TypeError for one that is not known, ValueError for a value that cannot be.
-    """
-    names = {field.name for field in fields(Options)}
-    known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
-    if unknown := sorted(given.keys() - set(known)):
-        raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
-    meant = {name: value for name, value in given.items() if value is not None}
-    options = Options(**{name: value for name, value in meant.items() if name in names})
-    return options, {name: value for name, value in meant.items() if name not in names}
-
-
-def sampling(settings: Mapping[str, Any], eos: frozenset[int], encoder: Encoder, vocab: int) -> Sampling:
-    """The settings of a call, with words spelled and ids checked against the vocabulary.
-
-    Raises ValueError for what cannot be.
-    """
-    words, processors = settings.get("bad_words", ()), settings.get("processors", ())
-    words = [words] if isinstance(words, str) else _listed(words, "bad_words", "it is a list of texts or of ids")
-    processors = [processors] if not isinstance(processors, Iterable) else list(processors)
-    bans = encoder.frame.bans if encoder.frame else ()
-    made = {
-        **settings,
-        "bad_words": [form for word in words for form in encoder.spellings(word)],
-        "processors": (*bans, *processors),
-    }
-    found = Sampling(eos=eos, **made)
-    banned = {token for word in found.bad_words for token in word}
-    for name, ids in (("logit_bias", found.logit_bias), ("bad_words", banned)):
-        if (most := max(ids, default=0)) >= vocab:
-            raise ValueError(f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
-    return found

@@ -1,0 +1,61 @@
+"""`Job`, a call that is ready to run, and the ways to run it: round by round, here or in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.engine.generation import Generation, Piece
+from slipstream.engine.options import Options
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call, ready to run: what decodes, what was asked for, and the generations, those of a prompt side by side."""
+
+    decoder: Decoder
+    options: Options
+    generations: list[Generation]
+
+    def begin(self, scheduler: Scheduler, skip: Collection[int] = ()) -> dict[int, Generation]:
+        """Queue all generations but those at the indices `skip` -> them, by index."""
+        begun = {index: one for index, one in enumerate(self.generations) if index not in skip}
+        for index, generation in begun.items():
+            generation.row = scheduler.add(generation.request, index)
+        return begun
+
+    def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
+        """Play rounds to the end -> the pieces of each round, with the index of their generation."""
+        with Scheduler(self.decoder) as scheduler:
+            begun = self.begin(scheduler)
+            while (round := scheduler.step()) is not None:
+                yield [
+                    (row.index, piece)
+                    for place, row in enumerate(round.rows)
+                    for piece in begun[row.index].follow(round, place)
+                ]
+
+    def stream(self) -> Iterator[tuple[int, Piece]]:
+        """All pieces as rounds complete, with the index of their generation."""
+        with closing(self.rounds()) as rounds:  # type: ignore[type-var]
+            for pieces in rounds:
+                yield from pieces
+
+    async def stream_async(self) -> AsyncIterator[tuple[int, Piece]]:
+        """All pieces as rounds complete in a thread; whoever stops iterating, or is cancelled, ends the job."""
+        loop, rounds = asyncio.get_running_loop(), self.rounds()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream")
+        try:
+            while (pieces := await loop.run_in_executor(thread, next, rounds, None)) is not None:
+                for each in pieces:
+                    yield each
+        finally:
+            # The only thread closes behind the round that it may still play, even if we are cancelled once more here.
+            closed = loop.run_in_executor(thread, rounds.close)  # type: ignore[attr-defined]
+            thread.shutdown(wait=False)
+            await asyncio.shield(closed)

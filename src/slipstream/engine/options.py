@@ -1,0 +1,171 @@
+"""The options of a call: what they may be, what they mean, and one sentence about what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from slipstream.core.protocols import Controller
+from slipstream.core.values import is_finite, is_whole, true_or_false, whole_number
+from slipstream.decoding.controllers import controller
+from slipstream.decoding.rules import Rule, rule
+from slipstream.decoding.sampling import Sampling
+from slipstream.engine.requests import Encoder, listed, shown
+
+ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""Names of options in other engines, and ours."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call may ask for besides the fields of `Sampling`. Raises ValueError for what cannot be.
+
+    `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
+    beside each emitted one get their logprobs; `max_time` is in seconds. `grammar` is an object that says which texts
+    are allowed, `prediction` a text that the output is expected to resemble.
+    """
+
+    max_new_tokens: int = 128
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    seed: int | Sequence[int] = 0
+    n: int = 1
+    logprobs: int | None = None
+    echo: bool = False
+    max_time: float | None = None
+    gamma: int | str | Controller | None = None
+    verify: str | Rule | None = None
+    lossless: bool = False
+    plain: bool = False
+    ignore_eos: bool = False
+    prediction: str | None = None
+    grammar: Any = None
+    priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        whole_number("max_new_tokens", self.max_new_tokens, 1)
+        whole_number("n", self.n, 1)
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0)
+        for name in ("lossless", "plain", "ignore_eos", "echo"):
+            true_or_false(name, getattr(self, name))
+        self._check_seeds()
+        self._check_ends()
+        self._check_service()
+        if self.gamma is not None:
+            controller(self.gamma)
+        if self.verify is not None:
+            rule(self.verify)
+
+    def _check_seeds(self) -> None:
+        """One number stays as it is; several become a tuple."""
+        if is_whole(self.seed) or isinstance(self.seed, str) or not isinstance(self.seed, Iterable):
+            whole_number("seed", self.seed, 0)
+            return
+        seeds = listed(self.seed, "seed", "it is one whole number, or one for each prompt")
+        object.__setattr__(self, "seed", tuple(whole_number("seed", seed, 0) for seed in seeds))
+
+    def _check_ends(self) -> None:
+        stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop holds {shown(text)}, but it is one text or several, none of them empty.")
+        object.__setattr__(self, "stop", tuple(stops))
+        ids = listed(self.stop_token_ids, "stop_token_ids", "it is a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
+        if self.max_time is not None and not (is_finite(self.max_time) and self.max_time > 0):
+            raise ValueError(f"max_time={self.max_time!r} is not possible: it is a number of seconds, above 0.")
+
+    def _check_service(self) -> None:
+        if not is_whole(self.priority):
+            raise ValueError(f"priority={self.priority!r} is not possible: it is a whole number; lower ones run first.")
+        for name, value in (("cache_salt", self.cache_salt), ("prediction", self.prediction or "")):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} is {shown(value)}, but it is a text.")
+        if isinstance(self.grammar, str):
+            raise ValueError("grammar is a text, but it is a grammar that was made of one.")
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts to end before."""
+        return list(self.stop)
+
+    def ends(self, eos: frozenset[int]) -> frozenset[int]:
+        """The tokens to end at, where the model's own are `eos`."""
+        return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
+
+    def seeds(self, prompts: int) -> list[int]:
+        """A seed for each of so many prompts. Raises ValueError if others were given."""
+        if not isinstance(self.seed, tuple):
+            return [cast(int, self.seed)] * prompts
+        if len(self.seed) != prompts:
+            raise ValueError(
+                f"seed holds {len(self.seed)} numbers for {prompts} prompts: give one number, or one for each prompt."
+            )
+        return list(self.seed)
+
+    @property
+    def own_gamma(self) -> int | None:
+        """The gamma that a request brings into a batch of others, if it has one.
+
+        Raises ValueError for one that is chosen for a whole batch, which belongs to others too.
+        """
+        if self.plain:
+            return 0
+        if self.gamma is not None and not is_whole(self.gamma):
+            raise ValueError(
+                f"gamma={self.gamma!r} is not possible in a batch that is shared with other calls: give a whole "
+                "number of tokens, or leave it out."
+            )
+        return cast(int | None, self.gamma)
+
+
+def read_options(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """The options of a call, and those of `Sampling`; None stands for the default, as in transformers.
+
+    Raises TypeError for one that is not known, ValueError for a value that cannot be.
+    """
+    names = {field.name for field in fields(Options)}
+    known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
+    if unknown := sorted(given.keys() - {*known, *ALIASES}):
+        raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
+    meant = {name: value for name, value in given.items() if value is not None}
+    for alias, name in ALIASES.items():
+        if alias in meant and name in meant:
+            raise ValueError(f"{alias} and {name} are one option: give one of them.")
+        if alias in meant:
+            meant[name] = meant.pop(alias)
+    options = Options(**{name: value for name, value in meant.items() if name in names})
+    return options, {name: value for name, value in meant.items() if name not in names}
+
+
+def sampling(
+    settings: Mapping[str, Any], asked: Options, eos: frozenset[int], encoder: Encoder, vocab: int
+) -> Sampling:
+    """The settings of a call, with words spelled and ids checked against the vocabulary.
+
+    Raises ValueError for what cannot be.
+    """
+    words, processors = settings.get("bad_words", ()), settings.get("processors", ())
+    words = [words] if isinstance(words, str) else listed(words, "bad_words", "it is a list of texts or of ids")
+    processors = [processors] if not isinstance(processors, Iterable) else list(processors)
+    bans = encoder.frame.bans if encoder.frame else ()
+    made = {
+        **settings,
+        "bad_words": [form for word in words for form in encoder.spellings(word)],
+        "processors": (*bans, *processors),
+    }
+    found = Sampling(eos=asked.ends(eos), **made)
+    banned = {token for word in found.bad_words for token in word}
+    named = (("logit_bias", found.logit_bias), ("bad_words", banned), ("stop_token_ids", asked.stop_token_ids))
+    for name, ids in named:
+        if (most := max(ids, default=0)) >= vocab:
+            raise ValueError(f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
+    if found.min_new_tokens > asked.max_new_tokens:
+        least, most = found.min_new_tokens, asked.max_new_tokens
+        raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
+    if clash := {word[0] for word in found.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):
+        raise ValueError(f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one.")
+    return found
