@@ -158,6 +158,7 @@ WORDS: dict[str, Sequence[str]] = {
     "device": ("cpu", "cuda", "cuda:99", "meta", "x", "", "cpu:5", "mps", "cpu:-1", "-1", "cuda:x"),
     "task": ("translation_en_to_de", "a>b", "summarize: ", "x", ""),
     "stop": ("\\n", "x", "", "\\", "\udcff", "\n"),
+    "logit_bias": ("1=2", "3=-inf", "x", "1=", "=1", "1=nan", "-1=1", "99999999=1", "999999999999999999999=1e400"),
     "curve": ("1", "1,1.1", "1,nan", "1,inf", "x", "", "0", "1,-1", "1,0.5", "2,3", "1e400"),
     "namespace": ("alice", "", "\udcff", "../x", "a/b", "x" * 300),
     "field": ("text", "", "missing", "prompt"),
@@ -173,7 +174,19 @@ FILES = {
 }
 PICTURES = ("new.png", "new.svg", "new.xyz", "new", ".png", "nowhere/new.png")
 AMOUNTS = {
-    *("max_new_tokens", "repetitions", "samples", "sample", "steps", "rows", "count", "inner", "batch", "batch_size"),
+    *(
+        "n",
+        "max_new_tokens",
+        "repetitions",
+        "samples",
+        "sample",
+        "steps",
+        "rows",
+        "count",
+        "inner",
+        "batch",
+        "batch_size",
+    ),
 }
 """Numbers that are work to do: large ones are allowed, and last."""
 NEVER = {"compile", "help"}
@@ -235,6 +248,7 @@ MEASURED = ("--quick", "--max-new-tokens", "4", "--repetitions", "1", "--target"
 # is small; in the fast set it is the first of these.
 COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
     "generate": (14, 400, (("--max-new-tokens", "2", "x ="), ("--max-new-tokens", "2", "--prompts", "prompts.txt"))),
+    "chat": (6, 80, (("--max-new-tokens", "2", "--raw"), ("--max-new-tokens", "2", "--raw", "--json"))),
     "check": (3, 60, (("--max-new-tokens", "2", "--samples", "4", "--target", "tiny"),)),
     "exits": (3, 60, (("--max-new-tokens", "2", "--target", "tiny", "--first"),)),
     "bench": (0, 40, (("--quick", "--max-new-tokens", "2", "--repetitions", "1", "--target", "tiny", "--gamma", "1"),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -129,6 +130,61 @@ def test_json_lines(generate: Callable[..., Result], pair: tuple[str, str]) -> N
         assert (line["finish_reason"], line["prompt_tokens"]) == ("length", completion.prompt_tokens)
         assert line["stats"].keys() == completion.stats.as_dict().keys()
         assert line["stats"]["emitted"] == 12
+
+
+def test_samples_of_a_prompt_have_lines_of_their_own(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    want = [done.text for done in completions(pair, "a", "b", n=2, **sampled)]
+    assert len(set(want)) == 4
+    options = ["a", "b", "--n", "2", "--temperature", "1", "--seed", "3"]
+    lines = by_index(generate(*options, "--json"))
+    assert [line["text"] for line in lines] == want
+    assert [(line["index"], line["prompt"], line["sample"]) for line in lines] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 1, 1),
+    ]
+    titles = [f"prompt {prompt}, sample {sample}" for prompt in (1, 2) for sample in (1, 2)]
+    shown = zip(titles, "aabb", want, strict=True)
+    whole = "\n".join(f"==> {title} <==\n{prompt}{text}\n" for title, prompt, text in shown)
+    assert generate(*options, "--stream").stdout == generate(*options).stdout == whole
+
+
+def test_json_has_logprobs_and_echo(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    line = json.loads(
+        generate("ab", "--json", "--logprobs", "2", "--echo", "--temperature", "1", "--top-k", "1").stdout
+    )
+    [want] = completions(pair, "ab", logprobs=2, temperature=1.0, top_k=1)
+    assert line["text"] == f"ab{want.text}" and want.logprobs
+    assert [each["token"] for each in line["logprobs"]] == list(want.tokens)
+    for each in line["logprobs"]:
+        assert each["logprob"] == 0.0 and each["top"][0] == [each["token"], 0.0]
+        assert each["top"][1][1] is None  # impossible: JSON has no -inf
+    assert generate("ab", "--echo").stdout == generate("ab").stdout  # the prompt is printed anyway
+
+
+def test_what_ends_a_text(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
+    tokens = completions(pair, "a")[0].tokens
+    end = tokens[3]
+    first = tokens.index(end)
+    line = json.loads(generate("a", "--json", "--stop-token-ids", str(end)).stdout)
+    assert (line["tokens"], line["finish_reason"]) == (list(tokens[: first + 1]), "stop")
+    forbidden = json.loads(generate("a", "--json", "--logit-bias", f"{end}=-inf").stdout)["tokens"]
+    assert end not in forbidden and forbidden[:first] == list(tokens[:first])
+
+
+def test_a_file_of_samples_goes_on(generate: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    options = ["a", "b", "--n", "2", "--temperature", "1", "--out", str(file)]
+    assert generate(*options).exit_code == 0
+    whole = sorted(file.read_text().splitlines())
+    file.write_text("\n".join(whole[:1]) + "\n")
+    assert generate(*options, "--resume").exit_code == 0
+    texts = [[json.loads(line)["text"] for line in lines] for lines in (whole, sorted(file.read_text().splitlines()))]
+    assert texts[0] == texts[1]
+    refused = generate(*["--n" if each == "--n" else "3" if each == "2" else each for each in options], "--resume")
+    assert refused.exit_code == 2 and "was made with other settings" in complaints(refused)[0]
 
 
 def test_plain_drafts_nothing(generate: Callable[..., Result]) -> None:
@@ -258,6 +314,14 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["generate", "x", "--dtype", "int3"], "Invalid value for '--dtype': 'int3' is not one of 'auto'"),
         (["generate", "x", "--seed"], "Option '--seed' requires an argument."),
         (["generate", "x", "--stop", ""], "--stop is empty"),
+        (["generate", "x", "--logit-bias", "5"], "--logit-bias '5' is not possible: write a token id and a number"),
+        (["generate", "x", "--logit-bias", "5=nan"], "logit_bias={5: nan} is not possible"),
+        (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names the token 5 twice"),
+        (["generate", "x", "--logprobs", "1"], "--logprobs are written as JSON only: add --json, or --out FILE."),
+        (["generate", "x", "--max-time", "0"], "max_time=0.0 is not possible: it is a number of seconds, above 0."),
+        (["generate", "x", "--n", "0"], "Invalid value for '--n'"),
+        (["chat", "--raw", "--system", "x"], "--system and --raw exclude each other"),
+        (["chat", "--target", "no/such-model"], "cannot load the model 'no/such-model'"),
         (["generate", "x", "--json", "--stream"], "--stream and --json exclude each other: choose one."),
         (["generate", "x", "--json", "--explain"], "--explain and --json exclude each other: choose one."),
         (["generate"], "there is no prompt"),
@@ -335,12 +399,12 @@ class Recorder:
                 on_completion(place, done[place])
         return [*done.values()]
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
+    def stream_batch(self, prompts: Any, **options: Any) -> Iterator[tuple[int, Piece]]:
         self.asked = options
-        yield Piece("he", 1, "draft")
+        yield 0, Piece("he", 1, "draft")
         if self.error:
             raise self.error
-        yield Piece("llo", 2, "bonus", completion("hello"))
+        yield 0, Piece("llo", 2, "bonus", completion("hello"))
 
 
 @pytest.fixture
@@ -361,6 +425,7 @@ def test_defaults(engine: Recorder) -> None:
         "stop": [],
         "seed": 0,
         "plain": False,
+        "echo": False,
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 1.0,
@@ -369,6 +434,8 @@ def test_defaults(engine: Recorder) -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "no_repeat_ngram_size": 0,
+        "min_new_tokens": 0,
     }
 
 
@@ -377,8 +444,11 @@ def test_every_option_arrives(engine: Recorder) -> None:
     rules = "--tree 3,2,1 --verify token --lossless --exact-shape --compile --task summarize"
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --typical-p 0.8 --seed 7 --max-new-tokens 9"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3"
+    ends = "--stop-token-ids 3 --stop-token-id 4 --min-tokens 2 --max-time 1.5 --no-repeat-ngram-size 3"
+    biases = "--logit-bias 42=-inf --logit-bias 7=1.5 --logprobs 2 --echo --json"
     stops = ["--stop", r"\n\n", "--stop", r"a\\n\t", "--stop", "é\\"]
-    result = run("generate", "x", *models.split(), *rules.split(), *sampling.split(), *penalties.split(), *stops)
+    more = [*models.split(), *rules.split(), *sampling.split(), *penalties.split(), *ends.split(), *biases.split()]
+    result = run("generate", "x", *more, *stops)
     assert result.exit_code == 0
     settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True, "compile": True}
     settings |= {"progress": say, "task": "summarize"}
@@ -397,6 +467,13 @@ def test_every_option_arrives(engine: Recorder) -> None:
         "repetition_penalty": 1.1,
         "presence_penalty": 0.2,
         "frequency_penalty": -0.3,
+        "no_repeat_ngram_size": 3,
+        "logit_bias": {42: -math.inf, 7: 1.5},
+        "stop_token_ids": [3, 4],
+        "min_new_tokens": 2,
+        "max_time": 1.5,
+        "logprobs": 2,
+        "echo": True,
     }
 
 

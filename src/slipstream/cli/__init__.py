@@ -4,6 +4,7 @@ A command imports what it needs of the library when it runs, so that `--help` an
 """
 
 from slipstream.cli import bench as bench
+from slipstream.cli import chat as chat
 from slipstream.cli import check as check
 from slipstream.cli import datastore as datastore
 from slipstream.cli import draft as draft

@@ -124,6 +124,7 @@ def open_streams() -> int:
 
 
 ALIASES = {"model": "target", "draft-model": "draft", "num-speculative-tokens": "gamma", "max-tokens": "max-new-tokens"}
+ALIASES |= {"min-tokens": "min-new-tokens", "stop-token-id": "stop-token-ids"}
 """Names of options in other engines."""
 
 

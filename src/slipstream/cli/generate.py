@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import sys
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -22,37 +21,32 @@ from slipstream.cli.options import (
     Device,
     Draft,
     Dtype,
+    Echo,
     ExactShape,
     Explain,
     File,
     Force,
-    FrequencyPenalty,
     Gamma,
     Json,
+    Logprobs,
     Lossless,
-    MaxNewTokens,
-    MinP,
     Out,
     Plain,
     PlanFile,
-    PresencePenalty,
     Profile,
     Prompts,
-    RepetitionPenalty,
     Resume,
-    Seed,
-    Stop,
+    Samples,
+    SamplingOptions,
     Stream,
     Target,
     Task,
-    Temperature,
-    TopK,
-    TopP,
     Tree,
-    TypicalP,
     Verify,
     shaped,
+    with_options,
 )
+from slipstream.cli.settings import answer_as_dict, call_options
 from slipstream.core.stats import Stats
 from slipstream.engine.plan_file import Plan
 from slipstream.files import Text, check_writable
@@ -62,10 +56,31 @@ from slipstream.text.prompts import Item, gather
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
-    from slipstream.engine.generation import Completion
+    from slipstream.engine.generation import Completion, Piece
+
+
+class SampleOptions:
+    """How many samples are made of each prompt."""
+
+    n: Samples = 1
+
+
+class OutputOptions:
+    """What is written, and where."""
+
+    stream: Stream = False
+    explain: Explain = False
+    profile: Profile = False
+    logprobs: Logprobs = None
+    echo: Echo = False
+    as_json: Json = False
+    out: Out = None
+    resume: Resume = False
+    force: Force = False
 
 
 @app.command()
+@with_options(SamplingOptions, SampleOptions, OutputOptions)
 def generate(
     context: typer.Context,
     prompts: Prompts = None,
@@ -85,46 +100,34 @@ def generate(
     device: Device = None,
     batch_size: BatchSize = 8,
     compile: Compile = False,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    typical_p: TypicalP = 1.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    seed: Seed = 0,
-    stop: Stop = None,
-    stream: Stream = False,
-    explain: Explain = False,
-    profile: Profile = False,
-    as_json: Json = False,
-    out: Out = None,
-    resume: Resume = False,
-    force: Force = False,
 ) -> None:
     """Continue prompts; with an encoder-decoder, translate or summarize them.
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
 
-    --json and --out write each answer as it finishes, in that order; "index" names its prompt, from 0 on. An
-    interrupted run (Ctrl-C, SIGTERM) marks what is unfinished; --out FILE --resume makes that, and failed ones, again.
+    --json and --out write each answer as it finishes, in that order; "index" names its prompt, from 0 on (with --n the
+    answer, beside its "prompt" and "sample"). An interrupted run (Ctrl-C, SIGTERM) marks what is unfinished; --out FILE
+    --resume makes that, and failed ones, again.
 
     Example: slipstream generate "def fibonacci(n):" --max-new-tokens 64 --temperature 0.8 --stream
     """
-    _one_at_most({"--stream": stream, "--explain": explain, "--json": as_json, "--out": out is not None})
-    _check_out(out, file, resume, force)
-    items, stops, engine = gather(prompts or [], file, chat), [_unescape(text) for text in stop or ()], None
+    params = context.params
+    _check_output(params)
+    items, options, engine = gather(prompts or [], file, chat), call_options(params), None
     with busy(console(stderr=True), "loading"):
-        options = {**_sampling(context.params), **_limits(context.params), "stop": stops}
         if any(not item.error for item in items):
             from slipstream.engine.load import load
 
             engine = load(target, draft, progress=say, **_how(context))
             items = [_encoded(engine, item) for item in items]
     tell(engine.notes if engine else ())
-    raise typer.Exit(_answer(Work(engine, items, options, profile), context.params))
+    samples = options.pop("n")  # equal prompts beside each other are samples, and each has a place of its own
+    items = [sample for item in items for sample in _samples(item, samples)]
+    raise typer.Exit(_answer(Work(engine, items, options, params["profile"], samples), params))
+
+
+def _samples(item: Item, count: int) -> list[Item]:
+    return [replace(item, where=f"{item.where}, sample {i}") for i in range(1, count + 1)] if count > 1 else [item]
 
 
 def _answer(work: Work, params: dict[str, Any]) -> int:
@@ -144,18 +147,26 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
 
 @dataclass
 class Work:
-    """What `generate` has to do. The engine is None if no prompt can be used; `failed`: a text could not go on."""
+    """What `generate` has to do: an item for each answer, of which `samples` side by side have the same prompt.
+
+    The engine is None if no prompt can be used; `failed`: a text could not go on.
+    """
 
     engine: Any
     items: list[Item]
     options: dict[str, Any]
     profile: bool = False
+    samples: int = 1
     failed: bool = False
 
     @property
     def good(self) -> list[Item]:
         """The prompts that can be used."""
         return [item for item in self.items if not item.error]
+
+    def place(self, index: int) -> dict[str, int]:
+        """Which sample of which prompt an answer is, if prompts have several."""
+        return {} if self.samples == 1 else {"prompt": index // self.samples, "sample": index % self.samples}
 
     def run(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
         """Generate all good prompts at once but those of the places `skip` -> completions, and INTERRUPTED or 0."""
@@ -250,18 +261,26 @@ def _print(work: Work, place: int, completion: Completion) -> None:
 
 
 def _show_stream(work: Work) -> int:
-    """Print the text token by token, one prompt after the other."""
-    completions = []
-    for item in work.good:
-        _begin(work, item)
-        try:
-            for piece in work.engine.stream(item.prompt, **work.options):
-                print(piece.text, end="", flush=True)
-        except KeyboardInterrupt:
-            print()
-            return INTERRUPTED
+    """Print the texts token by token, one after the other; what comes of later ones meanwhile is held back."""
+    if not work.good:
+        return 0
+    completions: list[Completion] = []
+    held: dict[int, deque[Piece]] = defaultdict(deque)
+    _begin(work, work.good[0])
+    try:
+        for place, piece in work.engine.stream_batch([item.prompt for item in work.good], **work.options):
+            held[place].append(piece)
+            while next_pieces := held[len(completions)]:
+                shown = next_pieces.popleft()
+                print(shown.text, end="", flush=True)
+                if shown.completion:
+                    print()
+                    completions.append(shown.completion)
+                    if len(completions) < len(work.good):
+                        _begin(work, work.good[len(completions)])
+    except KeyboardInterrupt:
         print()
-        completions.append(piece.completion)
+        return INTERRUPTED
     _summarize(completions)
     work.close(completions)
     return 0
@@ -283,12 +302,12 @@ def _show_json(work: Work, answers: Answers | None = None) -> int:
     out = Answers(sys.stdout) if answers is None else answers
     for index, item in enumerate(work.items):
         if item.error:
-            out.write(index, {"error": f"{item.where}: {item.error}"})
+            out.write(index, {**work.place(index), "error": f"{item.where}: {item.error}"})
     places = [index for index, item in enumerate(work.items) if not item.error]
     skip = {place for place, index in enumerate(places) if index in out.finished}
 
     def show(place: int, completion: Completion) -> None:
-        out.write(places[place], _as_dict(completion))
+        out.write(places[place], {**work.place(places[place]), **answer_as_dict(completion)})
 
     watched = answers is not None or not sys.stdout.isatty()  # on a terminal the lines would run into a bar
     completions, code = (work.run_watched if watched else work.run)(skip, on_completion=show)
@@ -300,14 +319,13 @@ def _show_json(work: Work, answers: Answers | None = None) -> int:
     return code
 
 
-def _as_dict(completion: Completion) -> dict[str, Any]:
-    names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
-    error = {"error": completion.error} if completion.error else {}
-    return {**error, **{name: getattr(completion, name) for name in names}, "stats": completion.stats.as_dict()}
-
-
-def _check_out(out: str | None, file: str | None, resume: bool, force: bool) -> None:
-    """Raises ValueError for options of a file of answers that do not go together, before anything is loaded."""
+def _check_output(params: dict[str, Any]) -> None:
+    """Raises ValueError for options of the output that do not go together, before anything is loaded."""
+    out, file, resume, force = (params[name] for name in ("out", "file", "resume", "force"))
+    shown = {flag(name): params[name] for name in ("stream", "explain")}
+    _one_at_most({**shown, "--json": params["as_json"], "--out": out is not None})
+    if params["logprobs"] is not None and not params["as_json"] and out is None:
+        raise ValueError("--logprobs are written as JSON only: add --json, or --out FILE.")
     if out is None and (resume or force):
         raise ValueError(f"{'--resume' if resume else '--force'} is about the file of --out: name it.")
     if resume and force:
@@ -323,6 +341,7 @@ def _check_out(out: str | None, file: str | None, resume: bool, force: bool) -> 
 LAW = (
     *("target", "task", "chat", "dtype", "verify", "plan", "max_new_tokens", "seed", "stop", "temperature", "top_k"),
     *("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("no_repeat_ngram_size", "logit_bias", "stop_token_ids", "min_new_tokens", "max_time", "n", "logprobs", "echo"),
 )
 
 
@@ -337,7 +356,9 @@ def _begin(work: Work, item: Item) -> None:
     if len(work.items) > 1:
         gap = "" if item is work.good[0] else "\n"
         print(f"{gap}==> {item.where} <==")
-    print(item.shown, end="\n" if work.engine.frame else "", flush=True)  # what answers a source does not continue it
+    if not work.options["echo"]:
+        # What answers a source does not continue it.
+        print(item.shown, end="\n" if work.engine.frame else "", flush=True)
 
 
 def _summarize(completions: Sequence[Completion]) -> None:
@@ -354,30 +375,3 @@ def _one_at_most(flags: dict[str, bool]) -> None:
     given = [name for name, value in flags.items() if value]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} exclude each other: choose one.")
-
-
-def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    """Those parameters of a command that are settings of `Sampling`, checked before anything is loaded."""
-    from slipstream.decoding.sampling import Sampling
-
-    off = {field.name: field.default for field in fields(Sampling) if field.name in params}
-    settings = {name: params[name] for name in off}
-    for name, value in settings.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{flag(name)} {value} is not a finite number.")
-    idle = [flag(name) for name in ("top_k", "top_p", "min_p", "typical_p") if settings[name] != off[name]]
-    if Sampling(**settings).greedy and idle:
-        say(f"note: --temperature 0 is greedy and ignores {', '.join(idle)}.")
-    return settings
-
-
-def _limits(params: dict[str, Any]) -> dict[str, Any]:
-    """The other options of a call."""
-    return {name: params[name] for name in ("seed", "plain", "max_new_tokens", "lossless")}
-
-
-def _unescape(text: str) -> str:
-    r"""The escapes \n, \t, \r and \\ -> their characters."""
-    if not text:
-        raise ValueError("--stop is empty: give the text to end before.")
-    return re.sub(r"\\([ntr\\])", lambda escape: {"n": "\n", "t": "\t", "r": "\r"}.get(escape[1], "\\"), text)

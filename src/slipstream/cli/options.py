@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, Literal
+import inspect
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.markup import escape
@@ -80,6 +82,22 @@ PresencePenalty = Annotated[float, _option(SAMPLING, "X", "Once on tokens of the
 FrequencyPenalty = Annotated[float, _option(SAMPLING, "X", "On each appearance in the output; 0 is off.")]
 Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, whatever runs beside it.", min=0)]
 Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this text (\n, \t work). Repeatable.")]
+StopTokenIds = Annotated[
+    list[int] | None, _option(SAMPLING, "ID", "End at this token, as at an EOS token. Repeatable.", min=0)
+]
+MinNewTokens = Annotated[int, _option(SAMPLING, "N", "No end before so many tokens (or --min-tokens).", min=0)]
+NoRepeatNgramSize = Annotated[int, _option(SAMPLING, "N", "No N tokens in a row appear twice; 0 is off.", min=0)]
+LogitBias = Annotated[
+    list[str] | None, _option(SAMPLING, "ID=BIAS", "Add to the logit of a token; -inf forbids it. Repeatable.")
+]
+MaxTime = Annotated[
+    float | None, _option(SAMPLING, "SECONDS", "End a text after so long; its length then depends on the clock.")
+]
+Samples = Annotated[int, _option(SAMPLING, "N", "Samples of each prompt.", "--n", min=1)]
+Logprobs = Annotated[
+    int | None, _option(OUTPUT, "K", "In JSON: logprobs of each token, and of the K most probable ones.", min=0)
+]
+Echo = Annotated[bool, _option(OUTPUT, None, "Begin the text of an answer with its prompt, in JSON too.", "--echo")]
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
 File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
@@ -102,6 +120,50 @@ Force = Annotated[
     bool, _option(OUTPUT, None, "Replace an existing file that is of another kind; never an input.", "--force")
 ]
 ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
+
+
+class SamplingOptions:
+    """The options of sampling that commands which write text have in common, with their defaults."""
+
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    typical_p: TypicalP = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    no_repeat_ngram_size: NoRepeatNgramSize = 0
+    logit_bias: LogitBias = None
+    seed: Seed = 0
+    stop: Stop = None
+    stop_token_ids: StopTokenIds = None
+    min_new_tokens: MinNewTokens = 0
+    max_time: MaxTime = None
+
+
+def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `groups` besides its own; it finds their values in `context.params`."""
+
+    def extended(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            command(**{name: values[name] for name in own})
+
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
+            for group in groups
+            for name, kind in get_type_hints(group, include_extras=True).items()
+        ]
+        parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()), *added]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return extended
 
 
 def parse_tree(text: str | None) -> tuple[int, ...] | None:

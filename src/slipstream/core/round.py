@@ -110,7 +110,7 @@ class Round:
         """The drafted tokens of a row that were not accepted, in the order in which they were drafted."""
         drafted = self.draft.tokens if self.verdict.path is None else self.draft.fed
         tokens = drafted[row, : self.draft.lengths[row]].tolist()
-        kept = range(self.accepted[row])
+        kept: Sequence[int] = range(self.accepted[row])
         if self.verdict.path is not None:
             kept = self.verdict.path[row, : self.accepted[row]].tolist()
         return tuple(token for place, token in enumerate(tokens) if place not in kept)

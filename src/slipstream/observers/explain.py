@@ -191,7 +191,7 @@ class Printer:
         """Prompt and output as they are, with their line breaks."""
         text = Text()
         for span in story.whole():
-            text.append_text(self._painted(_tame(span.text), span.kind))
+            text.append_text(self._painted(tame(span.text), span.kind))
         self._console.print()
         self._console.print(text, soft_wrap=True)
         self._console.print()
@@ -309,7 +309,7 @@ _TAME = {code: shown for code, shown in _CONTROLS.items() if chr(code) not in "\
 _VISIBLE = {**_CONTROLS, ord("\n"): "⏎", ord("\t"): "⇥"}
 
 
-def _tame(text: str) -> str:
+def tame(text: str) -> str:
     """Text that cannot move the cursor or turn the line around; line breaks and tabs stay."""
     return text.translate(_TAME)
 

@@ -1,0 +1,274 @@
+"""`slipstream chat`: a conversation in the terminal, coloured by where each token came from."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
+from slipstream.cli.console import busy, console
+from slipstream.cli.options import (
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    Gamma,
+    Lossless,
+    Plain,
+    SamplingOptions,
+    Target,
+    Tree,
+    Verify,
+    option,
+    shaped,
+    with_options,
+)
+from slipstream.cli.settings import answer_as_dict, call_options
+from slipstream.core.stats import Stats
+from slipstream.observers.explain import LOOKS, figures, tame
+from slipstream.text.answers import Answers
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+    from slipstream.engine.generation import Completion, Piece
+
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="What the conversation begins with, as its system.")]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text of all lines so far.")]
+Json = Annotated[bool, option("Output", "A JSON line per answer.", "--json")]
+
+COMMANDS = {
+    "/reset": "begin a new conversation",
+    "/plain": "decode without the draft, or with it again",
+    "/stats": "show the figures of the conversation",
+    "/quit": "end, as does Ctrl-D",
+}
+
+
+@app.command()
+@with_options(SamplingOptions)
+def chat(
+    context: typer.Context,
+    target: Target = None,
+    draft: Draft = None,
+    gamma: Gamma = 5,
+    tree: Tree = None,
+    verify: Verify = "block",
+    lossless: Lossless = False,
+    plain: Plain = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    compile: Compile = False,
+    system: System = None,
+    raw: Raw = False,
+    as_json: Json = False,
+) -> None:
+    """Talk with a target that has a chat template, a message per line; or, with --raw, continue what you write.
+
+    In the conversation, /reset begins a new one, /plain decodes without the draft or with it again, /stats shows the
+    figures, /quit or Ctrl-D ends. Ctrl-C ends an answer. Tokens have the colours of generate --explain.
+
+    Example: slipstream chat --target Qwen/Qwen2.5-7B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7
+    """
+    options = call_options(context.params)
+    if raw and system is not None:
+        raise ValueError("--system and --raw exclude each other: only a chat template knows a system.")
+    with busy(console(stderr=True), "loading"):
+        from slipstream.engine.load import load
+
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "compile": compile, "batch_size": 1, "verify": verify}
+        engine = load(target, draft, progress=say, **shaped(context), **how)
+    tell(engine.notes)
+    if not raw and not getattr(engine.tokenizer, "chat_template", None):
+        raise ValueError(f"{engine.decoder.target.name} has no chat template: --raw continues text as it is.")
+    talk = Lines(engine) if raw else Messages(engine, system)
+    conversation = Conversation(talk, options, _JsonScreen() if as_json else _TextScreen(console()))
+    with _ended_by_sigterm():
+        converse(conversation)
+    # Whoever types has seen what failed; a program looks at the exit code.
+    raise typer.Exit(WRONG if conversation.failed and not sys.stdin.isatty() else 0)
+
+
+class Messages:
+    """The turns of a chat, as its template takes them."""
+
+    def __init__(self, engine: Engine, system: str | None) -> None:
+        self.engine, self.system = engine, system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def prompt(self, line: str) -> Any:
+        """The prompt for the answer to a line."""
+        return [*self.turns, {"role": "user", "content": line}]
+
+    def keep(self, line: str, answer: str) -> None:
+        """Remember a turn, also one whose answer was interrupted."""
+        self.turns = [*self.prompt(line), {"role": "assistant", "content": answer}]
+
+
+class Lines:
+    """One text that the user and the target write in turns; with an encoder-decoder, every line is a source."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.text = engine, ""
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.text = ""
+
+    def prompt(self, line: str) -> str:
+        """The prompt for the continuation of a line."""
+        return f"{self.text}{line}"
+
+    def keep(self, line: str, answer: str) -> None:
+        """Remember a turn, also one whose answer was interrupted."""
+        self.text = "" if self.engine.frame else f"{self.text}{line}{answer}\n"
+
+
+class _TextScreen:
+    """Shows answers as they are written: with colours where there are any, else the text alone."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._coloured = screen.is_terminal and screen.color_system is not None and not screen.no_color
+        if self._coloured:
+            kinds = ("draft", "correction", "bonus", "target")
+            screen.print(Text("   ").join(Text(LOOKS[kind].meaning, LOOKS[kind].style) for kind in kinds))
+
+    def piece(self, piece: Piece) -> None:
+        """Show a piece of an answer."""
+        if self._coloured and piece.source in LOOKS:
+            self._screen.print(Text(tame(piece.text), LOOKS[piece.source].style), end="", soft_wrap=True)
+        else:
+            print(piece.text, end="", flush=True)
+
+    def end(self, completion: Completion | None) -> None:
+        """Show the end of an answer; None for one that was interrupted."""
+        print(flush=True)
+
+
+class _JsonScreen:
+    """Writes a JSON line per answer."""
+
+    def __init__(self) -> None:
+        self._answers, self._pieces = Answers(sys.stdout), list[Any]()
+
+    def piece(self, piece: Piece) -> None:
+        """Take in a piece of an answer."""
+        self._pieces.append(piece)
+
+    def end(self, completion: Completion | None) -> None:
+        """Write an answer; of one that was interrupted, what there is of it."""
+        text = "".join(piece.text for piece in self._pieces)
+        tokens = [piece.token for piece in self._pieces]
+        cut = {"text": text, "tokens": tokens, "finish_reason": "interrupted"}
+        self._answers.write(len(self._answers.written), cut if completion is None else answer_as_dict(completion))
+        self._pieces = []
+
+
+@dataclass
+class Conversation:
+    """A conversation in progress: what was said, how answers are made and shown, and the figures so far."""
+
+    talk: Messages | Lines
+    options: dict[str, Any]
+    screen: _TextScreen | _JsonScreen
+    stats: Stats = field(default_factory=Stats)
+    failed: bool = False  # an answer could not be made, or not to its end
+
+    def answer(self, line: str) -> None:
+        """Answer a message; Ctrl-C ends the answer, of which the conversation keeps what there is."""
+        text, completion = "", None
+        try:
+            with closing(self.talk.engine.stream(self.talk.prompt(line), **self.options)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    self.screen.piece(piece)
+                    text, completion = text + piece.text, piece.completion
+        except KeyboardInterrupt:
+            pass
+        except ValueError as error:
+            self.failed = True
+            say(f"{str(error).replace('prompt 0', 'the conversation', 1)} /reset begins a new one.")
+            return
+        self.screen.end(completion)
+        self.talk.keep(line, text)
+        if completion is not None:
+            self.stats += completion.stats
+            if completion.error:
+                self.failed = True
+                say(completion.error)
+
+    def obey(self, command: str) -> None:
+        """Do what a line that begins with a slash says."""
+        if command == "/reset":
+            self.talk.reset()
+            self.stats = Stats()
+            say("a new conversation.")
+        elif command == "/plain":
+            self.options["plain"] = not self.options["plain"]
+            say("without the draft from now on." if self.options["plain"] else "with the draft from now on.")
+        elif command == "/stats":
+            for name, value, note in figures(self.stats):
+                say(f"{name}: {value}{f' ({note})' if note else ''}")
+        else:
+            known = "; ".join(f"{name}: {meaning}" for name, meaning in COMMANDS.items())
+            say(f"{command} is no command. {known}.")
+
+
+def converse(conversation: Conversation) -> None:
+    """Answer the lines of standard input until it ends, or says /quit."""
+    for line in _lines():
+        if line.strip() == "/quit":
+            return
+        if line.startswith("/"):
+            conversation.obey(line.strip())
+        elif line.strip():
+            conversation.answer(line)
+
+
+def _lines() -> Iterator[str]:
+    """The lines that somebody types, or that a file or a pipe holds."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives `input` its history and its keys
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:  # nothing is being answered: Ctrl-C drops the line, as in a shell
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        yield line
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Ctrl-C ends answers here, but SIGTERM, which otherwise is the same to us, still ends the command."""
+
+    def end(*_: Any) -> NoReturn:
+        raise SystemExit(INTERRUPTED)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # only the main thread may ask for signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
