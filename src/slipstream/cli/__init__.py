@@ -14,4 +14,5 @@ from slipstream.cli import heads as heads
 from slipstream.cli import ngram as ngram
 from slipstream.cli import paper as paper
 from slipstream.cli import plan as plan
+from slipstream.cli import serve as serve
 from slipstream.cli.app import main as main

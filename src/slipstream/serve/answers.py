@@ -1,0 +1,396 @@
+"""What the server answers: the objects of OpenAI's interface, with the further fields that tools already read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """A JSON object that the server writes."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as a JSON object, without fields that say nothing."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class Error(Answer):
+    """What went wrong, and in which field of the request."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(Answer):
+    """The body of every error."""
+
+    error: Error
+
+
+class PromptDetails(Answer):
+    """Where the tokens of the prompt came from."""
+
+    cached_tokens: int = 0
+
+
+class CompletionDetails(Answer):
+    """What became of the tokens that were proposed by the field `prediction`."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class Usage(Answer):
+    """Tokens that were read and written, over all answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = Field(default_factory=PromptDetails)
+    completion_tokens_details: CompletionDetails = Field(default_factory=CompletionDetails)
+
+
+class SpeculativeDecoding(Answer):
+    """What drafts did for one answer, under the names that vLLM and its tools use."""
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | None = None
+    per_step_drafted: list[int] | None = None
+
+
+class Metrics(Answer):
+    """Times of one answer, in milliseconds, and what drafts did for it."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: SpeculativeDecoding | None
+
+
+class Timings(Answer):
+    """Times of one answer under llama.cpp's names."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+
+
+class Explained(Answer):
+    """A token, where it came from, and what the draft had proposed in its place where that was refused."""
+
+    text: str
+    token: int | None
+    source: str
+    refused: list[str] = Field(default_factory=list)
+
+
+class TopLogprob(Answer):
+    """A token that was possible at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was sampled, and the most probable ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    """Log probabilities of a chat's answer, under the law that was really sampled."""
+
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class TextLogprobs(Answer):
+    """Log probabilities of a completion, in the older form."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class Common(Answer):
+    """What all answers have beside their choices."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+    timings: Timings | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as a JSON object. What clients look for in every choice is there, as null where it is nothing."""
+        found = super().as_json()
+        for choice in found["choices"]:
+            choice.setdefault("finish_reason", None)
+            choice.setdefault("logprobs", None)
+            if "message" in choice:
+                choice["message"].setdefault("content", None)
+        return found
+
+
+class TextChoice(Answer):
+    """One of the answers to a completion request."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None
+    explained: list[Explained] | None = None
+
+
+class CompletionAnswer(Common):
+    """The answer of /v1/completions, also as the chunk of a stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+
+
+class FunctionCallAnswer(Answer):
+    """The function that is called, and its arguments as JSON text."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallAnswer(Answer):
+    """A call of a tool; `index` stands in streams."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCallAnswer
+    index: int | None = None
+
+
+class AssistantMessage(Answer):
+    """What the model says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCallAnswer] | None = None
+
+
+class ChatChoice(Answer):
+    """One of the answers to a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    explained: list[Explained] | None = None
+
+
+class ChatAnswer(Common):
+    """The answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class Delta(Answer):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
+
+
+class ChatChunkChoice(Answer):
+    """What a chunk adds to one of the answers."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    explained: list[Explained] | None = None
+
+
+class ChatChunk(Common):
+    """A chunk of a streamed chat."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class Model(Answer):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "slipstream"
+    max_model_len: int | None
+
+
+class Models(Answer):
+    """All models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Tokenized(Answer):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Answer):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Health(Answer):
+    """Whether requests are taken."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Version(Answer):
+    """The version of the server."""
+
+    version: str
+
+
+class Properties(Answer):
+    """What runs: the models, how drafts are made and accepted, and what was noted while loading."""
+
+    target: str
+    draft: str | None
+    rule: str
+    lossless: bool
+    gamma: int
+    max_rows: int
+    max_model_len: int | None
+    vocabulary: int
+    encoder_decoder: bool
+    chat: bool
+    notes: list[str]
+    acceptance_by_position: list[float]
+    recommended_gamma: int | None
+    running: int
+    waiting: int
+    version: str
+
+
+class OutputText(Answer):
+    """A text in the output of /v1/responses."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class OutputMessage(Answer):
+    """A message in the output of /v1/responses."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: str
+    content: list[OutputText]
+
+
+class InputDetails(Answer):
+    """Where the tokens of the input came from."""
+
+    cached_tokens: int
+
+
+class OutputDetails(Answer):
+    """What the tokens of the output are."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Answer):
+    """Tokens that were read and written, under the names of /v1/responses."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = Field(default_factory=OutputDetails)
+    total_tokens: int
+
+
+class Incomplete(Answer):
+    """Why a response ended before it was complete."""
+
+    reason: str
+
+
+class ResponseAnswer(Answer):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputMessage]
+    error: Error | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    parallel_tool_calls: bool = True
+    temperature: float
+    tool_choice: Literal["none"] = "none"
+    tools: list[Any] = Field(default_factory=list)
+    top_p: float
+    max_output_tokens: int | None = None
+    store: bool = False
+    usage: ResponseUsage | None = None
+    metrics: Metrics | None = None
+    timings: Timings | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as a JSON object; clients look for the error and what is incomplete also where that is nothing."""
+        return {"error": None, "incomplete_details": None, "instructions": None, **super().as_json()}
+
+
+class ResponseEvent(Answer):
+    """An event of a streamed response."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int

@@ -1,0 +1,99 @@
+"""The application: all routes, the gate before them, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from slipstream.serve.call import ClientGone
+from slipstream.serve.faults import ServeError, error_body
+from slipstream.serve.gate import AccessLog, Gate
+from slipstream.serve.routes import audio, chat, completions, models, page, responses
+from slipstream.serve.state import ServerState
+from slipstream.version import __version__
+
+CLIENT_CLOSED = 499
+"""The status in the log of a request whose client hung up; nobody receives it."""
+
+
+def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
+    """Make the application of a server; its worker is started and stopped with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.worker.start()
+        try:
+            yield
+        finally:
+            state.worker.stop()
+
+    app = FastAPI(
+        title="Slipstream",
+        version=__version__,
+        description="Speculative decoding behind OpenAI's interface.",
+        lifespan=lifespan,
+        docs_url=None,  # those pages load scripts from elsewhere
+        redoc_url=None,
+        exception_handlers=HANDLERS,
+    )
+    app.state.server = state
+    for module in (completions, chat, responses, audio, models, page):
+        app.include_router(module.router)
+    app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None))
+    return app
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body, with the name of its field."""
+    assert isinstance(error, RequestValidationError)
+    found = _most_telling(error.errors())
+    path = [part for part in found["loc"] if part != "body"]
+    field = next((str(part) for part in path if isinstance(part, str)), None)
+    where = ".".join(map(str, path))
+    if found["type"] == "extra_forbidden":
+        message = f"{where} is not a field that this server knows: leave it out."
+    elif found["type"] == "json_invalid":
+        message, field = f"the body is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}.", None
+    else:
+        message = f"{where}: {found['msg']}." if where else f"{found['msg']}: send a JSON object."
+    return JSONResponse(error_body(message, "invalid_request_error", field), 400)
+
+
+def _most_telling(errors: Sequence[Any]) -> Any:
+    """The first error that is not one of the forms of a union that was not meant."""
+    return min(errors, key=lambda error: (len(error["loc"]) > 3, error["type"] != "extra_forbidden"))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = error_body(str(error.detail), "invalid_request_error")
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    message = f"the server failed: {type(error).__name__}."
+    return JSONResponse(error_body(message, "server_error"), 500)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    ServeError: _refused,
+    RequestValidationError: _invalid,
+    HTTPException: _http,
+    ClientGone: _gone,
+    Exception: _broken,
+}

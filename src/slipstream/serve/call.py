@@ -1,0 +1,200 @@
+"""One call: the tickets of a request, waited for together, and everything an answer tells besides its text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import asdict, dataclass
+from time import time
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from starlette.requests import Request
+
+from slipstream.engine.generation import Piece
+from slipstream.serve import answers
+from slipstream.serve.schema import Speculation
+from slipstream.serve.worker import Ticket
+from slipstream.version import __version__
+
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Whoever asked does not wait for the answer any more."""
+
+
+async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """Wait for work. Raises ClientGone, and cancels the work, if the client hangs up before it is done."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What all objects of one answer begin with."""
+
+    id: str
+    created: int
+    model: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of an answer that tell this."""
+        return {**asdict(self), "system_fingerprint": f"slipstream-{__version__}"}
+
+    @staticmethod
+    def new(prefix: str, model: str) -> Heading:
+        """A heading with an id of its own."""
+        return Heading(f"{prefix}-{uuid4().hex}", int(time()), model)
+
+
+class Call:
+    """The tickets of one request: `samples` answers for each of its prompts, in order."""
+
+    def __init__(self, tickets: Sequence[Ticket], samples: int = 1) -> None:
+        self.tickets, self.samples = list(tickets), samples
+
+    async def collect(self) -> list[list[Piece]]:
+        """Wait for all -> their pieces; whoever stops waiting cancels them."""
+        try:
+            return list(await asyncio.gather(*(ticket.collect() for ticket in self.tickets)))
+        finally:
+            self.cancel()
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """All pieces with the index of their ticket, as they come; whoever stops iterating cancels all."""
+        queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+
+        async def forward(index: int, ticket: Ticket) -> None:
+            try:
+                async for piece in ticket:
+                    queue.put_nowait((index, piece))
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(forward(*each)) for each in enumerate(self.tickets)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item is None
+                if item is not None:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for ticket in self.tickets:
+            ticket.cancel()
+
+    # ---- what an answer tells besides its text ----
+
+    def about(self, asked: Speculation) -> dict[str, Any]:
+        """The fields of the last object of an answer: usage, times and acceptance."""
+        return {"usage": self.usage, "metrics": self.metrics(asked.detailed), "timings": self.timings()}
+
+    @property
+    def usage(self) -> answers.Usage:
+        """Tokens read and written so far; a prompt counts once, however many answers it has."""
+        done = [ticket.generation.completion for ticket in self.tickets]
+        prompt = sum(completion.prompt_tokens for completion in done[:: self.samples])
+        written = sum(len(completion.tokens) for completion in done)
+        return answers.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=written,
+            total_tokens=prompt + written,
+            prompt_tokens_details=answers.PromptDetails(cached_tokens=sum(ticket.cached for ticket in self.tickets)),
+            completion_tokens_details=answers.CompletionDetails(
+                accepted_prediction_tokens=sum(ticket.predicted[0] for ticket in self.tickets),
+                rejected_prediction_tokens=sum(ticket.predicted[1] for ticket in self.tickets),
+            ),
+        )
+
+    def metrics(self, detailed: bool = False) -> answers.Metrics | None:
+        """Times and acceptance of the only answer; None if there are several."""
+        if len(self.tickets) != 1:
+            return None
+        [ticket] = self.tickets
+        times, written = ticket.times, len(ticket.generation.completion.tokens)
+        if times.first is None or times.last is None or times.started is None:
+            return None
+        span = times.last - times.first
+        return answers.Metrics(
+            time_to_first_token_ms=1e3 * (times.first - times.arrived),
+            generation_time_ms=1e3 * (times.last - times.arrived),
+            queue_time_ms=1e3 * (times.started - times.arrived),
+            mean_itl_ms=1e3 * span / (written - 1) if written > 1 else None,
+            tokens_per_second=(written - 1) / span if written > 1 and span else None,
+            speculative_decoding=speculative_decoding(ticket.generation.steps, detailed),
+        )
+
+    def timings(self) -> answers.Timings | None:
+        """Times of the only answer under llama.cpp's names; None if there are several."""
+        if len(self.tickets) != 1:
+            return None
+        [ticket] = self.tickets
+        completion, times = ticket.generation.completion, ticket.times
+        prefill = completion.stats.seconds.get("prefill", 0.0)
+        rounds = completion.stats.total_seconds - prefill
+        read, written = completion.prompt_tokens - ticket.cached, len(completion.tokens)
+        if times.first is None:
+            return None
+        return answers.Timings(
+            cache_n=ticket.cached,
+            prompt_n=read,
+            prompt_ms=1e3 * prefill,
+            prompt_per_token_ms=1e3 * prefill / max(1, read),
+            prompt_per_second=read / prefill if prefill else 0.0,
+            predicted_n=written,
+            predicted_ms=1e3 * rounds,
+            predicted_per_token_ms=1e3 * rounds / max(1, written),
+            predicted_per_second=written / rounds if rounds else 0.0,
+            draft_n=completion.stats.drafted,
+            draft_n_accepted=completion.stats.accepted,
+        )
+
+
+def speculative_decoding(steps: Sequence[tuple[int, int]], detailed: bool) -> answers.SpeculativeDecoding | None:
+    """Acceptance of one answer from the drafted and accepted tokens of each round; None if nothing was drafted."""
+    longest = max((drafted for drafted, _ in steps), default=0)
+    if not longest:
+        return None
+    histogram, by_length = [0] * (longest + 1), dict[str, list[int]]()
+    for drafted, accepted in steps:
+        histogram[accepted] += 1
+        by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
+    drafted, accepted = (sum(column) for column in zip(*steps, strict=True))
+    return answers.SpeculativeDecoding(
+        mean_acceptance_length=1 + accepted / len(steps),
+        draft_acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_histogram=histogram,
+        acceptance_histogram_by_draft_length=dict(sorted(by_length.items(), key=lambda item: int(item[0]))),
+        num_spec_steps=sum(drafted > 0 for drafted, _ in steps),
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=drafted,
+        num_spec_tokens=longest,
+        per_step_accepted=[accepted for _, accepted in steps] if detailed else None,
+        per_step_drafted=[drafted for drafted, _ in steps] if detailed else None,
+    )

@@ -1,0 +1,85 @@
+"""Errors in OpenAI's form: what went wrong, which field it is about, and the HTTP status that goes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+
+class ServeError(HTTPException):
+    """An error that a client is told, with HTTP `status`; `param` names the field of the request it is about.
+
+    An HTTPException, because FastAPI lets no others through where it reads a body.
+    """
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(self.status, message, self.more_headers())
+        self.message, self.param = message, param
+
+    def more_headers(self) -> dict[str, str]:
+        """Further headers of the answer."""
+        return {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients understand."""
+        return error_body(self.message, self.kind, self.param, self.code)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as the JSON object that OpenAI's clients understand."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class BadRequest(ServeError):
+    """The request cannot be served as it is (400)."""
+
+    status, kind = 400, "invalid_request_error"
+
+
+class WrongKey(ServeError):
+    """No valid bearer key was sent (401)."""
+
+    status, kind, code = 401, "authentication_error", "invalid_api_key"
+
+    def more_headers(self) -> dict[str, str]:
+        """What kind of key is expected."""
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class NotServed(ServeError):
+    """The model that the request names is not served here (404)."""
+
+    status, kind, code = 404, "invalid_request_error", "model_not_found"
+
+
+class TooLarge(ServeError):
+    """The body of the request is longer than the server takes (413)."""
+
+    status, kind, code = 413, "invalid_request_error", "request_too_large"
+
+
+class HeadersTooLarge(ServeError):
+    """The headers of the request are longer than the server takes (431)."""
+
+    status, kind, code = 431, "invalid_request_error", "headers_too_large"
+
+
+class QueueFull(ServeError):
+    """As many requests wait as the server lets wait (429)."""
+
+    status, kind, code = 429, "rate_limit_error", "queue_full"
+
+    def more_headers(self) -> dict[str, str]:
+        """When to try again, in seconds."""
+        return {"Retry-After": "1"}
+
+
+class Unavailable(ServeError):
+    """The server is starting, ending, or has lost the thread that runs the models (503)."""
+
+    status, kind, code = 503, "server_error", "unavailable"

@@ -1,0 +1,113 @@
+"""What stands before every route: keys, the limit on bodies, a request id, and the access log."""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic, time
+from typing import TextIO
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, WrongKey
+from slipstream.serve.settings import ServeSettings
+from slipstream.text.jsontext import json_text
+
+OPEN = ("/health", "/version", "/", "/page.js", "/page.css")
+"""Paths that need no key: they tell nothing that is anybody's."""
+
+
+HEADER_BYTES = 64 << 10
+"""The longest headers that are taken, names and values together."""
+
+
+class AccessLog:
+    """Writes a JSON line for every request: when, what, how it ended and how long it took, without its text.
+
+    A log that cannot be written, as on a full disk, is given up with one line on standard error; requests go on.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, **fields: object) -> None:
+        """Add a line."""
+        if self._stream is None:
+            return
+        try:
+            print(json_text(fields), file=self._stream, flush=True)
+        except (OSError, ValueError) as error:
+            self._stream = None
+            print(f"slipstream: the access log cannot be written any more: {error}", file=sys.stderr, flush=True)
+
+
+class Gate:
+    """Lets requests through to the application `app`, and answers those that may not pass."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, log: AccessLog) -> None:
+        self.app, self.settings, self.log = app, settings, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, headers = monotonic(), Headers(scope=scope)
+        number = _request_id(headers.get("x-request-id"))
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = number
+            await send(message)
+
+        state = scope.setdefault("state", {})
+        try:
+            if sum(map(len, (part for pair in scope["headers"] for part in pair))) > HEADER_BYTES:
+                raise HeadersTooLarge(f"the headers are longer than the {HEADER_BYTES} bytes that are taken.")
+            state["tenant"] = self._tenant(scope["path"], headers)
+            await self.app(scope, self._limited(receive, headers), answer)
+        except ServeError as error:
+            if status:
+                raise
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, answer)
+        finally:
+            about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
+            times = {"time": time(), "seconds": monotonic() - began}
+            self.log.write(**times, **about, tenant=state.get("tenant", ""), **state.get("logged", {}))
+
+    def _tenant(self, path: str, headers: Headers) -> str:
+        if not self.settings.keys or path in OPEN:
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        tenant = self.settings.tenant(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise WrongKey("send one of this server's keys: the header 'Authorization: Bearer KEY'.")
+        return tenant
+
+    def _limited(self, receive: Receive, headers: Headers) -> Receive:
+        """Receive no more than the limit. Raises TooLarge, at once where the length was announced."""
+        most, read = self.settings.limits.body_bytes, 0
+        announced = headers.get("content-length", "0")
+        if announced.isdecimal() and int(announced) > most:
+            raise TooLarge(f"the body has {announced} bytes, but at most {most} are taken.")
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > most:
+                raise TooLarge(f"the body is longer than the {most} bytes that are taken.")
+            return message
+
+        return limited
+
+
+def _request_id(given: str | None) -> str:
+    """A client's own id if it is a plain one, else a new one."""
+    plain = given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    return given if given is not None and plain else uuid4().hex

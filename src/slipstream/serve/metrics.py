@@ -1,0 +1,110 @@
+"""Counters and times for Prometheus, under our own names and under vLLM's, whose dashboards then work unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from slipstream.core.round import Round
+from slipstream.core.stats import Stats
+from slipstream.serve.worker import Ticket, Worker
+
+FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+PREFIXES = ("slipstream", "vllm")
+
+
+class Metrics:
+    """Listens to a worker and counts; `text` is what Prometheus reads. `model` labels every series."""
+
+    def __init__(self, model: str) -> None:
+        self.registry, self.model = CollectorRegistry(), model
+        self.stats = Stats()
+        self.running = self._gauges("num_requests_running", "Requests whose rows have a place in the batch.")
+        self.waiting = self._gauges("num_requests_waiting", "Requests that wait for a place.")
+        self.drafts = self._counters("spec_decode_num_drafts", "Rounds in which a row was drafted for.")
+        self.drafted = self._counters("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = self._counters("spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        self.by_position = self._counters(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted drafted tokens, by place in the draft.", "position"
+        )
+        self.generated = self._counters("generation_tokens", "Tokens written.")
+        self.read = self._counters("prompt_tokens", "Tokens of prompts.")
+        self.finished = self._counters("request_success", "Requests that ended, by reason.", "finished_reason")
+        self.first = self._histograms("time_to_first_token_seconds", "From arrival to the first token.", FIRST)
+        self.between = self._histograms("inter_token_latency_seconds", "Between tokens of a request.", BETWEEN)
+        self.whole = self._histograms("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
+        self.queued = self._histograms("request_queue_time_seconds", "From arrival to a place in the batch.", FIRST)
+        names = ["model_name", "phase"]
+        self.seconds = Counter("slipstream:round_seconds", "Time of rounds, by phase.", names, registry=self.registry)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    # ---- what the worker tells ----
+
+    def on_round(self, round: Round, worker: Worker) -> None:
+        """Count a round."""
+        for gauge in self.running:
+            gauge.set(worker.running)
+        for gauge in self.waiting:
+            gauge.set(worker.waiting)
+        for phase, seconds in round.seconds.items():
+            self.seconds.labels(self.model, phase).inc(seconds)
+        drafted = [depth for depth in round.draft.depths if depth]
+        _add(self.drafts, len(drafted))
+        _add(self.drafted, sum(round.draft.lengths))
+        _add(self.accepted, sum(round.accepted))
+        _add(self.generated, sum(map(len, round.tokens)))
+        for position in range(max(round.accepted, default=0)):
+            count = sum(accepted > position for accepted in round.accepted)
+            for counter in self.by_position:
+                counter.labels(self.model, str(position)).inc(count)
+
+    def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
+        """Count the times of a request's tokens."""
+        times, before = ticket.times, ticket.times.last
+        if times.first is None:
+            _observe(self.first, now - times.arrived)
+            _observe(self.queued, (times.started or now) - times.arrived)
+            _add(self.read, ticket.prompt_tokens)
+        elif before is not None and count:
+            for _ in range(count):  # tokens of one round come at once: the wait for them is shared
+                _observe(self.between, (now - before) / count)
+
+    def on_end(self, ticket: Ticket, now: float) -> None:
+        """Count the end of a request."""
+        row = ticket.generation.row
+        assert row is not None and row.finish_reason
+        self.stats += row.stats
+        _observe(self.whole, now - ticket.times.arrived)
+        for counter in self.finished:
+            counter.labels(self.model, row.finish_reason).inc()
+
+    # ---- series under both names ----
+
+    def _counters(self, name: str, help: str, *labels: str) -> list[Counter]:
+        made = [Counter(f"{p}:{name}", help, ["model_name", *labels], registry=self.registry) for p in PREFIXES]
+        return made if labels else [counter.labels(self.model) for counter in made]
+
+    def _gauges(self, name: str, help: str) -> list[Gauge]:
+        made = [Gauge(f"{prefix}:{name}", help, ["model_name"], registry=self.registry) for prefix in PREFIXES]
+        return [gauge.labels(self.model) for gauge in made]
+
+    def _histograms(self, name: str, help: str, buckets: Sequence[float]) -> list[Histogram]:
+        how = {"registry": self.registry, "buckets": buckets}
+        made = [Histogram(f"{prefix}:{name}", help, ["model_name"], **how) for prefix in PREFIXES]
+        return [histogram.labels(self.model) for histogram in made]
+
+
+def _add(counters: Sequence[Counter], count: int) -> None:
+    for counter in counters:
+        counter.inc(count)
+
+
+def _observe(histograms: Sequence[Histogram], value: float) -> None:
+    for histogram in histograms:
+        histogram.observe(value)

@@ -1,0 +1,88 @@
+"""Fields of a request -> the options of the engine, under the engine's names."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from slipstream.decoding.rules import COUPLED
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.schema import Decoding, Speculation
+from slipstream.serve.settings import Limits, ServeSettings
+
+SAME = (
+    *("temperature", "top_p", "min_p", "typical_p", "n", "stop", "stop_token_ids", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "bad_words", "ignore_eos", "max_time"),
+    *("cache_salt", "priority"),
+)
+"""Fields whose names and meanings are the engine's own."""
+
+
+def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict[str, Any]:
+    """The engine's options for the fields that all requests for text have; those nobody gave are left out.
+
+    Without a seed, one is drawn: two equal requests get different texts. With one, the rule is `coupled` unless another
+    was asked for: the text then depends on the seed alone, not on draft lengths, which follow the load of the hour.
+    Raises BadRequest for what is above a limit.
+    """
+    check_limits(body, settings.limits)
+    options = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
+    options.setdefault("temperature", 1.0)
+    options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
+    options["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
+    if body.top_k and body.top_k > 0:
+        options["top_k"] = body.top_k
+    if body.min_tokens:
+        options["min_new_tokens"] = body.min_tokens
+    if body.max_tokens is not None:
+        options["max_new_tokens"] = body.max_tokens
+    if body.logit_bias:
+        options["logit_bias"] = _biases(body.logit_bias)
+    if body.prediction is not None:
+        content = body.prediction.content
+        options["prediction"] = content if isinstance(content, str) else "".join(part.text for part in content)
+    return options | _speculation(body, settings)
+
+
+def speculation(body: Decoding) -> Speculation:
+    """What a request asks about its drafts."""
+    given = body.speculative
+    if isinstance(given, Speculation):
+        return given
+    return Speculation(gamma=0) if given is False else Speculation()
+
+
+def check_limits(body: Decoding, limits: Limits) -> None:
+    """Raises BadRequest for the first field that asks for more than the server gives."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    for name, count, most in (
+        ("n", body.n or 1, limits.samples),
+        ("stop", len(stops), limits.stops),
+        ("stop_token_ids", len(body.stop_token_ids or ()), limits.bias),
+        ("logit_bias", len(body.logit_bias or ()), limits.bias),
+        ("bad_words", len(body.bad_words or ()), limits.bias),
+    ):
+        if count > most:
+            raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    """Biases by token id; as OpenAI has it, -100 forbids a token."""
+    found = {}
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdecimal():
+            raise BadRequest(f"logit_bias has the key {token!r}, but a token id is a whole number.", "logit_bias")
+        found[int(token)] = float("-inf") if bias == -100 else bias
+    return found
+
+
+def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:
+    asked = speculation(body)
+    found: dict[str, Any] = {"lossless": settings.lossless or bool(asked.lossless)}
+    if asked.gamma is not None:
+        found["gamma"] = asked.gamma
+    if asked.verify is not None:
+        found["verify"] = asked.verify
+    elif body.seed is not None:
+        found["verify"] = COUPLED
+    return found

@@ -1,0 +1,51 @@
+"""What all routes answer with: JSON, the descriptions of errors and streams for the interface, and finish reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from slipstream.engine.generation import Completion, Piece
+from slipstream.serve.answers import Answer, ErrorAnswer
+from slipstream.serve.faults import ServeError
+from slipstream.text.jsontext import json_text
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text}
+    for status, text in {
+        400: "The request cannot be served as it is; `param` names the field.",
+        401: "No valid key was sent.",
+        404: "The model is not served here.",
+        413: "The body is too long.",
+        429: "Too many requests wait; try again later.",
+        500: "The text could not be finished.",
+        503: "The server is starting, ending, or has lost its worker.",
+    }.items()
+}
+"""What may go wrong, for the description of the interface."""
+
+STREAMS: dict[str, Any] = {
+    "description": "The answer, or with `stream` its chunks as server-sent events.",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+
+
+def answered(answer: Answer) -> Response:
+    """An answer as a response."""
+    return Response(json_text(answer.as_json()), media_type="application/json")
+
+
+def finish_reason(completion: Completion) -> str:
+    """The finish reason under OpenAI's names. Raises ServeError for a text that could not be finished."""
+    if completion.error:
+        raise ServeError(completion.error)
+    return "stop" if completion.finish_reason == "stop" else "length"
+
+
+def completed(pieces: Sequence[Piece]) -> Completion:
+    """The completion of a text from all its pieces."""
+    completion = pieces[-1].completion
+    assert completion is not None, "the last piece of a text has its completion"
+    return completion

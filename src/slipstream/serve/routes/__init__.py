@@ -1,0 +1,1 @@
+"""The endpoints, a file for each kind."""

@@ -1,0 +1,128 @@
+"""/v1/chat/completions: the messages of a chat in, what the assistant says out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from slipstream.engine.generation import Completion, Piece, TokenLogprobs
+from slipstream.engine.requests import Chat
+from slipstream.serve import answers
+from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.explain import Explainer
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.grammars import constraint, tool_constraint
+from slipstream.serve.logprobs import for_chat
+from slipstream.serve.options import engine_options, speculation
+from slipstream.serve.output import ERRORS, STREAMS, answered, completed, finish_reason
+from slipstream.serve.schema import ChatRequest, StreamOptions
+from slipstream.serve.state import ServerState, state_of, tenant_of
+from slipstream.serve.stream import DONE, EventStream, event
+from slipstream.serve.tools import Tools, as_message
+
+router = APIRouter(tags=["text"])
+
+
+@router.post("/v1/chat/completions", responses={**ERRORS, 200: STREAMS}, response_model=answers.ChatAnswer)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a chat."""
+    state = state_of(request)
+    state.check_model(body.model)
+    tools = Tools.of(body, state)
+    options = _options(body, state, tenant_of(request)) | tool_constraint(tools, state)
+    messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
+    chat = Chat(messages, tools.for_template(), body.chat_template_kwargs)
+    call = await state.call([chat], options, "messages")
+    answer = _Answer(state, body, call, tools)
+    if body.stream:
+        return EventStream(answer.events(), call)
+    return answered(await unless_gone(request, answer.whole()))
+
+
+def _options(body: ChatRequest, state: ServerState, tenant: str) -> dict[str, Any]:
+    options = engine_options(body, state.settings, tenant)
+    if body.max_completion_tokens is not None:
+        if body.max_tokens is not None:
+            raise BadRequest("max_tokens and max_completion_tokens are one thing: give one of them.", "max_tokens")
+        options["max_new_tokens"] = body.max_completion_tokens
+    options.setdefault("max_new_tokens", state.longest)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadRequest("top_logprobs needs logprobs=true.", "top_logprobs")
+    if body.logprobs:
+        wanted, most = body.top_logprobs or 0, state.settings.limits.logprobs
+        if wanted > most:
+            raise BadRequest(f"top_logprobs={wanted} is above the {most} that this server gives.", "top_logprobs")
+        options["logprobs"] = wanted
+    return options | constraint(body, state)
+
+
+class _Answer:
+    """Writes what became of a call, as a whole or in chunks."""
+
+    def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:
+        self.state, self.body, self.call = state, body, call
+        self.heading = Heading.new("chatcmpl", state.model)
+        self.explainer = Explainer(state.spell, speculation(body).explain)
+        self.readers = [tools.reader(ticket.generation.request.prompt) for ticket in call.tickets]
+        self.called = [False] * len(call.tickets)  # whether the answer has a call so far
+
+    async def whole(self) -> answers.ChatAnswer:
+        """Wait for all answers."""
+        choices = []
+        for index, pieces in enumerate(await self.call.collect()):
+            completion = completed(pieces)
+            deltas = [delta for piece in pieces for delta in self._read(index, piece)]
+            choices.append(
+                answers.ChatChoice(
+                    index=index,
+                    message=as_message(deltas),
+                    logprobs=self._logprobs(completion.logprobs),
+                    finish_reason=self._reason(index, completion),
+                    explained=self.explainer(pieces),
+                )
+            )
+        return answers.ChatAnswer(**self.heading.fields, choices=choices, **self.call.about(speculation(self.body)))
+
+    async def events(self) -> AsyncIterator[str]:
+        """Chunks as tokens come, then the usage if it was asked for."""
+        asked = self.body.stream_options or StreamOptions()
+        for index in range(len(self.call.tickets)):
+            yield self._event([answers.ChatChunkChoice(index=index, delta=answers.Delta(role="assistant", content=""))])
+        async for index, piece in self.call.pieces():
+            for choice in self._chunks(index, piece):
+                yield self._event([choice], usage=asked.continuous_usage_stats, ended=choice.finish_reason is not None)
+        if asked.include_usage:
+            yield self._event([], usage=True, ended=True)
+        yield DONE
+
+    def _event(self, choices: list[answers.ChatChunkChoice], usage: bool = False, ended: bool = False) -> str:
+        about = self.call.about(speculation(self.body)) if usage or ended else {}
+        found = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
+        return event(answers.ChatChunk(**self.heading.fields, choices=choices, **found))
+
+    def _read(self, index: int, piece: Piece) -> list[answers.Delta]:
+        deltas = self.readers[index].read(piece)
+        self.called[index] |= any(delta.tool_calls for delta in deltas)
+        return deltas
+
+    def _chunks(self, index: int, piece: Piece) -> list[answers.ChatChunkChoice]:
+        deltas = self._read(index, piece)
+        reason = self._reason(index, piece.completion) if piece.completion else None
+        logprobs = self._logprobs(piece.logprobs and (piece.logprobs,))
+        explained = self.explainer([piece])
+        if not deltas and (reason or logprobs or explained):
+            deltas = [answers.Delta()]
+        choices = [answers.ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs, choices[0].explained = logprobs, explained
+            choices[-1].finish_reason = reason
+        return choices
+
+    def _reason(self, index: int, completion: Completion) -> str:
+        reason = finish_reason(completion)
+        return "tool_calls" if reason == "stop" and self.called[index] else reason
+
+    def _logprobs(self, found: tuple[TokenLogprobs, ...] | None) -> answers.ChatLogprobs | None:
+        return for_chat(found, self.state.spell) if found is not None and self.body.logprobs else None

@@ -1,0 +1,119 @@
+"""/v1/completions: texts in, their continuations out. For an encoder-decoder, a prompt is the source."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from slipstream.engine.generation import Piece, TokenLogprobs
+from slipstream.serve import answers
+from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.explain import Explainer
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.grammars import constraint
+from slipstream.serve.logprobs import for_text
+from slipstream.serve.options import engine_options, speculation
+from slipstream.serve.output import ERRORS, STREAMS, answered, completed, finish_reason
+from slipstream.serve.schema import CompletionRequest, StreamOptions
+from slipstream.serve.settings import Limits
+from slipstream.serve.state import ServerState, state_of, tenant_of
+from slipstream.serve.stream import DONE, EventStream, event
+
+DEFAULT_TOKENS = 16
+"""The length of a completion for which none was given, as OpenAI has it."""
+
+router = APIRouter(tags=["text"])
+
+
+@router.post("/v1/completions", responses={**ERRORS, 200: STREAMS}, response_model=answers.CompletionAnswer)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    state = state_of(request)
+    state.check_model(body.model)
+    options = _options(body, state, tenant_of(request))
+    call = await state.call(_prompts(body, state.settings.limits), options, "prompt")
+    answer = _Answer(state, body, call)
+    if body.stream:
+        return EventStream(answer.events(), call)
+    return answered(await unless_gone(request, answer.whole()))
+
+
+def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
+    given = body.prompt
+    prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    if not 1 <= len(prompts) <= limits.prompts:
+        raise BadRequest(f"prompt holds {len(prompts)} prompts, but 1 to {limits.prompts} are possible.", "prompt")
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+
+
+def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:
+    options = engine_options(body, state.settings, tenant)
+    options.setdefault("max_new_tokens", DEFAULT_TOKENS)
+    most = state.settings.limits.logprobs
+    if body.logprobs is not None:
+        if body.logprobs > most:
+            raise BadRequest(f"logprobs={body.logprobs} is above the {most} that this server gives.", "logprobs")
+        options["logprobs"] = body.logprobs
+    if body.echo:
+        options["echo"] = True
+    return options | constraint(body, state)
+
+
+class _Answer:
+    """Writes what became of a call, as a whole or in chunks."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, call: Call) -> None:
+        self.state, self.body, self.call = state, body, call
+        self.heading = Heading.new("cmpl", state.model)
+        self.explainer = Explainer(state.spell, speculation(body).explain)
+        self.offsets = [0] * len(call.tickets)  # characters that were sent before, of each answer
+
+    async def whole(self) -> answers.CompletionAnswer:
+        """Wait for all completions."""
+        choices = []
+        for index, pieces in enumerate(await self.call.collect()):
+            completion = completed(pieces)
+            choices.append(
+                answers.TextChoice(
+                    index=index,
+                    text=completion.text,
+                    logprobs=self._logprobs(index, completion.logprobs),
+                    finish_reason=finish_reason(completion),
+                    explained=self.explainer(pieces),
+                )
+            )
+        about = self.call.about(speculation(self.body))
+        return answers.CompletionAnswer(**self.heading.fields, choices=choices, **about)
+
+    async def events(self) -> AsyncIterator[str]:
+        """Chunks as tokens come, then the usage if it was asked for."""
+        asked = self.body.stream_options or StreamOptions()
+        async for index, piece in self.call.pieces():
+            if piece.text or piece.completion or piece.logprobs or self.explainer.wanted:
+                yield self._event([self._chunk(index, piece)], asked.continuous_usage_stats, bool(piece.completion))
+        if asked.include_usage:
+            yield self._event([], usage=True, ended=True)
+        yield DONE
+
+    def _event(self, choices: list[answers.TextChoice], usage: bool, ended: bool) -> str:
+        about = self.call.about(speculation(self.body)) if usage or ended else {}
+        found = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
+        return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **found))
+
+    def _chunk(self, index: int, piece: Piece) -> answers.TextChoice:
+        choice = answers.TextChoice(
+            index=index,
+            text=piece.text,
+            logprobs=self._logprobs(index, piece.logprobs and (piece.logprobs,)),
+            finish_reason=piece.completion and finish_reason(piece.completion),
+            explained=self.explainer([piece]),
+        )
+        self.offsets[index] += len(piece.text)
+        return choice
+
+    def _logprobs(self, index: int, found: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:
+        if found is None or self.body.logprobs is None:
+            return None
+        return for_text(found, self.state.spell, self.offsets[index], self.body.logprobs)

@@ -1,0 +1,98 @@
+"""What runs here, and whether it is well: models, health, version, properties, metrics; and tokens of texts."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
+
+from slipstream.engine.requests import Chat
+from slipstream.serve import answers
+from slipstream.serve.faults import BadRequest, NotServed
+from slipstream.serve.output import ERRORS, answered
+from slipstream.serve.schema import DetokenizeRequest, TokenizeRequest
+from slipstream.serve.state import ServerState, state_of
+from slipstream.version import __version__
+
+router = APIRouter(tags=["server"])
+
+
+@router.get("/health", responses={503: ERRORS[503]}, response_model=answers.Health)
+async def health(request: Request) -> Response:
+    """Answer 200 while requests are taken: once the models are ready, until the server ends."""
+    state_of(request).worker.check()
+    return answered(answers.Health())
+
+
+@router.get("/version", response_model=answers.Version)
+async def version() -> Response:
+    """The version of the server."""
+    return answered(answers.Version(version=__version__))
+
+
+@router.get("/v1/models", responses={401: ERRORS[401]}, response_model=answers.Models)
+async def models(request: Request) -> Response:
+    """All names under which the model is served."""
+    state = state_of(request)
+    return answered(answers.Models(data=[_model(state, name) for name in state.settings.names]))
+
+
+@router.get("/v1/models/{name:path}", responses={s: ERRORS[s] for s in (401, 404)}, response_model=answers.Model)
+async def model(name: str, request: Request) -> Response:
+    """One name under which the model is served."""
+    state = state_of(request)
+    if name not in state.settings.names:
+        raise NotServed(f"the model {name!r} is not served here; served is {state.model!r}.", "model")
+    return answered(_model(state, name))
+
+
+@router.get("/props", responses={s: ERRORS[s] for s in (401, 503)}, response_model=answers.Properties)
+async def properties(request: Request) -> Response:
+    """What runs: target, draft, rule, gamma, notes; and what the drafts were worth so far."""
+    return answered(state_of(request).properties())
+
+
+@router.get("/metrics", responses={401: ERRORS[401], 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+async def metrics(request: Request) -> Response:
+    """Counters and times for Prometheus."""
+    text = await run_in_threadpool(state_of(request).metrics.text)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@router.post("/tokenize", responses=ERRORS, response_model=answers.Tokenized)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The tokens of a text, or of a chat as the model is shown it."""
+    state = state_of(request)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("give either prompt or messages.", "prompt")
+    tokens = await run_in_threadpool(_tokens, state, body)
+    strings = [state.spell(token) for token in tokens] if body.return_token_strs else None
+    context = state.engine.decoder.target.context
+    return answered(answers.Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings))
+
+
+def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+    if body.messages is None:
+        return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    try:
+        return list(state.engine.encode(Chat(messages)))
+    except ValueError as error:
+        raise BadRequest(str(error), "messages") from None
+
+
+@router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of tokens, with special ones."""
+    state = state_of(request)
+    state.check_model(body.model)
+    vocabulary = state.engine.decoder.target.vocab
+    if any(token >= vocabulary for token in body.tokens):
+        raise BadRequest(f"tokens holds an id that the model does not know: it knows 0..{vocabulary - 1}.", "tokens")
+    text = await run_in_threadpool(state.engine.tokenizer.decode, body.tokens)
+    return answered(answers.Detokenized(prompt=text))
+
+
+def _model(state: ServerState, name: str) -> answers.Model:
+    return answers.Model(id=name, created=state.started, max_model_len=state.engine.decoder.target.context)

@@ -1,0 +1,254 @@
+"""What clients send: the bodies of requests, field by field. A field that is not here is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """A JSON object whose unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Body):
+    """What a stream tells besides its text."""
+
+    include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
+    continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
+
+
+class Speculation(Body):
+    """How this request is decoded: its draft length, its acceptance rule, and what is told of it."""
+
+    gamma: int | None = Field(None, ge=0, le=1024, description="Tokens to draft per round; 0 decodes plainly.")
+    verify: str | None = Field(None, description="The acceptance rule: token, block, match, coupled, lenient:L.")
+    draft: str | None = Field(None, description="The draft that is expected to run; another one is an error.")
+    lossless: bool | None = Field(None, description="Refuse what would change the target's law.")
+    explain: bool = Field(False, description="Tell the source of every token, and the refused ones.")
+    detailed: bool = Field(False, description="Tell what every round drafted and accepted.")
+
+
+class StructuredOutputs(Body):
+    """What the answer has to be: one of these is given."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    choice: list[Text] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, description="A grammar in llguidance's Lark dialect.")
+
+
+class JsonSchema(Body):
+    """A JSON schema and its name."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer: free text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """A text that the answer is expected to resemble: it is copied from as long as the target agrees."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class Decoding(Body):
+    """The fields that every request for text has."""
+
+    model: str | None = Field(None, description="The model's name; without one, the model that is served.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 without it.")
+    top_p: Probability | None = None
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 are off.")
+    min_p: Probability | None = None
+    typical_p: Probability | None = None
+    n: int | None = Field(None, ge=1, description="Answers per prompt.")
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    seed: Seed | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=1 << 31)
+    bad_words: list[Text] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    max_tokens: Count | None = None
+    max_time: float | None = Field(None, gt=0, description="End after this many seconds of decoding.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
+    user: str | None = None
+    cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only with the same salt.")
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="Lower ones are served earlier.")
+    speculative: bool | Speculation | None = None
+
+
+class CompletionRequest(Decoding):
+    """The body of /v1/completions. For an encoder-decoder, the prompt is the source."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+
+
+class FunctionCall(Body):
+    """The function that a message calls; its arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The one tool that the model has to use."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Decoding):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = Field(None, min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class InputItem(Body):
+    """One item of the input of /v1/responses: a message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+
+
+class InputText(Body):
+    """A text in an item of the input."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+
+
+class TextFormat(Body):
+    """The form of the answer of /v1/responses."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Body):
+    """How the text of /v1/responses is written."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of /v1/responses: text in, text out. Nothing is stored."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: Probability | None = None
+    stream: bool | None = None
+    store: Literal[False] | None = None
+    text: TextSettings | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    speculative: bool | Speculation | None = None
+
+
+class TokenizeRequest(Body):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,72 @@
+"""Running the server: a socket, signals, and the exit code."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from slipstream.serve.app import create_app
+from slipstream.serve.gate import AccessLog
+from slipstream.serve.state import ServerState
+
+DIED = 1
+"""The exit code of a server whose worker failed."""
+
+
+class Server(uvicorn.Server):
+    """A server that finishes what it has when it is told to end, and ends at once when it is told again."""
+
+    def __init__(self, state: ServerState, listener: socket.socket, log: AccessLog) -> None:
+        how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
+        super().__init__(uvicorn.Config(create_app(state, log), **how))
+        self.state, self.listener = state, listener
+        state.worker.on_ready, state.worker.on_death = self._say_ready, self._end
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C and SIGTERM: the first one drains, the second one ends."""
+        if self.should_exit:
+            self.force_exit = True
+            self.state.worker.halt()
+            return
+        self.state.worker.drain()
+        _say("ending: what was begun is finished; once more to end at once.")
+        self.should_exit = True
+
+    def run_to_end(self) -> int:
+        """Serve until a signal comes or the worker dies -> the exit code."""
+        self.run(sockets=[self.listener])
+        return DIED if self.state.worker.failure is not None else 0
+
+    def _say_ready(self) -> None:
+        properties = self.state.properties()
+        draft = f" with the draft {properties.draft}" if properties.draft else " without a draft"
+        _say(f"{properties.target}{draft} is ready at {url(self.listener)}")
+
+    def _end(self) -> None:
+        failure = self.state.worker.failure
+        _say(f"the thread that runs the models has failed: {type(failure).__name__}: {failure}")
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a socket; port 0 is any free one. Raises OSError in a sentence if that cannot be."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen at {host}:{port}: {why}; choose another --port or --host.") from None
+
+
+def url(listener: socket.socket) -> str:
+    """Where a socket listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _say(text: str) -> None:
+    print(f"slipstream: {text}", file=sys.stderr, flush=True)

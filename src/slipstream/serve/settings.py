@@ -1,0 +1,84 @@
+"""`ServeSettings`: what whoever starts a server decides, such as its keys, its limits and what it may log."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.core.values import whole_number
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one request may ask for. Raises ValueError for what is no whole number of at least 1."""
+
+    body_bytes: int = 16 << 20
+    prompts: int = 128
+    samples: int = 32
+    logprobs: int = 20
+    stops: int = 16
+    bias: int = 1024
+    grammar_bytes: int = 64 << 10
+    schema_depth: int = 64
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            whole_number(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much runs at a time: rows, bytes for prefixes that are kept, and bytes for running texts (None: no limit)."""
+
+    rows: int
+    cache_bytes: int = 512 << 20
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a server behaves towards those who ask.
+
+    `names` are what clients may call the model, the first of them in answers. `keys` are bearer keys, of which one
+    must be sent (empty: anybody may ask), by the name of the tenant whose key it is. `max_queue` requests may wait
+    beside those that run. `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts
+    and answers to the access log, which goes without them otherwise.
+    """
+
+    names: tuple[str, ...]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    max_queue: int = 1024
+    lossless: bool = False
+    log_prompts: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        whole_number("max_queue", self.max_queue, 1)
+
+    def tenant(self, key: str) -> str | None:
+        """Whose bearer key this is; None if it is nobody's. All keys are compared, each in constant time."""
+        found = [name for known, name in self.keys.items() if secrets.compare_digest(known.encode(), key.encode())]
+        return found[0] if found else None
+
+
+def read_keys(path: str | Path) -> dict[str, str]:
+    """Read bearer keys from a file -> the tenant of each key.
+
+    A line is a key, or a tenant's name and a key with a space between; blank lines and those that begin with # are
+    left out. Raises ValueError for other lines, for a key that stands there twice, and for a file without keys.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        words = line.split()
+        if not words or line.lstrip().startswith("#"):
+            continue
+        if len(words) > 2:
+            raise ValueError(f"{path}, line {number}: a line is a key, or a tenant's name and a key.")
+        if words[-1] in found:
+            raise ValueError(f"{path}, line {number}: this key stands there twice.")
+        found[words[-1]] = words[0] if len(words) == 2 else f"key {len(found) + 1}"
+    if not found:
+        raise ValueError(f"{path} holds no key: write one per line.")
+    return found

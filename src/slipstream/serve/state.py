@@ -1,0 +1,139 @@
+"""What every route works with: the worker, the settings, and how to turn a request into tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import time
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from slipstream.core.stats import Stats
+from slipstream.engine.engine import Engine
+from slipstream.engine.requests import Prompt
+from slipstream.serve import answers
+from slipstream.serve.call import Call
+from slipstream.serve.faults import BadRequest, NotServed, ServeError
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.settings import Room, ServeSettings
+from slipstream.serve.worker import Worker
+from slipstream.theory import best_gamma_by_position
+from slipstream.version import __version__
+
+LONGEST = 4096
+"""The most tokens of an answer for which no limit was given, where the target has no limit either."""
+
+
+@dataclass
+class ServerState:
+    """The parts of a running server."""
+
+    worker: Worker
+    settings: ServeSettings
+    metrics: Metrics
+    draft: str | None
+    started: int
+
+    @staticmethod
+    def new(engine: Engine, settings: ServeSettings, room: Room, draft: str | None) -> ServerState:
+        """The state of a server that starts now, with an engine and the name of its draft."""
+        metrics = Metrics(settings.names[0])
+        worker = Worker(engine, room, settings.max_queue, [metrics])
+        return ServerState(worker, settings, metrics, draft, int(time()))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for what does not run the models."""
+        return self.worker.engine
+
+    @property
+    def model(self) -> str:
+        """The model's name in answers."""
+        return self.settings.names[0]
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of an answer for which no limit was given."""
+        return self.engine.decoder.target.context or LONGEST
+
+    def spell(self, token: int) -> str:
+        """The text of one token, with special ones; a part of a character is written as it is decoded."""
+        return self.engine.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotServed for the name of another model."""
+        if name is not None and name not in self.settings.names:
+            raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(getattr(self.engine.tokenizer, "chat_template", None))
+
+    def properties(self) -> answers.Properties:
+        """What runs, and what the drafts were worth so far."""
+        engine, decoder, stats = self.engine, self.engine.decoder, self.metrics.stats
+        return answers.Properties(
+            target=self.model,
+            draft=self.draft,
+            rule=engine.rule.name,
+            lossless=engine.rule.lossless,
+            gamma=decoder.controller.most if self.draft else 0,
+            max_rows=decoder.batch_size,
+            max_model_len=decoder.target.context,
+            vocabulary=decoder.target.vocab,
+            encoder_decoder=decoder.target.source_form is not None,
+            chat=self.chats,
+            notes=list(engine.notes),
+            acceptance_by_position=stats.acceptance_by_position,
+            recommended_gamma=recommended_gamma(stats),
+            running=self.worker.running,
+            waiting=self.worker.waiting,
+            version=__version__,
+        )
+
+    async def call(self, prompts: Sequence[Prompt], options: dict[str, Any], field: str) -> Call:
+        """Queue a request's prompts -> the call. `field` is the one that errors about prompts name.
+
+        Raises a ServeError for whatever cannot be.
+        """
+        self.worker.check()
+        try:
+            job = await run_in_threadpool(self.engine.prepare, prompts, options, shared=True)
+            tickets = self.worker.submit(job.generations)
+        except ServeError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
+        return Call(tickets, options.get("n") or 1)
+
+
+def recommended_gamma(stats: Stats) -> int | None:
+    """The draft length that would have paid most, by the acceptance and the times of what was served; None before
+    anything was drafted. Theorem 3.8 of arXiv 2211.17192, with acceptance by position."""
+    if not stats.drafted or not stats.target_calls:
+        return None
+    verify = sum(seconds for phase, seconds in stats.seconds.items() if phase not in ("draft", "prefill"))
+    if not verify:
+        return None
+    c = (stats.seconds.get("draft", 0.0) / stats.drafted) / (verify / stats.target_calls)
+    return best_gamma_by_position(stats.acceptance_by_position, c)
+
+
+def _field_of(message: str, names: Sequence[str]) -> str | None:
+    """The field that a sentence begins with or names, for clients that show it."""
+    if message.startswith("prompt "):
+        return names[-1]
+    return next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that got a request."""
+    return request.app.state.server
+
+
+def tenant_of(request: Request) -> str:
+    """Whose key came with a request; empty where no keys are asked for."""
+    return getattr(request.state, "tenant", "")

@@ -1,0 +1,51 @@
+"""Server-sent events: chunks of an answer as they are made, and an error in their place if one happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from slipstream.serve.answers import Answer
+from slipstream.serve.call import Call
+from slipstream.serve.faults import ServeError, error_body
+from slipstream.text.jsontext import json_text
+
+DONE = "data: [DONE]\n\n"
+"""The last event of a stream."""
+
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
+
+
+def event(answer: Answer, name: str | None = None) -> str:
+    """An answer as one event."""
+    line = f"event: {name}\n" if name else ""
+    return f"{line}data: {json_text(answer.as_json(), separators=(',', ':'))}\n\n"
+
+
+async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events; an error that ends them is the last one, for the status was sent long before."""
+    try:
+        async for each in events:
+            yield each
+    except ServeError as error:
+        yield f"data: {json_text(error.body())}\n\n"
+    except Exception as error:
+        yield f"data: {json_text(error_body(f'the server failed: {type(error).__name__}.', 'server_error'))}\n\n"
+        raise
+
+
+class EventStream(StreamingResponse):
+    """Events as a response. Whoever hangs up ends the call, also before its first token."""
+
+    def __init__(self, events: AsyncIterator[str], call: Call) -> None:
+        super().__init__(_guarded(events), media_type="text/event-stream", headers=HEADERS)
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.cancel()

@@ -1,0 +1,195 @@
+"""Tools: which the model may or must call, and how calls and reasoning are read from what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+from slipstream.engine.generation import Piece
+from slipstream.serve import answers
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.schema import ChatRequest, Tool, ToolChoice
+from slipstream.serve.state import ServerState
+from slipstream.text.detokenize import Detokenizer
+
+
+class Reader(Protocol):
+    """Reads what the model writes, piece by piece, into parts of an assistant's message."""
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """What a piece adds to the message; the last piece of a text has its completion."""
+        ...
+
+
+class Verbatim:
+    """Reads all text as the content of the message."""
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """The text as it is."""
+        return [answers.Delta(content=piece.text)] if piece.text else []
+
+
+class OneCall:
+    """Reads all text as the arguments of one tool, which the grammar makes it be."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """The tool's name first, then its arguments as they come."""
+        begin, self._name = self._name, None
+        if begin is None and not piece.text:
+            return []
+        call = _call(begin, piece.text) if begin else _more(piece.text)
+        return [answers.Delta(tool_calls=[call])]
+
+
+class ManyCalls:
+    """Reads a JSON array of calls, objects with the name of a tool and its parameters; each as it is complete."""
+
+    def __init__(self) -> None:
+        self._text, self._count = "", 0
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """The calls that became complete. Where the text was cut before the first, the message has no call."""
+        self._text += piece.text
+        found = []
+        while (call := self._next()) is not None:
+            found.append(_call(call["name"], json.dumps(call["parameters"]), self._count))
+            self._count += 1
+        return [answers.Delta(tool_calls=found)] if found else []
+
+    def _next(self) -> dict[str, Any] | None:
+        rest = self._text.lstrip(" \t\r\n[,")
+        try:
+            call, end = json.JSONDecoder().raw_decode(rest)
+        except json.JSONDecodeError:
+            return None
+        self._text = rest[end:]
+        return call if isinstance(call, dict) else None
+
+
+class ByTemplate:
+    """Reads reasoning, content and calls with transformers' own parser for the model's family.
+
+    The parser looks for marks that may be special tokens, so it gets the tokens' text with those.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None) -> None:
+        self._parser = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt), tools=tools)
+        self._texts = Detokenizer(lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        self._count = 0
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """What the parser is certain of."""
+        text = self._texts.push(piece.token) if piece.token is not None else ""
+        events = self._parser.feed(text + (self._texts.flush() if piece.completion else ""))
+        if piece.completion:
+            events = [*events, *self._parser.finalize()[1]]
+        return [delta for event in events if (delta := self._delta(event))]
+
+    def _delta(self, event: dict[str, Any]) -> answers.Delta | None:
+        field = event.get("field")
+        if event["type"] == "region_close" and field == "tool_calls":
+            function = event["value"]["function"]
+            arguments = function["arguments"]
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            self._count += 1
+            return answers.Delta(tool_calls=[_call(function["name"], written, self._count - 1)])
+        if event["type"] != "region_chunk" or event.get("dirty") or not event.get("text"):
+            return None
+        if field == "content":
+            return answers.Delta(content=event["text"])
+        return answers.Delta(reasoning_content=event["text"]) if field in ("reasoning_content", "thinking") else None
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request and what the model has to do with them: "none", "auto", "required", or one by name."""
+
+    tools: tuple[Tool, ...]
+    choice: str | ToolChoice
+    parallel: bool
+    tokenizer: Any
+
+    @staticmethod
+    def of(body: ChatRequest, state: ServerState) -> Tools:
+        """Read the fields of a request. Raises BadRequest for a choice among tools that are not there."""
+        tools = tuple(body.tools or ())
+        choice = body.tool_choice or ("auto" if tools else "none")
+        if choice != "none" and not tools:
+            raise BadRequest("tool_choice needs tools.", "tool_choice")
+        if isinstance(choice, ToolChoice) and choice.function.name not in {tool.function.name for tool in tools}:
+            raise BadRequest(f"tool_choice names {choice.function.name!r}, which is none of the tools.", "tool_choice")
+        if choice == "required" and (body.response_format or body.structured_outputs):
+            raise BadRequest("tool_choice decides what the answer is: leave the other format out.", "tool_choice")
+        return Tools(tools, choice, body.parallel_tool_calls is not False, state.engine.tokenizer)
+
+    def for_template(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates take them; None if the model is not to know of any."""
+        if self.choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools] or None
+
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema of an answer that has to be a call; None where it need not be."""
+        if isinstance(self.choice, ToolChoice):
+            name = self.choice.function.name
+            return next(_parameters(tool) for tool in self.tools if tool.function.name == name)
+        if self.choice != "required":
+            return None
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for tool in self.tools
+        ]
+        most = {} if self.parallel else {"maxItems": 1}
+        return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
+
+    def reader(self, prompt: Sequence[int]) -> Reader:
+        """What reads the answer to a prompt of these token ids."""
+        if isinstance(self.choice, ToolChoice):
+            return OneCall(self.choice.function.name)
+        if self.choice == "required":
+            return ManyCalls()
+        if getattr(self.tokenizer, "response_template", None):
+            return ByTemplate(self.tokenizer, prompt, self.for_template())
+        return Verbatim()
+
+
+def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:
+    """A whole message from what its pieces added."""
+    content = [delta.content for delta in deltas if delta.content is not None]
+    reasoning = [delta.reasoning_content for delta in deltas if delta.reasoning_content is not None]
+    calls: dict[int, answers.ToolCallAnswer] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls or ()):
+        place = call.index or 0
+        if place in calls:
+            calls[place].function.arguments += call.function.arguments
+        else:
+            calls[place] = call.model_copy(update={"index": None}, deep=True)
+    return answers.AssistantMessage(
+        content="".join(content) if content or not calls else None,
+        reasoning_content="".join(reasoning) or None,
+        tool_calls=list(calls.values()) or None,
+    )
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _call(name: str, arguments: str, index: int = 0) -> answers.ToolCallAnswer:
+    function = answers.FunctionCallAnswer(name=name, arguments=arguments)
+    return answers.ToolCallAnswer(id=f"call_{uuid4().hex[:24]}", function=function, index=index)
+
+
+def _more(arguments: str) -> answers.ToolCallAnswer:
+    return answers.ToolCallAnswer(function=answers.FunctionCallAnswer(arguments=arguments), index=0)

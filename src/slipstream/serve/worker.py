@@ -1,0 +1,269 @@
+"""The worker: the thread that owns the models, and the tickets by which everybody else speaks with it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from time import monotonic
+from typing import Protocol
+
+from slipstream.core.round import Round
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.engine.engine import Engine
+from slipstream.engine.generation import Generation, Piece
+from slipstream.serve.faults import QueueFull, Unavailable
+from slipstream.serve.settings import Room
+
+
+@dataclass
+class Times:
+    """When things happened to a request, in seconds of `time.monotonic`; None for what has not happened yet."""
+
+    arrived: float
+    started: float | None = None  # its row got a place in the batch
+    first: float | None = None  # its first token was there
+    last: float | None = None  # its latest token was there
+
+
+class Listener(Protocol):
+    """What is told of everything that happens on the worker's thread, such as the metrics."""
+
+    def on_round(self, round: Round, worker: Worker) -> None:
+        """A round was played."""
+        ...
+
+    def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
+        """A request gets so many tokens; its times are still those of before."""
+        ...
+
+    def on_end(self, ticket: Ticket, now: float) -> None:
+        """A request has ended."""
+        ...
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One generation in the worker's hands: iterate over it for its pieces; `cancel` it when nobody wants it.
+
+    Belongs to the event loop in which it was made. Raises Unavailable while being iterated if the worker dies.
+    """
+
+    generation: Generation
+    worker: Worker
+    times: Times
+    _pieces: asyncio.Queue[Piece | Unavailable] = field(default_factory=asyncio.Queue)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while True:
+            piece = await self._pieces.get()
+            if isinstance(piece, Unavailable):
+                raise piece
+            yield piece
+            if piece.completion:
+                return
+
+    async def collect(self) -> list[Piece]:
+        """Wait for the end -> all pieces, the last of which has the completion."""
+        return [piece async for piece in self]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; of an encoder-decoder, of the source."""
+        request = self.generation.request
+        return len(request.prompt if request.source is None else request.source)
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens that were drafted from the request's prediction: accepted ones, and refused ones."""
+        return getattr(self.generation.row, "predicted", (0, 0))
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were taken from the prefix cache."""
+        return self.generation.row.stats.cached if self.generation.row else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether its row has ended."""
+        return self.generation.row is not None and self.generation.row.finish_reason is not None
+
+    def cancel(self) -> None:
+        """End the request, wherever it is; nothing happens to one that has ended."""
+        self.worker.cancel(self)
+
+    def deliver(self, pieces: Sequence[Piece | Unavailable]) -> None:
+        """Hand over pieces, in the event loop."""
+        for piece in pieces:
+            self._pieces.put_nowait(piece)
+
+
+class Worker:
+    """Runs an engine in a thread of its own, for requests that come from an event loop.
+
+    `submit` and `cancel` are called in the event loop `loop`; nothing but the thread touches the models. `on_death` is
+    called in the event loop if the thread ends by an error, `on_ready` as soon as requests can be taken.
+    """
+
+    def __init__(self, engine: Engine, room: Room, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
+        self.engine, self.max_queue, self.listeners = engine, max_queue, tuple(listeners)
+        self.failure: BaseException | None = None
+        self.on_ready: Callable[[], object] = lambda: None
+        self.on_death: Callable[[], object] = lambda: None
+        self.ready = False
+        self._tickets: dict[int, Ticket] = {}  # of what has not ended, by the index of the row
+        self._numbers = count()
+        self._scheduler = Scheduler(engine.decoder)
+        self._wake, self._ending, self._draining = threading.Event(), False, False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="slipstream-worker", daemon=True)
+
+    # ---- from the event loop ----
+
+    def start(self) -> None:
+        """Start the thread, which warms the engine up first; `ready` tells when it is done."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, generations: Sequence[Generation]) -> list[Ticket]:
+        """Queue generations -> a ticket for each.
+
+        Raises QueueFull, Unavailable, or ValueError if the target cannot take a request; then none is queued.
+        """
+        self.check()
+        if self.waiting + len(generations) > self.max_queue:
+            raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
+        for generation in generations:
+            self._scheduler.check(generation.request)
+        now = monotonic()
+        tickets = [Ticket(generation, self, Times(now)) for generation in generations]
+        for ticket in tickets:
+            number = next(self._numbers)
+            self._tickets[number] = ticket  # first, for the thread may run the row at once
+            ticket.generation.row = self._scheduler.add(ticket.generation.request, number)
+        self._wake.set()
+        return tickets
+
+    def check(self) -> None:
+        """Raises Unavailable unless requests can be taken."""
+        if self.failure is not None:
+            raise Unavailable("the thread that runs the models has failed: the server has to be started again.")
+        if self._draining:
+            raise Unavailable("the server is ending: it finishes what it has, and takes nothing new.")
+        if not self.ready:
+            raise Unavailable("the server is starting: the models are not ready yet.")
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request; see `Ticket.cancel`."""
+        row = ticket.generation.row
+        if row is not None and not row.finish_reason:
+            self._scheduler.abort(row)
+            self._wake.set()
+
+    @property
+    def running(self) -> int:
+        """Requests whose rows have a place in the batch."""
+        return len(self._scheduler.running) + len(self._scheduler.reading)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return max(0, len(self._tickets) - self.running)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining = True
+
+    def halt(self) -> None:
+        """Abort what has not ended, and end the thread after the present round."""
+        self._draining = self._ending = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Halt, and wait for the thread."""
+        self.halt()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        try:
+            self.engine.warm_up()
+            self.ready = True
+            self._call(self.on_ready)
+            with self._scheduler:
+                while not self._ending:
+                    self._wake.clear()  # before the step: what arrives while it runs wakes us again
+                    self._play(self._scheduler.step())
+                for ticket in list(self._tickets.values()):
+                    self.cancel(ticket)
+                self._play(self._scheduler.step())
+        except BaseException as error:
+            self._die(error)
+
+    def _play(self, round: Round | None) -> None:
+        now = monotonic()
+        found: list[tuple[Ticket, list[Piece]]] = []
+        for row in [*self._scheduler.running, *self._scheduler.reading]:
+            times = self._tickets[row.index].times
+            times.started = times.started or now
+        if round is not None:
+            found = [self._follow(round, place, now) for place in range(len(round.rows))]
+            for listener in self.listeners:
+                listener.on_round(round, self)
+        found += self._aborted(now)
+        if found:
+            self._send(found)
+        if round is None and not self._scheduler.busy:
+            self._wake.wait()
+
+    def _follow(self, round: Round, place: int, now: float) -> tuple[Ticket, list[Piece]]:
+        row = round.rows[place]
+        ticket = self._tickets[row.index]
+        ticket.generation.row = row
+        pieces = list(ticket.generation.follow(round, place))
+        for listener in self.listeners:
+            listener.on_tokens(ticket, len(round.tokens[place]), now)
+        times = ticket.times
+        times.started = times.started or now
+        times.first, times.last = times.first or now, now
+        if row.finish_reason:
+            self._end(row.index, now)
+        return ticket, pieces
+
+    def _aborted(self, now: float) -> list[tuple[Ticket, list[Piece]]]:
+        """The ends of requests that were aborted, also such as never ran."""
+        gone = [(number, ticket) for number, ticket in list(self._tickets.items()) if ticket.ended]
+        for number, _ in gone:
+            self._end(number, now)
+        return [(ticket, [ticket.generation.end()]) for _, ticket in gone]
+
+    def _end(self, number: int, now: float) -> None:
+        ticket = self._tickets.pop(number)
+        for listener in self.listeners:
+            listener.on_end(ticket, now)
+
+    def _send(self, found: Sequence[tuple[Ticket, Sequence[Piece | Unavailable]]]) -> None:
+        """Hand pieces over to the event loop, all of a round at once."""
+
+        def deliver() -> None:
+            for ticket, pieces in found:
+                ticket.deliver(pieces)
+
+        self._call(deliver)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call a function in the event loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function)
+
+    def _die(self, error: BaseException) -> None:
+        self.failure, self.ready = error, False
+        why = Unavailable("the thread that runs the models has failed: the server has to be started again.")
+        left = list(self._tickets.values())
+        self._tickets = {}
+        self._send([(ticket, [why]) for ticket in left])
+        self._call(self.on_death)

@@ -1,0 +1,106 @@
+"""A real server process for the tests, and clients of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import slipstream
+
+SOURCES = str(Path(slipstream.__file__).parents[1])
+
+
+@dataclass
+class ServerProcess:
+    """`slipstream serve ARGUMENTS` as a process, ready at `url`; `lines` are what it wrote to stderr so far."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None
+
+    @staticmethod
+    def start(*arguments: str, **environment: str) -> ServerProcess:
+        """Start a server with the embedded pair, unless the arguments name another, and wait until it is ready."""
+        command = [sys.executable, "-m", "slipstream", "serve", "--port", "0", *arguments]
+        path = os.pathsep.join([SOURCES, *sys.path])
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment}
+        )
+        server, ready = ServerProcess(process), threading.Event()
+
+        def follow() -> None:
+            assert process.stderr is not None
+            for line in process.stderr:
+                server.lines.append(line)
+                if found := re.search(r"is ready at (http://\S+)", line):
+                    server.url = found[1]
+                    ready.set()
+            ready.set()
+
+        server.reader = threading.Thread(target=follow, daemon=True)
+        server.reader.start()
+        if not (ready.wait(120) and server.url):
+            server.close()
+            raise AssertionError("".join(server.lines))
+        return server
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def client(self, **settings: Any) -> openai.OpenAI:
+        """OpenAI's own client for it."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **settings})
+
+    def http(self, **settings: Any) -> httpx.Client:
+        """A plain client for it."""
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **settings})
+
+    def stop(self) -> int:
+        """Tell it to end and wait -> its exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        """Kill it if it still runs."""
+        self.process.kill()
+        self.process.wait()
+        assert self.reader is not None and self.process.stderr is not None
+        self.reader.join()
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """One server with the embedded pair for all tests of this folder that do not end it."""
+    with ServerProcess.start("--chat-template", str(TEMPLATE)) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> openai.OpenAI:
+    """OpenAI's client of that server."""
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def engine() -> slipstream.Engine:
+    """The same pair as a library, to compare texts with."""
+    return slipstream.load()
+
+
+TEMPLATE = Path(__file__).with_name("template.jinja")

@@ -1,0 +1,167 @@
+"""/v1/chat/completions and /v1/responses of a real server process, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+MESSAGES: Any = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "add two numbers"}]
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+ASKED: dict[str, Any] = {"model": "embedded", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
+
+
+def test_an_answer_and_its_stream_are_the_same(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**ASKED)
+    assert whole.object == "chat.completion" and whole.choices[0].message.role == "assistant"
+    assert whole.usage.completion_tokens == 16 and whole.choices[0].finish_reason == "length"
+    chunks = list(client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage == whole.usage
+
+
+def test_the_template_is_what_the_model_reads(client: openai.OpenAI) -> None:
+    prompt = "# system: You write Python.\n# user: add two numbers\n# assistant:"
+    chat = client.chat.completions.create(**ASKED).choices[0].message.content
+    text = client.completions.create(model="embedded", prompt=prompt, max_tokens=16, temperature=0).choices[0].text
+    assert chat == text
+
+
+def test_parts_of_text_are_one_text(client: openai.OpenAI) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "add"}, {"type": "text", "text": "two"}]}]
+    joined = [{"role": "user", "content": "add\ntwo"}]
+    first, second = (client.chat.completions.create(**{**ASKED, "messages": each}) for each in (parts, joined))
+    assert first.choices[0].message.content == second.choices[0].message.content
+
+
+def test_logprobs_come_with_every_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
+    found = answer.choices[0].logprobs.content
+    assert len(found) == 16 and all(len(each.top_logprobs) == 2 for each in found)
+    assert all(each.logprob == each.top_logprobs[0].logprob for each in found)  # greedy: the first is the best
+    assert all(bytes(each.bytes).decode() == each.token for each in found)
+    chunks = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    streamed = [each for part in parts if part for each in part.content]
+    assert [each.token for each in streamed] == [each.token for each in found]
+
+
+def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+    asked = {**ASKED, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    asked["max_completion_tokens"] = 64
+    choice = client.chat.completions.create(**asked).choices[0]
+    [call] = choice.message.tool_calls
+    assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert calls[0].function.name == "add" and calls[0].id
+    assert "".join(each.function.arguments for each in calls) == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI) -> None:
+    other = {"type": "function", "function": {"name": "nothing"}}
+    asked = {**ASKED, "tools": [ADD, other], "tool_choice": "required", "parallel_tool_calls": False}
+    asked["max_completion_tokens"] = 96
+    [call] = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert call.function.name in ("add", "nothing")
+    json.loads(call.function.arguments)
+
+
+def test_json_by_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"color": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["color", "count"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(**{**ASKED, "max_completion_tokens": 64}, response_format=form)
+    found = json.loads(answer.choices[0].message.content)
+    assert found["color"] in ("red", "green") and 0 <= found["count"] <= 9
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fits"),
+    [
+        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdecimal()),
+        ({"grammar": 'start: "a" "b"+ "c"'}, lambda text: text.startswith("ab") and set(text) <= set("abc")),
+    ],
+)
+def test_structured_outputs(client: openai.OpenAI, outputs: dict[str, Any], fits: Any) -> None:
+    answer = client.chat.completions.create(**ASKED, extra_body={"structured_outputs": outputs})
+    assert fits(answer.choices[0].message.content)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
+        "response_format",
+    ),
+    "regex": ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    "two forms": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages",
+    ),
+    "tool that is not there": (
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        "tool_choice",
+    ),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "unknown": ({"reasoning_effort": "high"}, "reasoning_effort"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_a_400_that_names_the_field(client: openai.OpenAI, case: str) -> None:
+    more, field = WRONG[case]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{**ASKED, "extra_body": more})
+    assert caught.value.param == field, caught.value.message
+
+
+def test_predicted_outputs_are_counted(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(**ASKED)
+    text = plain.choices[0].message.content
+    predicted = client.chat.completions.create(**ASKED, prediction={"type": "content", "content": text})
+    assert predicted.choices[0].message.content == text
+    details = predicted.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 0
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_responses_are_the_chats_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_output_tokens": 16}
+    answer = client.responses.create(**asked, instructions="You write Python.", input="add two numbers")
+    assert answer.output_text == client.chat.completions.create(**ASKED).choices[0].message.content
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == 16
+    events = list(
+        client.responses.create(**asked, instructions="You write Python.", input="add two numbers", stream=True)
+    )
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == answer.output_text

@@ -1,0 +1,136 @@
+"""/v1/completions of a real server process, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+import pytest
+
+import slipstream
+
+PROMPT = "def moving_average(values, window):"
+
+
+def test_greedy_text_is_the_librarys(client: openai.OpenAI, engine: slipstream.Engine) -> None:
+    answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, temperature=0)
+    [expected] = engine.generate(PROMPT, max_new_tokens=24)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+    assert answer.usage.completion_tokens == len(expected.tokens) == 24
+    assert answer.object == "text_completion"
+
+
+def test_a_stream_is_the_whole_text_in_pieces(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "temperature": 1, "seed": 5}
+    whole = client.completions.create(**asked)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_without_a_seed_texts_differ_and_with_one_they_do_not(client: openai.OpenAI) -> None:
+    def text(**more: Any) -> str:
+        answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, temperature=1.5, **more)
+        return answer.choices[0].text
+
+    assert text(seed=3) == text(seed=3) != text(seed=4)
+    assert text() != text()
+    assert text(seed=-1) == text(seed=-1)
+
+
+def test_several_prompts_and_samples_come_in_order(client: openai.OpenAI, engine: slipstream.Engine) -> None:
+    prompts = [PROMPT, "import os\n"]
+    answer = client.completions.create(
+        model="embedded", prompt=prompts, n=2, max_tokens=8, temperature=1, seed=7, logit_bias={"11": -100}
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    expected = engine.generate(
+        prompts, n=2, max_new_tokens=8, temperature=1.0, seed=7, verify="coupled", logit_bias={11: -math.inf}
+    )
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert answer.usage.prompt_tokens == sum(one.prompt_tokens for one in expected[::2])
+    assert answer.usage.completion_tokens == sum(len(one.tokens) for one in expected)
+
+
+def test_token_ids_are_prompts(client: openai.OpenAI, engine: slipstream.Engine) -> None:
+    ids = list(engine.encode(PROMPT))
+    texts = [
+        client.completions.create(model="embedded", prompt=prompt, max_tokens=8, temperature=0).choices[0].text
+        for prompt in (PROMPT, ids, [ids])
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_echo_and_stop(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    plain = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, echo=True).choices[0].text == PROMPT + plain
+    stop = plain[9:12]
+    ended = client.completions.create(**asked, stop=stop).choices[0]
+    assert ended.text == plain[: plain.index(stop)] and ended.finish_reason == "stop"
+    streamed = list(client.completions.create(**asked, stop=[stop], stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == ended.text
+
+
+def test_logprobs_are_those_of_the_law_sampled(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 6, "seed": 1}
+    free = client.completions.create(**asked, temperature=1, logprobs=3).choices[0].logprobs
+    assert len(free.tokens) == len(free.token_logprobs) == len(free.top_logprobs) == 6
+    assert all(-50 < logprob <= 0 for logprob in free.token_logprobs)
+    assert free.text_offset[0] == 0 and free.text_offset == sorted(free.text_offset)
+    only = client.completions.create(**asked, temperature=1, logprobs=1, extra_body={"top_k": 1}).choices[0].logprobs
+    assert all(abs(logprob) < 1e-6 for logprob in only.token_logprobs)
+
+
+def test_acceptance_is_told(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
+    extra = {"speculative": {"gamma": 3, "explain": True, "detailed": True}}
+    answer = client.completions.create(**asked, extra_body=extra).model_dump()
+    decoding = answer["metrics"]["speculative_decoding"]
+    assert max(decoding["per_step_drafted"]) == 3
+    assert sum(decoding["per_step_accepted"]) == decoding["num_accepted_draft_tokens"]
+    assert sum(decoding["acceptance_histogram"]) == len(decoding["per_step_drafted"])
+    assert sum(decoding["per_step_accepted"]) + len(decoding["per_step_accepted"]) >= 32
+    sources = [token["source"] for token in answer["choices"][0]["explained"]]
+    assert sources.count("draft") == decoding["num_accepted_draft_tokens"]
+    assert answer["timings"]["draft_n"] == decoding["num_draft_tokens"]
+    assert answer["timings"]["predicted_n"] == 32
+    plain = client.completions.create(**asked, extra_body={"speculative": False}).model_dump()
+    assert "speculative_decoding" not in plain["metrics"]
+    assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown field": ({"best_of": 4}, "best_of"),
+    "unknown nested field": ({"speculative": {"gama": 4}}, "speculative"),
+    "empty prompt": ({"prompt": ""}, "prompt"),
+    "too hot": ({"temperature": 101}, "temperature"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens"),
+    "bias key": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "bias of a token that is not there": ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+    "too many samples": ({"n": 1000}, "n"),
+    "too many logprobs": ({"logprobs": 1000}, "logprobs"),
+    "rule": ({"speculative": {"verify": "guess"}}, "verify"),
+    "lossless": ({"speculative": {"verify": "lenient:0.5", "lossless": True}}, "verify"),
+    "minimum above the maximum": ({"min_tokens": 9, "max_tokens": 4}, "min_new_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_a_400_that_names_the_field(client: openai.OpenAI, case: str) -> None:
+    more, field = WRONG[case]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="embedded", prompt=PROMPT, extra_body=more)
+    assert caught.value.param == field, caught.value.message
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_another_model_is_a_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(model="gpt-4", prompt=PROMPT)

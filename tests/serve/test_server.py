@@ -1,0 +1,233 @@
+"""The server as a whole: health, keys, limits, clients that go away, signals, and a worker that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+import slipstream
+from serve.conftest import SOURCES, ServerProcess
+from terminal import run
+
+PROMPT = "def moving_average(values, window):"
+
+
+def running(http: httpx.Client) -> tuple[int, int]:
+    """Requests that run and that wait."""
+    properties = http.get("/props").json()
+    return properties["running"], properties["waiting"]
+
+
+def until(condition: Any, seconds: float = 30) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.02)
+
+
+def long_body(**more: Any) -> dict[str, Any]:
+    """A request that takes a while."""
+    return {"prompt": PROMPT, "max_tokens": 1500, "temperature": 1, "ignore_eos": True, **more}
+
+
+def test_what_runs_is_told(server: ServerProcess) -> None:
+    with server.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/version").json() == {"version": slipstream.__version__}
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["embedded"]
+        assert http.get("/v1/models/embedded").json()["id"] == "embedded"
+        assert http.get("/v1/models/other").status_code == 404
+        properties = http.get("/props").json()
+        assert properties["draft"] == "embedded" and properties["rule"] == "block" and properties["lossless"]
+        assert http.get("/nowhere").json()["error"]["message"] == "Not Found"
+        assert http.get("/v1/completions").status_code == 405
+
+
+def test_texts_become_tokens_and_back(server: ServerProcess, engine: slipstream.Engine) -> None:
+    with server.http() as http:
+        found = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+        assert tuple(found["tokens"]) == engine.encode(PROMPT) and found["count"] == len(found["tokens"])
+        assert len(found["token_strs"]) == found["count"]
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": PROMPT}
+        chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+        assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"].startswith("# user: x")
+        assert http.post("/tokenize", json={}).json()["error"]["param"] == "prompt"
+        assert http.post("/detokenize", json={"tokens": [1 << 30]}).json()["error"]["param"] == "tokens"
+
+
+def test_bodies_that_are_none(server: ServerProcess) -> None:
+    with server.http() as http:
+        for content in (b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b"null", b"NaN"):
+            answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, content
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        halved = http.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=JSON)
+        assert halved.status_code == 400
+        assert http.post("/v1/completions", content=b"x" * (17 << 20), headers=JSON).status_code == 413
+        assert http.post("/v1/completions", content=iter([b"x" * (1 << 20)] * 17), headers=JSON).status_code == 413
+        many = {f"X-Header-{i}": "y" * 100 for i in range(2000)}
+        assert http.get("/health", headers=many).status_code in (400, 431)
+        assert http.get("/health").status_code == 200
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_a_prompt_of_ten_megabytes_is_refused_in_a_sentence(server: ServerProcess) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "x = 1\n" * ((10 << 20) // 6)})
+        assert answer.status_code in (400, 413) and answer.json()["error"]["message"]
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_ends_its_request(server: ServerProcess, stream: bool) -> None:
+    with server.http() as http:
+        until(lambda: running(http) == (0, 0))
+        connection = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
+        body = json.dumps(long_body(stream=stream)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        until(lambda: running(http) == (1, 0))
+        connection.close()
+        until(lambda: running(http) == (0, 0))
+
+
+def test_hanging_up_while_others_run_changes_nothing(server: ServerProcess, engine: slipstream.Engine) -> None:
+    [expected] = engine.generate(PROMPT, max_new_tokens=64)
+    with server.http() as http, ThreadPoolExecutor(4) as pool:
+        texts = [
+            pool.submit(http.post, "/v1/completions", json={"prompt": PROMPT, "max_tokens": 64, "temperature": 0})
+            for _ in range(3)
+        ]
+        with http.stream("POST", "/v1/completions", json=long_body(stream=True)) as other:
+            next(other.iter_lines())
+        assert {text.result().json()["choices"][0]["text"] for text in texts} == {expected.text}
+        until(lambda: running(http) == (0, 0))
+
+
+def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nalice secret-of-alice\nsecret-of-nobody\n")
+    log = tmp_path / "log"
+    with ServerProcess.start("--api-key-file", str(keys), "--access-log", str(log)) as server:
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret-of-alice"}):
+                refused = http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+                assert refused.status_code == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert http.get("/metrics").status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            server.client().models.list()
+        client = server.client(api_key="secret-of-alice")
+        assert client.models.list().data[0].id == "embedded"
+        client.completions.create(model="embedded", prompt="very private", max_tokens=2)
+        assert server.stop() == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[-1]["tenant"] == "alice" and lines[-1]["status"] == 200 and lines[-1]["seconds"] > 0
+    assert [line["status"] for line in lines].count(401) == 5
+    assert "private" not in log.read_text()
+
+
+def test_a_full_queue_is_a_429() -> None:
+    with (
+        ServerProcess.start("--max-rows", "1", "--max-queue", "1") as server,
+        server.http() as http,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        waiting = []
+        for expected in ((1, 0), (1, 1)):
+            waiting.append(pool.submit(http.post, "/v1/completions", json=long_body()))
+            until(lambda expected=expected: running(http) == expected)
+        refused = http.post("/v1/completions", json=long_body())
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+        server.close()
+        assert all(each.exception() for each in waiting)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_lets_begun_answers_end_and_a_second_one_does_not(signals: int) -> None:
+    with ServerProcess.start() as server, server.http() as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/completions", json=long_body(max_tokens=600))
+        until(lambda: running(http)[0] == 1)
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        if signals == 1:
+            assert answer.result().json()["usage"]["completion_tokens"] == 600
+        else:
+            assert answer.exception() or answer.result().json()["usage"]["completion_tokens"] < 600
+        assert server.process.wait(30) == 0
+
+
+DYING = """
+import os
+import sys
+
+sys.path.insert(0, os.environ["SOURCES"])
+if "serve" in sys.orig_argv:
+    from slipstream.decoding.scheduler import Scheduler
+
+    step = Scheduler.step
+
+    def dying(self):
+        if os.path.exists(os.environ["DIE"]):
+            raise RuntimeError("the accelerator fell off")
+        return step(self)
+
+    Scheduler.step = dying
+"""
+
+
+def test_a_worker_that_dies_gives_503_and_a_non_zero_exit(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DYING)
+    flag = tmp_path / "die"
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCES, *sys.path]), "SOURCES": SOURCES, "DIE": str(flag)}
+    with ServerProcess.start(**paths) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/completions", json=long_body())
+        until(lambda: running(http)[0] == 1)
+        flag.touch()
+        assert answer.result().status_code == 503
+        assert server.process.wait(30) == 1
+        server.close()
+        assert any("the accelerator fell off" in line for line in server.lines)
+
+
+def test_an_address_in_use_is_a_sentence(server: ServerProcess) -> None:
+    port = str(urlsplit(server.url).port)
+    done = run("serve", "--port", port)
+    assert done.exit_code == 2 and "Traceback" not in done.stderr and "choose another --port" in done.stderr
+
+
+def test_metrics_count_what_was_served(server: ServerProcess) -> None:
+    with server.http() as http:
+        http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
+        lines = http.get("/metrics").text.splitlines()
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
+    for prefix in ("slipstream", "vllm"):
+        label = '{model_name="embedded"}'
+        assert values[f"{prefix}:generation_tokens_total{label}"] >= 8
+        accepted = values[f"{prefix}:spec_decode_num_accepted_tokens_total{label}"]
+        assert accepted <= values[f"{prefix}:spec_decode_num_draft_tokens_total{label}"]
+        by_position = [
+            value
+            for name, value in values.items()
+            if name.startswith(f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total")
+        ]
+        assert sum(by_position) == accepted
+        assert values[f"{prefix}:time_to_first_token_seconds_count{label}"] >= 1
+        assert f"{prefix}:num_requests_waiting{label}" in values
