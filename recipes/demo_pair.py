@@ -22,12 +22,14 @@ from pathlib import Path
 
 import torch
 from pair import corpus, measure, models
-from pair.budget import DEVICE, Interrupted, Progress
+from pair.budget import DEVICE, Interrupted
 from pair.card import Facts, write_card
 from pair.distill import distill
 from pair.sampling import Pool
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from slipstream.training.trainer import Progress
 
 # How the draft's minutes are spent: plain text first, then waiting for the target to write.
 ON_TEXT, ON_SAMPLES = 0.07, 0.175
@@ -83,7 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     draft, pool = _train_draft(setup, target.eval(), args.minutes_draft)
     models.save_pretrained(draft, setup.tokenizer, args.out / "draft")
     timing = (
-        f"target {learned.elapsed / 60:.0f} minutes ({learned.tokens / 1e6:.1f} M tokens read), "
+        f"target {learned.seconds / 60:.0f} minutes ({learned.tokens / 1e6:.1f} M tokens read), "
         f"draft {args.minutes_draft:.0f} minutes (with the target's writing, without its answers to lessons)"
     )
     _describe(args, setup, pool, timing)
@@ -117,20 +119,20 @@ def _worth_compiling(minutes: float) -> bool:
 
 def _train_target(setup: Setup, minutes: float) -> tuple[LlamaForCausalLM, Progress]:
     target = models.new_target()
-    file = setup.work / "target.pt"
+    file = setup.work / "target.safetensors"
     return target, models.train_on_text(target, setup.stream, minutes, file, setup.fast)
 
 
 def _train_draft(setup: Setup, target: LlamaForCausalLM, minutes: float) -> tuple[LlamaForCausalLM, Pool]:
     draft = models.new_draft(target)
     reading, sampling = minutes * ON_TEXT, minutes * ON_SAMPLES
-    file = setup.work / "draft_text.pt"
+    file = setup.work / "draft_text.safetensors"
     models.train_on_text(draft, setup.stream, reading, file, setup.fast, models.SHORT)
     pool = Pool(setup.work / "samples.pt")
     prompts = corpus.prompts(setup.library.train, setup.stream, setup.tokenizer)
     pool.fill(target, prompts, sampling)
     rest = minutes - reading - sampling
-    distill(draft, target, setup.stream, pool, rest, setup.work / "draft.pt", setup.fast)
+    distill(draft, target, setup.stream, pool, rest, setup.work / "draft.safetensors", setup.fast)
     return draft, pool
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from pair import corpus
-from pair.budget import TimedRun, optimizers
+from pair.budget import optimizers, train
 from pair.models import CONTEXT, save_pretrained, text_loss
 from pair.sampling import Pool
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -108,7 +108,7 @@ def main() -> None:
 
     draft = new_draft(ours, theirs).train()
     steps, minutes = optimizers(draft, muon=0.01, adam=2e-3), (1 - ON_SAMPLES) * args.minutes
-    print(TimedRun(draft, steps, minutes, args.work / f"{args.kind}.pt").fit(step))
+    print(train(draft, steps, minutes, args.work / f"{args.kind}.safetensors", step))
     save_pretrained(draft, ours, args.out)
 
 

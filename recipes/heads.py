@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -20,7 +19,8 @@ from pair import corpus
 from slipstream.drafters.heads import FILE, KIND
 from slipstream.files import load_tensors
 from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
-from slipstream.training.heads import Lesson, Teacher
+from slipstream.training.heads import HeadTrainer, TrainingSettings
+from slipstream.training.trainer import Progress
 
 
 def main() -> int:
@@ -28,21 +28,22 @@ def main() -> int:
     args = _arguments()
     library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
     stream = corpus.Stream(library.train, tokenizer)
-    lesson = Lesson(args.heads, args.inner, not args.blind, args.steps, rate=args.rate, bfloat16=args.bfloat16)
+    settings = TrainingSettings(
+        args.heads, args.inner, not args.blind, args.steps, rate=args.rate, bfloat16=args.bfloat16
+    )
     model = load_model(EMBEDDED / "target", "float32")
-    teacher = Teacher(model, "slipstream embedded target", stream.tokens, args.out, lesson)
+    trainer = HeadTrainer(model, "slipstream embedded target", stream.tokens, args.out, settings)
     print(f"{len(library.train)} files, {len(stream.tokens):,} tokens, {torch.get_num_threads()} threads", flush=True)
-    began, first = time.perf_counter(), teacher.step
 
-    def watch(step: int, loss: float) -> None:
-        if step % 20 == 0 or step == lesson.steps:
-            pace = (step - first) * lesson.rows * lesson.length / (time.perf_counter() - began)
-            print(f"step {step}/{lesson.steps}  loss {loss:.3f}  {pace:.0f} tokens/s", flush=True)
+    def watch(progress: Progress, loss: float) -> None:
+        if progress.steps % 20 == 0 or progress.steps == settings.steps:
+            pace = progress.tokens / progress.seconds
+            print(f"step {progress.steps}/{settings.steps}  loss {loss:.3f}  {pace:.0f} tokens/s", flush=True)
 
     try:
-        teacher.teach(watch)
+        trainer.train(watch)
     except KeyboardInterrupt:
-        print(f"stopped at step {teacher.step}; the same command goes on from there")
+        print(f"stopped at step {trainer.step}; the same command goes on from there")
         return 130
     print(json.dumps(json.loads(load_tensors(args.out / FILE, KIND)[1]["report"])["alpha"]))
     return 0

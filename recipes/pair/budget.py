@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +10,18 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from slipstream.files import whole
+from slipstream.training.trainer import Checkpoint, Progress, Seconds, Trainer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SAVE_EVERY = 120.0
 WARMUP = 0.02
 DECAY = 0.40
 SEED = 20
-# (fraction of the time, learning-rate factor for the step) -> loss of one batch
+# (fraction of the time, random numbers of the step) -> loss of one batch, and its tokens
 LossOf = Callable[[float, np.random.Generator], tuple[torch.Tensor, int]]
 
 
 class Interrupted(Exception):
     """The run was stopped by the user after its state was saved."""
-
-
-@dataclass
-class Progress:
-    """How far a run is: what a resumed run continues from."""
-
-    elapsed: float = 0.0
-    steps: int = 0
-    tokens: int = 0
 
 
 def bf16() -> torch.autocast:
@@ -69,79 +57,24 @@ def advance(bar: tqdm, elapsed: float, **shown: object) -> None:
     bar.set_postfix(shown)
 
 
-class TimedRun:
-    """Optimises a model for a number of minutes, saving its state now and then."""
+def train(
+    model: nn.Module, optims: list[torch.optim.Optimizer], minutes: float, file: Path, loss_of: LossOf
+) -> Progress:
+    """Train a model for a number of minutes, with its state in `file`; Ctrl-C saves and raises ``Interrupted``."""
+    trainer = Trainer(model, optims, lambda step, used: rate(used), Seconds(60.0 * minutes), Checkpoint(file))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optims: list[torch.optim.Optimizer],
-        minutes: float,
-        file: Path,
-    ) -> None:
-        self.model = model
-        self.optims = optims
-        self.seconds = minutes * 60.0
-        self.file = file
-        self.progress = Progress()
-        self.base = [[group["lr"] for group in optim.param_groups] for optim in optims]
-        if file.exists():
-            self._load()
-
-    def fit(self, loss_of: LossOf) -> Progress:
-        """Step until the time is used up; Ctrl-C saves and raises ``Interrupted``."""
-        saved = self.progress.elapsed
-        bar = clock(self.file.stem, self.seconds, saved)
-        try:
-            with bar:
-                while self.progress.elapsed < self.seconds:
-                    self._timed_step(loss_of, bar)
-                    if self.progress.elapsed - saved > SAVE_EVERY:
-                        self.save()
-                        saved = self.progress.elapsed
-        except KeyboardInterrupt:
-            self.save()
-            raise Interrupted(f"{self.file.stem} stopped at {bar.n} of {bar.total} s") from None
-        self.save()
-        return self.progress
-
-    def _timed_step(self, loss_of: LossOf, bar: tqdm) -> None:
-        began = time.perf_counter()
-        progress = self.progress
-        fraction = progress.elapsed / self.seconds
+    def seeded(step: int, used: float) -> tuple[torch.Tensor, int]:
         # Seeding by step keeps a resumed run on the data it would have seen.
-        rng = np.random.default_rng([SEED, progress.steps])
-        loss, tokens = loss_of(fraction, rng)
-        self._apply(loss, rate(fraction))
-        value = loss.item()
-        took = time.perf_counter() - began
-        progress.elapsed += took
-        progress.steps += 1
-        progress.tokens += tokens
-        advance(bar, progress.elapsed, loss=f"{value:.3f}", tokens_s=round(tokens / took), step=progress.steps)
+        return loss_of(used, np.random.default_rng([SEED, step]))
 
-    def _apply(self, loss: torch.Tensor, factor: float) -> None:
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optim, bases in zip(self.optims, self.base, strict=True):
-            for group, base in zip(optim.param_groups, bases, strict=True):
-                group["lr"] = base * factor
-            optim.step()
-            optim.zero_grad(set_to_none=True)
+    def watch(progress: Progress, loss: float) -> None:
+        pace = round(progress.tokens / progress.seconds)
+        advance(bar, progress.seconds, loss=f"{loss:.3f}", tokens_s=pace, step=progress.steps)
 
-    def save(self) -> None:
-        """Write the state beside the old one and swap: a kill never leaves half a file."""
-        state = {
-            "model": self.model.state_dict(),
-            "optims": [optim.state_dict() for optim in self.optims],
-            "progress": vars(self.progress),
-        }
-        with whole(self.file) as part:
-            torch.save(state, part)
-
-    def _load(self) -> None:
-        state = torch.load(self.file, map_location=DEVICE, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for optim, saved in zip(self.optims, state["optims"], strict=True):
-            optim.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+    try:
+        with clock(file.stem, 60.0 * minutes, trainer.progress.seconds) as bar:
+            trainer.train(seeded, watch)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{file.stem} stopped at {bar.n} of {bar.total} s") from None
+    trainer.save()
+    return trainer.progress

@@ -9,7 +9,9 @@ import torch
 from tqdm import trange
 from transformers import LlamaForCausalLM
 
-from .budget import DEVICE, SEED, Progress, TimedRun, optimizers
+from slipstream.training.trainer import Progress
+
+from .budget import DEVICE, SEED, optimizers, train
 from .corpus import Stream
 from .models import CONTEXT, logits_of
 from .sampling import Pool
@@ -80,4 +82,4 @@ def distill(
         return loss_of(draft, *batch, tilt), batch[0].numel()
 
     draft.train()
-    return TimedRun(draft, optimizers(draft, muon=0.02, adam=4e-3), minutes, file).fit(step)
+    return train(draft, optimizers(draft, muon=0.02, adam=4e-3), minutes, file, step)

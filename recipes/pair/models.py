@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .budget import DEVICE, SEED, Progress, TimedRun, bf16, optimizers
+from slipstream.training.trainer import Progress
+
+from .budget import DEVICE, SEED, bf16, optimizers, train
 from .corpus import VOCABULARY, Stream
 
 CONTEXT = 1024
@@ -87,7 +89,7 @@ def train_on_text(
         return loss_of(model, tokens), rows * length
 
     model.train()
-    return TimedRun(model, optimizers(model, muon=0.02, adam=4e-3), minutes, file).fit(step)
+    return train(model, optimizers(model, muon=0.02, adam=4e-3), minutes, file, step)
 
 
 def save_pretrained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

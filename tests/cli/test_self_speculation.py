@@ -14,7 +14,8 @@ from slipstream.cli import heads as _heads
 from slipstream.cli.app import INTERRUPTED, WRONG, app
 from slipstream.drafters.heads import FILE, ParallelHeads
 from slipstream.models import loading as models
-from slipstream.training.heads import STATE, Teacher
+from slipstream.training.heads import STATE, HeadTrainer
+from slipstream.training.trainer import Progress, Watch
 from toys import FAMILIES, tiny
 
 
@@ -62,19 +63,21 @@ def test_heads_are_trained_and_reported(small: None, text: Path, tmp_path: Path)
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     small: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn = Teacher._learn
+    train = HeadTrainer.train
 
-    def interrupted(teacher: Teacher) -> float:
-        if teacher.step == 2:
-            raise KeyboardInterrupt
-        return learn(teacher)
+    def interrupted(trainer: HeadTrainer, watch: Watch) -> ParallelHeads:
+        def interrupt(progress: Progress, loss: float) -> None:
+            if progress.steps == 2:
+                raise KeyboardInterrupt
+
+        return train(trainer, interrupt)
 
     command = ("heads", "train", "--text", str(text / "a.py"), "--out", str(tmp_path / "heads"), *FEW)
-    monkeypatch.setattr(Teacher, "_learn", interrupted)
+    monkeypatch.setattr(HeadTrainer, "train", interrupted)
     result = run(*command)
     assert result.exit_code == INTERRUPTED and "saved at step 2 of 3" in result.stderr
     assert (tmp_path / "heads" / STATE).exists() and not (tmp_path / "heads" / FILE).exists()
-    monkeypatch.setattr(Teacher, "_learn", learn)
+    monkeypatch.setattr(HeadTrainer, "train", train)
     assert "going on from step 2 of 3" in run(*command).stderr
     assert (tmp_path / "heads" / FILE).exists()
 

@@ -27,8 +27,8 @@ from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, 
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
-from slipstream.training import heads as teach
-from slipstream.training.heads import STATE, Lesson, Teacher
+from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings, train_heads
+from slipstream.training.trainer import Checkpoint, Progress
 from toys import (
     FAMILIES,
     GREEDY,
@@ -279,18 +279,18 @@ def test_a_missing_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> N
         ParallelHeads.load(tmp_path)
 
 
-# ---- teaching -----------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 TEXT = np.tile(np.arange(11), 60)  # every token foretells all that follow
-LESSON = Lesson(heads=2, inner=24, steps=12, rows=4, length=24, rate=0.01, save_every=5)
+SETTINGS = TrainingSettings(heads=2, inner=24, steps=12, rows=4, length=24, rate=0.01, save_every=5)
 
 
 def test_heads_learn_what_the_target_says_later(tmp_path: Path) -> None:
     model = tiny(FAMILIES["llama"])
-    before = Teacher(model, "tiny", TEXT, tmp_path / "a", LESSON).report()["alpha"]
-    teacher = Teacher(model, "tiny", TEXT, tmp_path / "a", replace(LESSON, steps=60, rate=0.03))
-    teacher.teach()
-    after = teacher.report()["alpha"]
+    before = HeadTrainer(model, "tiny", TEXT, tmp_path / "a", SETTINGS).report()["alpha"]
+    trainer = HeadTrainer(model, "tiny", TEXT, tmp_path / "a", replace(SETTINGS, steps=60, rate=0.03))
+    trainer.train()
+    after = trainer.report()["alpha"]
     assert all(new > old + 0.15 for old, new in zip(before, after, strict=True))
     assert ParallelHeads.load(tmp_path / "a").sizes.target == "tiny"
 
@@ -298,7 +298,7 @@ def test_heads_learn_what_the_target_says_later(tmp_path: Path) -> None:
 def test_the_target_is_frozen(tmp_path: Path) -> None:
     model = tiny(FAMILIES["llama"])
     before = [weight.clone() for weight in model.parameters()]
-    teach.teach(model, "tiny", TEXT, tmp_path, LESSON)
+    train_heads(model, "tiny", TEXT, tmp_path, SETTINGS)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -306,50 +306,52 @@ def test_the_target_is_frozen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", [1, 5, 7])
 def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
     model = tiny(FAMILIES["llama"])
-    whole = Teacher(model, "tiny", TEXT, tmp_path / "whole", LESSON).teach()
+    whole = HeadTrainer(model, "tiny", TEXT, tmp_path / "whole", SETTINGS).train()
 
-    def interrupt(step: int, loss: float) -> None:
-        if step == stop:
+    def interrupt(progress: Progress, loss: float) -> None:
+        if progress.steps == stop:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Teacher(model, "tiny", TEXT, tmp_path / "parts", LESSON).teach(interrupt)
+        HeadTrainer(model, "tiny", TEXT, tmp_path / "parts", SETTINGS).train(interrupt)
     assert not (tmp_path / "parts" / FILE).exists()
-    resumed = Teacher(model, "tiny", TEXT, tmp_path / "parts", LESSON)
+    resumed = HeadTrainer(model, "tiny", TEXT, tmp_path / "parts", SETTINGS)
     assert resumed.step == stop
     steps: list[int] = []
-    parts = resumed.teach(lambda step, loss: steps.append(step))
-    assert steps == list(range(stop + 1, LESSON.steps + 1))
+    parts = resumed.train(lambda progress, loss: steps.append(progress.steps))
+    assert steps == list(range(stop + 1, SETTINGS.steps + 1))
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
 def test_a_killed_training_goes_on_from_its_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(FAMILIES["llama"])
-    teacher = Teacher(model, "tiny", TEXT, tmp_path, LESSON)
-    monkeypatch.setattr(teacher, "_learn", lambda: (_ for _ in ()).throw(SystemExit) if teacher.step == 7 else learn())
-    learn = Teacher._learn.__get__(teacher)
-    monkeypatch.setattr(teacher, "_save", lambda: save() if teacher.step == 5 else None)  # no farewell
-    save = Teacher._save.__get__(teacher)
+    model, save = tiny(FAMILIES["llama"]), Checkpoint.save
+
+    def kill(progress: Progress, loss: float) -> None:
+        if progress.steps == 7:
+            monkeypatch.setattr(Checkpoint, "save", lambda *_: None)  # no farewell
+            raise SystemExit
+
     with pytest.raises(SystemExit):
-        teacher.teach()
-    assert Teacher(model, "tiny", TEXT, tmp_path, LESSON).step == 5
+        HeadTrainer(model, "tiny", TEXT, tmp_path, SETTINGS).train(kill)
+    monkeypatch.setattr(Checkpoint, "save", save)
+    assert HeadTrainer(model, "tiny", TEXT, tmp_path, SETTINGS).step == 5
 
 
 def test_another_training_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     model = tiny(FAMILIES["llama"])
-    Teacher(model, "tiny", TEXT, tmp_path, LESSON).teach()
+    HeadTrainer(model, "tiny", TEXT, tmp_path, SETTINGS).train()
     assert (tmp_path / STATE).exists()
     with pytest.raises(ValueError, match="another inner"):
-        Teacher(model, "tiny", TEXT, tmp_path, replace(LESSON, inner=8))
+        HeadTrainer(model, "tiny", TEXT, tmp_path, replace(SETTINGS, inner=8))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"heads": 0}, "heads=0"), ({"steps": 0}, "steps=0"), ({"length": 3}, "too short"), ({"rate": 0.0}, "rate=0")],
 )
-def test_impossible_lessons_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        replace(LESSON, **changes)
+        replace(SETTINGS, **changes)
 
 
 @pytest.mark.parametrize("weight", ["model.norm.weight", "lm_head.weight"])
@@ -357,30 +359,30 @@ def test_a_target_that_is_not_finite_teaches_nothing_and_leaves_no_file(tmp_path
     model = tiny(FAMILIES["llama"])
     model.get_parameter(weight).data[3] = torch.nan
     with pytest.raises(FloatingPointError, match=r"^tiny gives non-finite logits: the weights are damaged"):
-        Teacher(model, "tiny", TEXT, tmp_path / "heads", LESSON).teach()
+        HeadTrainer(model, "tiny", TEXT, tmp_path / "heads", SETTINGS).train()
     assert not (tmp_path / "heads").exists()
     with pytest.raises(FloatingPointError, match="tiny gives non-finite logits"):
-        Teacher(model, "tiny", TEXT, tmp_path / "heads", LESSON).report()
+        HeadTrainer(model, "tiny", TEXT, tmp_path / "heads", SETTINGS).report()
 
 
 def test_heads_that_diverge_are_not_saved(tmp_path: Path) -> None:
-    teacher = Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path / "heads", LESSON)
+    trainer = HeadTrainer(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path / "heads", SETTINGS)
 
-    def disturb(step: int, loss: float) -> None:
-        if step == 2:
-            teacher.heads.down.data.fill_(torch.inf)
+    def disturb(progress: Progress, loss: float) -> None:
+        if progress.steps == 2:
+            trainer.heads.down.data.fill_(torch.inf)
 
     with pytest.raises(FloatingPointError, match=r"^the heads diverged after 2 steps: give a rate below 0.01, and "):
-        teacher.teach(disturb)
+        trainer.train(disturb)
     assert not (tmp_path / "heads").exists()
 
 
 def test_windows_beyond_the_context_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^length=129 is too long: tiny holds 128 tokens, so give 128 or less\.$"):
-        Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(LESSON, length=129))
-    assert Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(LESSON, length=128)).step == 0
+        HeadTrainer(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(SETTINGS, length=129))
+    assert HeadTrainer(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(SETTINGS, length=128)).step == 0
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too few"):
-        Teacher(tiny(FAMILIES["llama"]), "tiny", TEXT[:60], tmp_path, LESSON)
+        HeadTrainer(tiny(FAMILIES["llama"]), "tiny", TEXT[:60], tmp_path, SETTINGS)

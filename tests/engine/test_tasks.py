@@ -23,7 +23,7 @@ from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.engine.tasks import Task, frame
 from slipstream.models.causal import CausalScorer
 from slipstream.plan.planner import PlanSettings, make
-from slipstream.training.heads import Lesson, Teacher
+from slipstream.training.heads import HeadTrainer, TrainingSettings
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
 VOCAB = 257
@@ -170,7 +170,7 @@ def test_what_is_for_causal_models_says_so(pair: tuple[str, str], tmp_path: Path
     with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: only causal models can draft"):
         ExitDrafter(target, 1)
     with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: heads are for causal models\.$"):
-        Teacher(target.model, "toy", [1, 2, 3], tmp_path, Lesson())
+        HeadTrainer(target.model, "toy", [1, 2, 3], tmp_path, TrainingSettings())
     with pytest.raises(ValueError, match="so it cannot draft for itself"):
         slipstream.load(pair[0], "exit:1")
     with pytest.raises(ValueError, match="every row needs a source"):

@@ -20,7 +20,7 @@ from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.build import Recipe
 from slipstream.paper.standins.corpora import Pairs
 from slipstream.paper.standins.models import EOS, PAD, SPECIAL, Size
-from slipstream.paper.standins.training import Example, Learner, Plan, copies, with_laws
+from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
 
 SMALL = Size(16, 2, 8, 24, 1, 2)  # a decoder deeper than its encoder, as the stand-ins are
 WORDS = ["a", "man", "and", "a", "dog", "run", "in", "the", "park", "while", "it", "rains", "on", "them"]
@@ -138,20 +138,20 @@ def learned(file: Path, plan: Plan = PLAN, stop: int | None = None) -> T5ForCond
             raise KeyboardInterrupt
 
     model = standins.new_model(SMALL, 20)
-    Learner(model, EXAMPLES, plan, file).learn(watch)
+    train(model, EXAMPLES, plan, file, watch)
     return model
 
 
 def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = learned(tmp_path / "whole.pt")
+    whole = learned(tmp_path / "whole.safetensors")
     with pytest.raises(KeyboardInterrupt):
-        learned(tmp_path / "cut.pt", stop=5)
-    again = learned(tmp_path / "cut.pt")
+        learned(tmp_path / "cut.safetensors", stop=5)
+    again = learned(tmp_path / "cut.safetensors")
     assert all(torch.equal(weights(whole)[name], weights(again)[name]) for name in weights(whole))
-    other = learned(tmp_path / "other.pt", replace(PLAN, seed=4))
+    other = learned(tmp_path / "other.safetensors", replace(PLAN, seed=4))
     assert any(not torch.equal(weights(whole)[name], weights(other)[name]) for name in weights(whole))
-    with pytest.raises(ValueError, match="another plan"):
-        learned(tmp_path / "cut.pt", replace(PLAN, rate=0.5))
+    with pytest.raises(ValueError, match="another rate"):
+        learned(tmp_path / "cut.safetensors", replace(PLAN, rate=0.5))
 
 
 def test_copies_are_random_words_to_be_said_again() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,6 +15,9 @@ from slipstream.cli.console import busy, console
 from slipstream.cli.options import Device, Dtype, Force, ReportJson
 from slipstream.files import check_folder
 from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.training.trainer import Watch
 
 heads = typer.Typer(no_args_is_help=True)
 
@@ -71,10 +74,10 @@ def train(
     Example: slipstream heads train --text src --out my-heads --steps 500
     """
     from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
-    from slipstream.training.heads import FILES, Lesson, Teacher
+    from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
 
     check_folder(out, FILES, force, text)
-    lesson = Lesson(count, inner, not blind, steps, rows, length, rate, seed, bfloat16)
+    settings = TrainingSettings(count, inner, not blind, steps, rows, length, rate, seed, bfloat16)
     skipped = list[Path]()
     texts = read_texts(text, skipped)
     tell_skipped(skipped)
@@ -82,17 +85,17 @@ def train(
         source = EMBEDDED / "target" if target is None else target
         model = load_model(source, dtype, device)
         name = target or "the embedded target"
-        lesson.check_target(model, name)
-        teacher = Teacher(model, name, tokens_of(texts, load_tokenizer(source)), out, lesson)
-    if teacher.step:
-        say(f"going on from step {teacher.step} of {lesson.steps}")
+        settings.check_target(model, name)
+        trainer = HeadTrainer(model, name, tokens_of(texts, load_tokenizer(source)), out, settings)
+    if trainer.step:
+        say(f"going on from step {trainer.step} of {settings.steps}")
     try:
-        with _bar(teacher.step, lesson.steps) as watch:
-            teacher.teach(watch)
+        with _bar(trainer.step, settings.steps) as watch:
+            trainer.train(watch)
     except KeyboardInterrupt:
-        say(f"stopped and saved at step {teacher.step} of {lesson.steps}; the same command goes on from there")
+        say(f"stopped and saved at step {trainer.step} of {settings.steps}; the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    report = teacher.report()
+    report = trainer.report()
     if as_json:
         print(json_text({"out": str(out), **report}))
         return
@@ -133,10 +136,10 @@ def tokens_of(texts: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 @contextmanager
-def _bar(done: int, steps: int) -> Iterator[Callable[[int, float], None]]:
+def _bar(done: int, steps: int) -> Iterator[Watch]:
     """A bar of the steps, if somebody watches."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=screen, disable=not screen.is_terminal) as bar:
         task = bar.add_task("training", completed=done, total=steps)
-        yield lambda step, loss: bar.update(task, description=f"loss {loss:.3f}", completed=step)
+        yield lambda progress, loss: bar.update(task, description=f"loss {loss:.3f}", completed=progress.steps)

@@ -15,7 +15,7 @@ from slipstream.files import atomic_write
 from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.corpora import Pairs, crossed
 from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
-from slipstream.paper.standins.training import Example, Learner, Plan, copies, with_laws
+from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
 
 COPIES = 20_000  # texts of random tokens
 TOGETHER = 32  # texts that the target answers together
@@ -105,7 +105,7 @@ def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
         if not (folder / name / "config.json").exists():
             draft = standins.new_model(size, len(tokenizer), dropout=0.0)
             _copy(draft, name, recipe.copying and replace(recipe.copying, rate=plan.rate), work, say)
-            Learner(draft, told, plan, work / f"{name}.pt").learn(_watch(name, say))
+            train(draft, told, plan, work / f"{name}.safetensors", _watch(name, say))
             standins.save(draft, tokenizer, folder / name)
 
 
@@ -119,9 +119,9 @@ def _tokenizer(pairs: Pairs, work: Path, vocab: int) -> PreTrainedTokenizerFast:
 def _target(examples: list[Example], vocab: int, work: Path, recipe: Recipe, say: Say) -> T5ForConditionalGeneration:
     first = standins.new_model(recipe.target, vocab, dropout=recipe.dropout)
     _copy(first, "target", recipe.copying, work, say)
-    Learner(first, examples, recipe.first, work / "first.pt").learn(_watch("target", say))
+    train(first, examples, recipe.first, work / "first.safetensors", _watch("target", say))
     target = standins.grown(first, recipe.inner)
-    Learner(target, examples, recipe.grown, work / "grown.pt").learn(_watch("grown target", say))
+    train(target, examples, recipe.grown, work / "grown.safetensors", _watch("grown target", say))
     return target
 
 
@@ -129,7 +129,7 @@ def _copy(model: T5ForConditionalGeneration, name: str, plan: Plan | None, work:
     """What the recipe has before all else."""
     if plan:
         examples = copies(COPIES, model.config.vocab_size)
-        Learner(model, examples, plan, work / f"{name}-copying.pt").learn(_watch(f"{name}, copying", say))
+        train(model, examples, plan, work / f"{name}-copying.safetensors", _watch(f"{name}, copying", say))
 
 
 def _told(target: Path, heard: Sequence[tuple[int, ...]], file: Path, recipe: Recipe, say: Say) -> list[Example]:

@@ -13,12 +13,23 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import T5ForConditionalGeneration
 
-from slipstream.files import atomic_write
 from slipstream.paper.standins.models import EOS, PAD, SPECIAL
+from slipstream.training.trainer import Checkpoint, Steps, Trainer
 
 IGNORED = -100
-HASTE = 10.0  # of embeddings: T5's begin with a spread of 1, and would hardly move at the rate of the other weights
-SOFT = 32  # tokens of a law that are kept for a draft to learn from
+"""What stands in place of a label where a shorter text has ended."""
+
+
+HASTE = 10.0
+"""How much faster embeddings learn: T5's begin with a spread of 1, and would hardly move at the others' rate."""
+
+
+SOFT = 32
+"""How many tokens of a law are kept for a draft to learn from."""
+
+
+SAVE_EVERY = 100
+"""Steps between two savings of a training's state."""
 
 
 @dataclass(frozen=True)
@@ -54,55 +65,54 @@ Watch = Callable[[int, int, float], object]
 """(steps done, steps in all, loss): called after every step."""
 
 
-class Learner:
-    """A model in training. `learn` goes on after an interruption, also in a new process."""
+def train(
+    model: T5ForConditionalGeneration,
+    examples: Sequence[Example],
+    plan: Plan,
+    file: Path,
+    watch: Watch = lambda step, steps, loss: None,
+) -> None:
+    """Train a model on examples, on the GPU if there is one. It goes on where an interrupted training stopped.
 
-    def __init__(self, model: T5ForConditionalGeneration, examples: Sequence[Example], plan: Plan, file: Path) -> None:
-        """`file` keeps the state; raises ValueError if it belongs to another training."""
-        self.model, self.examples, self.plan, self.file = model, examples, plan, file
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model.to(self.device).train()
-        self.optimizer = torch.optim.AdamW(_groups(model), lr=plan.rate, betas=(0.9, 0.98), fused=True)
-        self.steps = max(1, round(plan.epochs * len(examples) / plan.batch))
-        self.step = 0
-        if file.exists():
-            self._resume()
+    `file` keeps the state; raises ValueError if it belongs to another training.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(_groups(model, plan.rate), betas=(0.9, 0.98), fused=True)
+    steps = max(1, round(plan.epochs * len(examples) / plan.batch))
+    batches = Batches(examples, plan.batch, plan.seed)
 
-    def learn(self, watch: Watch = lambda step, steps, loss: None, save_every: int = 100) -> None:
-        """The steps that are left. Interrupted, it saves first."""
-        try:
-            while self.step < self.steps:
-                loss = self._learn(self._batch())
-                self.step += 1
-                watch(self.step, self.steps, loss)
-                if self.step % save_every == 0:
-                    self._save()
-        finally:
-            self._save()
-        self.model.eval().cpu()
+    def loss_of(step: int, used: float) -> tuple[Tensor, int]:
+        torch.manual_seed(plan.seed * 1_000_003 + step)  # for dropout
+        batch = batches.at(step)
+        return _loss(model, batch), sum(len(example.target) for example in batch)
 
-    def _learn(self, batch: Sequence[Example]) -> float:
-        torch.manual_seed(self.plan.seed * 1_000_003 + self.step)  # of dropout
-        source = padded([example.source for example in batch], PAD).to(self.device)
-        labels = padded([example.target for example in batch], IGNORED).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            begun = self.model.prepare_decoder_input_ids_from_labels(labels)
-            logits = self.model(input_ids=source, attention_mask=source != PAD, decoder_input_ids=begun).logits
-        loss = _loss(logits.float(), labels, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate * group["haste"] * _rate(self.step, self.steps, self.plan)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+    trainer = Trainer(
+        model,
+        [optimizer],
+        lambda step, used: _factor(step, steps, plan),
+        Steps(steps, SAVE_EVERY),
+        Checkpoint(file, asdict(plan)),
+    )
+    trainer.train(loss_of, lambda progress, loss: watch(progress.steps, steps, loss))
+    trainer.save()
+    model.eval().cpu()
 
-    def _batch(self) -> list[Example]:
-        """Pairs of similar length; they depend on the seed and the step alone, so resuming changes nothing."""
-        size, count = self.plan.batch, len(self.examples)
-        epoch, place = divmod(self.step, max(1, count // size))
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch, rng = epoch, random.Random(self.plan.seed * 7919 + epoch)
+
+class Batches:
+    """Examples in batches of similar length. Which batch a step gets depends on the seed and the step alone."""
+
+    def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
+        self.examples, self.size, self.seed = examples, size, seed
+        self._epoch = -1
+        self._batches: list[list[int]] = []
+
+    def at(self, step: int) -> list[Example]:
+        """The batch of a step, counted from 0."""
+        size, count = self.size, len(self.examples)
+        epoch, place = divmod(step, max(1, count // size))
+        if epoch != self._epoch:
+            self._epoch, rng = epoch, random.Random(self.seed * 7919 + epoch)
             lengths = [len(example.source) + len(example.target) for example in self.examples]
             order = [(lengths[i] + rng.random() * 4, i) for i in rng.sample(range(count), count)]
             chunks = [sorted(order[start : start + 32 * size]) for start in range(0, count, 32 * size)]
@@ -111,56 +121,48 @@ class Learner:
             rng.shuffle(self._batches)
         return [self.examples[i] for i in self._batches[place]]
 
-    # ---- state ----
 
-    def _save(self) -> None:
-        state = {
-            "plan": asdict(self.plan),
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.file) as part:
-            torch.save(state, part)
-
-    def _resume(self) -> None:
-        state: dict[str, Any] = torch.load(self.file, map_location=self.device, weights_only=True)
-        if state["plan"] != asdict(self.plan):
-            raise ValueError(f"{self.file} belongs to a training with another plan: delete it, or give the same plan.")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-
-
-def _groups(model: T5ForConditionalGeneration) -> list[dict[str, Any]]:
+def _groups(model: T5ForConditionalGeneration, rate: float) -> list[dict[str, Any]]:
     """Embeddings, matrices and scales: how fast each learns, and what decays."""
     embedding = model.get_input_embeddings().weight
     matrices = [weight for weight in model.parameters() if weight.dim() > 1 and weight is not embedding]
     scales = [weight for weight in model.parameters() if weight.dim() < 2]
     return [
-        {"params": [embedding], "weight_decay": 0.0, "haste": HASTE},
-        {"params": matrices, "weight_decay": 0.01, "haste": 1.0},
-        {"params": scales, "weight_decay": 0.0, "haste": 1.0},
+        {"params": [embedding], "weight_decay": 0.0, "lr": rate * HASTE},
+        {"params": matrices, "weight_decay": 0.01, "lr": rate},
+        {"params": scales, "weight_decay": 0.0, "lr": rate},
     ]
 
 
-def _loss(logits: Tensor, labels: Tensor, batch: Sequence[Example]) -> Tensor:
+def _loss(model: T5ForConditionalGeneration, batch: Sequence[Example]) -> Tensor:
     """Cross entropy against the text, or against the target's laws where they are known. Mean over tokens.
 
-    Of a law only the SOFT likeliest tokens are kept; what little lies outside teaches nothing.
+    Only the SOFT likeliest tokens of a law are kept; what little lies outside teaches nothing.
     """
+    sources, labels = [example.source for example in batch], [example.target for example in batch]
+    logits, targets = _answers(model, sources, labels)
     if batch[0].laws is None:
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     logs = logits.log_softmax(-1)
     tokens = padded_laws([example.laws[0] for example in batch if example.laws], logits.shape[1]).to(logits.device)
     shares = padded_laws([example.laws[1] for example in batch if example.laws], logits.shape[1]).to(logits.device)
     inside = -(shares.float() * logs.gather(-1, tokens.long())).sum(-1)
-    real = labels != IGNORED
-    return inside[real].mean()
+    return inside[targets != IGNORED].mean()
 
 
-def _rate(step: int, steps: int, plan: Plan) -> float:
+def _answers(
+    model: T5ForConditionalGeneration, sources: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    """The model's logits (rows, longest, vocab), in float32, at every position of texts to sources; and those texts
+    (rows, longest), padded with IGNORED."""
+    read, labels = padded(sources, PAD).to(model.device), padded(texts, IGNORED).to(model.device)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        begun = model.prepare_decoder_input_ids_from_labels(labels)
+        logits = model(input_ids=read, attention_mask=read != PAD, decoder_input_ids=begun).logits
+    return logits.float(), labels
+
+
+def _factor(step: int, steps: int, plan: Plan) -> float:
     """A warm-up, then half a cosine down to `last`."""
     falling = 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * step / steps)).item()
     return min(1.0, (step + 1) / plan.warm) * (plan.last + (1 - plan.last) * falling)
@@ -185,7 +187,7 @@ def with_laws(
     batch: int | None = None,
     watch: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Example]:
-    """Texts to sources, with the model's laws (T=1) at every position of theirs."""
+    """Examples of texts to sources, with the model's laws (at temperature 1) at every position of the texts."""
     order = sorted(range(len(sources)), key=lambda i: (len(texts[i]), len(sources[i])))
     found: dict[int, Example] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -193,12 +195,8 @@ def with_laws(
     model.to(device).eval()
     for start in range(0, len(order), batch):
         places = order[start : start + batch]
-        heard = padded([sources[i] for i in places], PAD).to(device)
-        said = padded([texts[i] for i in places], IGNORED).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            begun = model.prepare_decoder_input_ids_from_labels(said)
-            logits = model(input_ids=heard, attention_mask=heard != PAD, decoder_input_ids=begun).logits
-        law = logits.float().softmax(-1).topk(SOFT)
+        logits, _ = _answers(model, [sources[i] for i in places], [texts[i] for i in places])
+        law = logits.softmax(-1).topk(SOFT)
         tops, shares = law.indices.to(torch.int16).cpu(), law.values.to(torch.bfloat16).cpu()
         for row, i in enumerate(places):
             end = len(texts[i])

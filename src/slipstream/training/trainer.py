@@ -1,0 +1,206 @@
+"""`Trainer` trains a model on losses: schedule, clipping, optimizers, progress, and a state from which it resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.text.jsontext import json_text
+
+KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin anew")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is: steps taken, the seconds they took, and the tokens they read."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+class Budget(Protocol):
+    """Decides how long a training lasts and how often its state is saved."""
+
+    def used(self, progress: Progress) -> float:
+        """The share of the budget that is used; at 1 the training ends."""
+        ...
+
+    def saves(self, progress: Progress) -> int:
+        """How often the state should have been saved by now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A budget of `total` steps; the state is saved after every `save_every` of them."""
+
+    total: int
+    save_every: int
+
+    def used(self, progress: Progress) -> float:
+        """The share of the steps."""
+        return progress.steps / self.total
+
+    def saves(self, progress: Progress) -> int:
+        """One per `save_every` steps."""
+        return progress.steps // self.save_every
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A budget of `total` seconds spent in steps, so that a training ends when promised; 0 trains nothing."""
+
+    total: float
+    save_every: float = 120.0
+
+    def used(self, progress: Progress) -> float:
+        """The share of the time."""
+        return progress.seconds / self.total if self.total else 1.0
+
+    def saves(self, progress: Progress) -> int:
+        """One per `save_every` seconds."""
+        return int(progress.seconds / self.save_every)
+
+
+Loss = Callable[[int, float], tuple[Tensor, int]]
+"""(step from 0, share of the budget used) -> the loss of that step's batch, and how many tokens it reads.
+
+It should depend on the step and a seed alone: then a training that was interrupted ends with the same weights.
+"""
+
+
+Schedule = Callable[[int, float], float]
+"""(step from 0, share of the budget used) -> the factor of every learning rate in that step."""
+
+
+Watch = Callable[[Progress, float], object]
+"""(progress, loss): called after every step."""
+
+
+class Diverged(FloatingPointError):
+    """The error to raise when a training can never go on, since its loss or gradient is no finite number."""
+
+
+class Checkpoint:
+    """The file that keeps the state of a training, and the `settings` (for JSON) that it belongs to."""
+
+    def __init__(self, file: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self.file, self.settings = file, dict(settings or {})
+
+    def save(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
+        """Write the state, whole or not at all."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        about = {"settings": json_text(self.settings), "progress": json_text(asdict(progress))}
+        save_tensors(self.file, KIND, {name: one.detach().cpu().contiguous() for name, one in tensors.items()}, about)
+
+    def load(self) -> tuple[dict[str, Tensor], Progress] | None:
+        """The state, or None if there is no file. Raises ValueError if it is damaged or of other settings."""
+        if not self.file.exists():
+            return None
+        tensors, about = load_tensors(self.file, KIND)
+        saved = json.loads(about["settings"])
+        ours = json.loads(json_text(self.settings))  # as JSON gives them back: tuples are lists
+        differ = [name for name in ours if name not in saved or ours[name] != saved[name]]
+        if differ:
+            raise ValueError(
+                f"{self.file} belongs to a training with another {', '.join(differ)}: "
+                "give the same settings to resume it, or another folder."
+            )
+        return tensors, Progress(**json.loads(about["progress"]))
+
+
+class Trainer:
+    """Trains a model for a budget. `train` goes on after an interruption, also in a new process."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedule: Schedule,
+        budget: Budget,
+        checkpoint: Checkpoint,
+    ) -> None:
+        """The optimizers' learning rates are what `schedule` multiplies.
+
+        Raises ValueError if the checkpoint belongs to another training.
+        """
+        self.model, self.optimizers = model, list(optimizers)
+        self.schedule, self.budget, self.checkpoint = schedule, budget, checkpoint
+        self.progress = Progress()
+        self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        if state := checkpoint.load():
+            self._resume(*state)
+
+    def train(self, loss_of: Loss, watch: Watch = lambda progress, loss: None) -> Progress:
+        """Take the steps that are left in the budget. Interrupted, as by Ctrl-C, it saves its state first.
+
+        At the end of the budget `save` is the caller's, who may want to look at the model before. Raises `Diverged`,
+        and saves nothing, if a loss or its gradient is no finite number: to go on would end there again.
+        """
+        try:
+            while (used := self.budget.used(self.progress)) < 1:
+                saves = self.budget.saves(self.progress)
+                loss = self._step(loss_of, used)
+                watch(self.progress, loss)
+                if self.budget.saves(self.progress) > saves:
+                    self.save()
+        except FloatingPointError:
+            raise
+        except BaseException:
+            self.save()
+            raise
+        return self.progress
+
+    def save(self) -> None:
+        """Write weights, optimizers and progress to the checkpoint."""
+        tensors = {f"model.{name}": weight for name, weight in self.model.named_parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{place}.{name}": value for name, value in state.items()}
+        self.checkpoint.save(tensors, self.progress)
+
+    def _step(self, loss_of: Loss, used: float) -> float:
+        began, weights = perf_counter(), list(self.model.parameters())
+        loss, tokens = loss_of(self.progress.steps, used)
+        loss.backward(inputs=weights)  # another model that takes part in the loss stays as it is
+        steepness = nn.utils.clip_grad_norm_(weights, 1.0)
+        if not torch.isfinite(loss.detach() + steepness):
+            fault = f"its loss is {loss.item():g} and the length of its gradient {steepness.item():g}"
+            raise Diverged(
+                f"the training diverged after {self.progress.steps} steps: {fault}. "
+                "Give a lower learning rate, and another place to begin anew."
+            )
+        factor = self.schedule(self.progress.steps, used)
+        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        value = loss.item()  # waits for the device, so the time below is that of the whole step
+        done = self.progress
+        self.progress = replace(
+            done, steps=done.steps + 1, seconds=done.seconds + perf_counter() - began, tokens=done.tokens + tokens
+        )
+        return value
+
+    def _resume(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                weight.copy_(tensors[f"model.{name}"])
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, place, key = name.split(".")
+                states[int(number)].setdefault(int(place), {})[key] = value
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        self.progress = progress
