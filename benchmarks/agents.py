@@ -50,8 +50,8 @@ class Recorded(TableScorer):
         logits = torch.zeros(*tokens.shape, self.vocab)
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             for j, new in enumerate(row[:count]):
-                self._texts[first + r].append(new)
-                logits[r, j, self.said[min(len(self._texts[first + r]), len(self.said) - 1)]] = 1
+                self.texts[first + r].append(new)
+                logits[r, j, self.said[min(len(self.texts[first + r]), len(self.said) - 1)]] = 1
         return logits
 
 

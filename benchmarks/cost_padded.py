@@ -60,7 +60,7 @@ def enlarge(model: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausa
 
     Raises ValueError if the model is of another type, or if a size is smaller than what the model has.
     """
-    new, constant = _config(model.config, size)
+    new, constant = enlarged_config(model.config, size)
     torch.manual_seed(seed)
     large = LlamaForCausalLM(new).to(model.dtype).eval()
     small, rng = model.state_dict(), torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def _add_vocabulary(large: LlamaForCausalLM, old: LlamaConfig, constant: float) 
     large.lm_head.weight[old.vocab_size :, channel] = -FLOOR / (amplified * constant)
 
 
-def _config(old: LlamaConfig, size: Size) -> tuple[LlamaConfig, float]:
+def enlarged_config(old: LlamaConfig, size: Size) -> tuple[LlamaConfig, float]:
     """The configuration of the large model, and the constant of its added channel (0: the vocabulary stays)."""
     _refuse(old, size)
     hidden, heads, vocab = (

@@ -443,6 +443,75 @@ def test_size_checker_catches(room: str, source: str, faults: int) -> None:
     assert len(size_faults(room, source)) == faults
 
 
+# --- tests use public names ---------------------------------------------------------------------
+
+
+# Private names of third parties that tests may use, since no public one shows the same.
+OTHERS_PRIVATE = {
+    "_attn_implementation",  # of transformers' configurations
+    "_decomp",  # torch
+    "_dynamo",  # torch
+    "_exit",  # os
+    "_forward_pre_hooks",  # of torch's modules
+    "_get_logits_processor",  # what transformers' generate calls
+    "_prepare_special_tokens",  # what transformers' generate calls
+}
+BY_NAME = {"setattr", "delattr", "getattr", "hasattr", "object", "patch"}
+"""Functions that take the name of an attribute as text: the built-in ones, monkeypatch's and unittest.mock's."""
+
+
+def is_private(name: str) -> bool:
+    """Whether a name has one leading underscore; the last part counts where it is dotted."""
+    return re.fullmatch(r"_[^_].*", name.rsplit(".", 1)[-1]) is not None
+
+
+def privacy_faults(source: str) -> list[str]:
+    """Uses of private names that belong to others: imported, as attributes, and by their names in text."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        names = list[str]()
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and (
+            getattr(node.func, "attr", None) in BY_NAME or getattr(node.func, "id", None) in BY_NAME
+        ):
+            texts = (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            names = [text for text in texts if isinstance(text, str)]
+        line = getattr(node, "lineno", 0)
+        faults += [f"line {line}: {name}" for name in names if is_private(name) and name not in OTHERS_PRIVATE]
+    return faults
+
+
+def test_tests_use_public_names() -> None:
+    found = {path.name: privacy_faults(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("*.py")}
+    assert {name: faults for name, faults in found.items() if faults} == {}
+    assert "test_house.py" in found
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("lookup._texts", 1),
+        ("one.drafter._graphs.clear()", 1),
+        ("from slipstream.decoding.speculate import _emit, play_round", 1),
+        ("monkeypatch.setattr(teacher, '_save', None)", 1),
+        ("monkeypatch.setattr('slipstream.files._open', None)", 1),
+        ("patch.object(rows, '_slots', 2)", 1),
+        ("getattr(one, '_two')", 1),
+        ("self._own, cls._own", 0),
+        ("os._exit(0)", 0),
+        ("Path.__init__(one), one.public, say('_word')", 0),
+        ("monkeypatch.setattr(teacher, 'save', '_value', raising=True)", 1),
+    ],
+)
+def test_privacy_checker_catches(source: str, faults: int) -> None:
+    assert len(privacy_faults(source)) == faults
+
+
 # --- the public face ------------------------------------------------------------------------------
 
 

@@ -283,9 +283,9 @@ def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
         (own, "match", "eager"),
     ]
     assert {row.matches_plain for row in rows} == {4}
-    names = list(map(command_room._names(rows), rows))
+    names = list(map(command_room.row_names(rows), rows))
     assert len(set(names)) == len(names) and names[4] == "slipstream speculative 2 second token eager"
-    assert command_room._names(rows[:1])(rows[0]) == PLAIN
+    assert command_room.row_names(rows[:1])(rows[0]) == PLAIN
 
 
 def test_theirs_count_the_passes_of_the_target() -> None:

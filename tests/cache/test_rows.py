@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
+from slipstream.cache import rows as rows_module
 from slipstream.cache.rows import FIRST_SLOTS, RowCache
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 3, 2  # keys and values may differ in size
@@ -49,8 +51,8 @@ class Orders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = RowCache()
-        self.cache._slots = 2  # so that it grows often
+        with patch.object(rows_module, "FIRST_SLOTS", 2):  # so that it grows often
+            self.cache = RowCache()
         self.texts: list[list[int]] = []
         self.next = 1
 

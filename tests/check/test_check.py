@@ -335,7 +335,7 @@ def test_a_last_token_from_another_law_is_caught(monkeypatch: pytest.MonkeyPatch
         law = verdict.law if verdict.law.point else Law(probs=verdict.law.dense**0.9)
         return context.draw(law, "next", verdict.accepted.tolist())[:, 0]
 
-    monkeypatch.setattr(decoding, "_next", soft)
+    monkeypatch.setattr(decoding, "draw_next", soft)
     assert "wiring" in failed(run())
 
 
@@ -349,10 +349,10 @@ def test_penalties_that_do_not_move_inside_the_block_are_caught(monkeypatch: pyt
 def test_a_text_that_goes_on_after_its_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
         row.tokens += tokens
-        row.finish_reason = decoding._finish(row, row.tokens[-1])
+        row.finish_reason = decoding.finish_reason_of(row, row.tokens[-1])
         return tuple(tokens)
 
-    monkeypatch.setattr(decoding, "_emit", blind)
+    monkeypatch.setattr(decoding, "emit", blind)
     assert "endings" in failed(run(temperature=0.0))
 
 
@@ -362,13 +362,13 @@ def test_a_text_that_ends_too_early_is_caught(monkeypatch: pytest.MonkeyPatch, e
         return "stop" if new in row.request.eos else "length" if row.room <= 1 else None
 
     assert not failed(run(engine(eos=eos), max_new_tokens=4))
-    monkeypatch.setattr(decoding, "_finish", hasty)
+    monkeypatch.setattr(decoding, "finish_reason_of", hasty)
     assert "endings" in failed(run(engine(eos=eos), max_new_tokens=4))
 
 
 def test_tokens_that_are_neither_accepted_nor_drawn_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    emit = decoding._emit
-    monkeypatch.setattr(decoding, "_emit", lambda row, tokens: emit(row, [*tokens[:-1], 0]))
+    emit = decoding.emit
+    monkeypatch.setattr(decoding, "emit", lambda row, tokens: emit(row, [*tokens[:-1], 0]))
     assert {"wiring", "samples"} <= failed(run())
 
 
@@ -383,9 +383,9 @@ class Stale(TableScorer):
     """Takes one step back too few, so that a rejected token is seen."""
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        kept = [text[length] if len(text) > length else None for text, length in zip(self._texts, lengths, strict=True)]
+        kept = [text[length] if len(text) > length else None for text, length in zip(self.texts, lengths, strict=True)]
         super().rollback(lengths)
-        for text, token in zip(self._texts, kept, strict=True):
+        for text, token in zip(self.texts, kept, strict=True):
             if token is not None:
                 text[-1] = token
 

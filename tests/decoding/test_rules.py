@@ -102,8 +102,8 @@ def token_wise_block(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdi
         return acceptance.token(p, draft, draw)
     b = acceptance.survival(p, draft)[:, 1:]
     passed = draw(Law(probs=torch.stack([b, 1 - b], -1)), "accept") == 0
-    accepted = acceptance._leading(passed, draft)
-    return Verdict(accepted, acceptance._next_law(p, draft, accepted), acceptance.beta(p, draft.law))
+    accepted = acceptance.leading(passed, draft)
+    return Verdict(accepted, acceptance.next_law(p, draft, accepted), acceptance.beta(p, draft.law))
 
 
 def ordinary_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
@@ -111,7 +111,7 @@ def ordinary_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verd
     verdict = acceptance.block(p, draft, draw)
     if draft.law is None:
         return verdict
-    return replace(verdict, law=acceptance._next_law(p, draft, verdict.accepted))
+    return replace(verdict, law=acceptance.next_law(p, draft, verdict.accepted))
 
 
 def test_block_faults_are_caught() -> None:
@@ -121,7 +121,7 @@ def test_block_faults_are_caught() -> None:
 
 def independent_candidates(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
     """Candidates of one position tested against the same p: mass is counted twice."""
-    walk = trees._Walk(p, draft, draw)
+    walk = trees.TreeWalk(p, draft, draw)
     here = walk.everyone
     for child, (token, q, present) in walk.candidates(trees.ROOT):
         p_x, q_x = (x.gather(-1, token.unsqueeze(-1)).squeeze(-1) for x in (walk.p(trees.ROOT), q))

@@ -223,8 +223,8 @@ def test_the_caches_hold_the_text_without_its_pending_token_after_every_round() 
     for round in rounds(decoder, requests):
         running = [row for row in round.rows if row.finish_reason is None]
         ends += len(round.rows) - len(running)
-        assert decoder.target._texts == [row.tokens[:-1] for row in running]  # type: ignore[attr-defined]
-        for row, have in zip(round.rows, draft._texts, strict=True):  # its ended rows leave with the next draft
+        assert decoder.target.texts == [row.tokens[:-1] for row in running]  # type: ignore[attr-defined]
+        for row, have in zip(round.rows, draft.texts, strict=True):  # its ended rows leave with the next draft
             assert row.tokens[: len(have)] == have and len(have) < len(row.tokens)
     assert ends == 5 and decoder.target.lengths == []
 

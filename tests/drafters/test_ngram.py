@@ -239,7 +239,9 @@ def test_a_short_text_knows_what_others_taught() -> None:
     want.learned = [(tuple(other[:i]), other[i]) for i in range(2, 6)]
     for text in ([], [2], [0, 2], [1, 0], [3, 3, 0]):
         assert model_law(model, text, online) == pytest.approx(want.law(text), abs=FLOAT)
-    assert max(map(len, online._counts)) == 2  # no context that nobody asks for
+    asked = [tuple(other[end - size : end]) for size in (1, 2) for end in range(2, 6)]
+    assert {online.level(context) is None for context in asked} == {False}
+    assert len(online) == len(set(asked))  # no context that nobody asks for
 
 
 def test_the_reference_would_notice() -> None:
@@ -257,7 +259,7 @@ def test_online_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     text = list(range(60))
     for end in range(1, len(text) + 1):
         online.add(text[:end], 1)
-        assert len(online._counts) <= 20
+        assert len(online) <= 20
     assert online.level((57, 58)) is not None and online.level((1, 2)) is None
 
 

@@ -39,8 +39,10 @@ from transformers.generation.streamers import BaseStreamer
 from slipstream.core.request import Prefixes, Row
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.rules import BLOCK, COUPLED
+from slipstream.engine import custom_generate as custom_generation
 from slipstream.engine.custom_generate import Speculation, custom_generate
 from slipstream.engine.generate_batch import Batch, Prompt
+from slipstream.models.loading import load_model
 from toys import FAMILIES, HF_VOCAB, tiny
 
 PAD = 0
@@ -515,11 +517,18 @@ def test_draft_from_a_folder_is_loaded_once(tmp_path: Path, monkeypatch: pytest.
     draft.save_pretrained(tmp_path)
     model = deepcopy(target).to(torch.bfloat16)
     speculate = custom_generate(tmp_path)
+    loaded = list[Any]()
+
+    def load_draft(*words: Any, **named: Any) -> Any:
+        loaded.append(load_model(*words, **named))
+        return loaded[-1]
+
+    monkeypatch.setattr(custom_generation, "load_model", load_draft)
     model.generate(BATCH[2:3], **SETTINGS, custom_generate=speculate)
-    assert speculate._draft(model).dtype == torch.bfloat16
-    monkeypatch.setattr("slipstream.models.loading.load_model", None)
-    monkeypatch.setattr("slipstream.models.causal.CausalScorer", None)
+    assert [each.dtype for each in loaded] == [torch.bfloat16]
+    monkeypatch.setattr(custom_generation, "CausalScorer", None)
     model.generate(BATCH[2:3], **SETTINGS, custom_generate=speculate)
+    assert len(loaded) == 1
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

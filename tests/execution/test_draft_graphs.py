@@ -74,7 +74,7 @@ def test_chains_of_unknown_length_are_made_of_steps(untraced: None) -> None:
     one.make_draft_graphs([])
     for left, right in zip(drafts(one, samplers, ONE), drafts(other, samplers, ONE), strict=True):
         _agree(left, right)
-    assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs._graphs} == {1}
+    assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs.made} == {1}
 
 
 def test_texts_of_a_batch_have_each_its_temperature(untraced: None) -> None:

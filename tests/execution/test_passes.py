@@ -235,8 +235,7 @@ def test_captured_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_control_a_graph_that_does_not_read_its_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "record", _recorder)
-    monkeypatch.setattr(cuda_graphs, "_fill", lambda fixed, work: None)
+    monkeypatch.setattr(cuda_graphs, "record", lambda function: (function(), lambda: None))
     model = tiny(FAMILIES["llama"])
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
     drive(fast, 1)

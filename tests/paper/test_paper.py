@@ -131,7 +131,7 @@ def toy(temperature: float) -> tuple[Subject, list[Request]]:
 def test_alpha_along_texts_is_corollary_3_6() -> None:
     subject, requests = toy(1.0)
     outputs = [[0, 1, 2], [2], [1, 1, 0, 2]]
-    trail = trails.follow(subject, {"draft": trails._model(subject.lend("draft"), 3)}, requests, outputs)["draft"]
+    trail = trails.follow(subject, {"draft": trails.model_scout(subject.lend("draft"), 3)}, requests, outputs)["draft"]
     p, q = dirichlet_table(1), dirichlet_table(2)
     for request, output, betas, chances in zip(requests, outputs, trail.betas, trail.chances, strict=True):
         assert len(betas) == len(output)
@@ -148,7 +148,7 @@ def test_alpha_along_texts_is_corollary_3_6() -> None:
 def test_greedy_alpha_is_a_share_of_equal_choices() -> None:
     subject, requests = toy(0.0)
     outputs = [[0, 1, 2], [2, 0], [1]]
-    trail = trails.follow(subject, {"draft": trails._model(subject.lend("draft"), 3)}, requests, outputs)["draft"]
+    trail = trails.follow(subject, {"draft": trails.model_scout(subject.lend("draft"), 3)}, requests, outputs)["draft"]
     p, q = dirichlet_table(1), dirichlet_table(2)
     for request, output, betas in zip(requests, outputs, trail.betas, strict=True):
         for place in range(len(output)):
@@ -167,7 +167,7 @@ def _choice(law: tuple[float, ...]) -> list[float]:
 def test_n_grams_walk_along_the_same_texts() -> None:
     _, requests = toy(1.0)
     model = trails.NgramModel.fit([[0, 1, 0, 1, 2]], 2, 3)
-    laws = list(trails._table(model, "bigram")(requests, [[0, 1], [2], [1]]))
+    laws = list(trails.ngram_scout(model, "bigram")(requests, [[0, 1], [2], [1]]))
     assert len(laws) == 2
     want = torch.from_numpy(model.law(model.state([0, 0])))
     assert torch.allclose(laws[1].dense[0, 0], want, atol=1e-6)

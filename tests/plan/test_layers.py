@@ -70,9 +70,9 @@ def timed(target: float, draft: float, gamma: int = 3) -> Stats:
 
 def test_the_prediction_is_the_formula_on_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft step of a tenth of a plain step, four rows for the price of 1.6: gamma by trying all."""
-    monkeypatch.setattr(exits, "_pooled", lambda *_: timed(0.16, 0.01))
+    monkeypatch.setattr(exits, "pooled_stats", lambda *_: timed(0.16, 0.01))
     base = Stats(emitted=100, target_calls=100, seconds={"prefill": 9.0, "target": 10.0})
-    trial = exits._trial(Decoder(target_of()), requests(), (0,), 3, base)
+    trial = exits.try_layers(Decoder(target_of()), requests(), (0,), 3, base)
 
     def speed(gamma: int) -> float:
         return sum(0.8**i for i in range(gamma + 1)) / (1 + 0.2 * gamma + 0.1 * gamma)
@@ -84,7 +84,7 @@ def test_the_prediction_is_the_formula_on_measured_times(monkeypatch: pytest.Mon
 
 def test_a_draft_that_costs_too_much_does_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     base = Stats(emitted=100, target_calls=100, seconds={"target": 10.0})
-    monkeypatch.setattr(exits, "_pooled", lambda decoder, requests, layers: timed(0.3, 0.2) if layers else base)
+    monkeypatch.setattr(exits, "pooled_stats", lambda decoder, requests, layers: timed(0.3, 0.2) if layers else base)
     found = search_exit(Decoder(target_of()), requests(), [(0,), (0, 1)])
     assert found.race == () and found.best is None and found.layers == ()
     assert [trial.best_gamma for trial in found.trials] == [0, 0]

@@ -135,7 +135,7 @@ def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
     else:
         _show(report, console())
     if picture:
-        plot(report, picture, _names(report.rows))
+        plot(report, picture, row_names(report.rows))
         say(f"wrote {picture}")
     if report.interrupted:
         say(f"interrupted: {len(report.rows)} rows were measured.")
@@ -165,7 +165,7 @@ LEGEND = (
 
 def _show(report: BenchReport, screen: Console) -> None:
     """Two tables per batch and temperature, speed and what happens in a round, and what they were measured on."""
-    name = _names(report.rows)
+    name = row_names(report.rows)
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
         rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
         screen.print(f"\nbatch {batch}, temperature {temperature:g}: {_amount(rows[0], report.settings)}", style="bold")
@@ -203,7 +203,7 @@ def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
     return table
 
 
-def _names(rows: Sequence[Result]) -> Callable[[Result], str]:
+def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:
     """What to call each row: contender and gamma, and of draft, rule and execution what differs between ours."""
     told = [what for what in ("draft", "rule", "execution") if len({getattr(row, what) for row in rows} - {None}) > 1]
 

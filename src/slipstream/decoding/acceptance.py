@@ -34,8 +34,8 @@ def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
         keep = torch.minimum(p.first(draft.law.positions).of(draft.tokens), q_x)
         # A coin with weights (keep, q - keep): accepted iff u * q < min(p, q), the ratio test without a division.
         passed = draw(_coin(keep, q_x - keep), Purpose.ACCEPT) == 0
-    accepted = _leading(passed, draft)
-    return Verdict(accepted, _next_law(p, draft, accepted), beta(p, draft.law))
+    accepted = leading(passed, draft)
+    return Verdict(accepted, next_law(p, draft, accepted), beta(p, draft.law))
 
 
 def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
@@ -58,7 +58,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
     passed = draw(_coin(torch.where(sure, 1.0, keep), lose), Purpose.ACCEPT) == 0
     accepted = (place * (passed & (place <= lengths[:, None]))).amax(-1)
     weight = b.gather(1, accepted[:, None])
-    return Verdict(accepted, _next_law(p, draft, accepted, weight), beta(p, draft.law))
+    return Verdict(accepted, next_law(p, draft, accepted, weight), beta(p, draft.law))
 
 
 def survival(p: Law, draft: Draft) -> Tensor:
@@ -94,7 +94,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     if draft.law is None:
         none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
         return Verdict(none, Law(tokens=choice[:, :1]), _no_beta(none))
-    accepted = _leading(draft.tokens == choice[:, :-1], draft)
+    accepted = leading(draft.tokens == choice[:, :-1], draft)
     return Verdict(accepted, Law(tokens=choice).at(accepted), beta(p, draft.law))
 
 
@@ -114,8 +114,8 @@ def lenient(leniency: float) -> Verifier:
             return nothing_drafted(p)
         rule = _lenient_greedy if p.point else _lenient_sampling
         passed, relaxed, distance = rule(p.first(draft.law.positions), draft, draw, leniency)
-        accepted = _leading(passed, draft)
-        return Verdict(accepted, _next_law(p, draft, accepted), beta(p, draft.law), relaxed, distance)
+        accepted = leading(passed, draft)
+        return Verdict(accepted, next_law(p, draft, accepted), beta(p, draft.law), relaxed, distance)
 
     return verify
 
@@ -181,8 +181,8 @@ def _lengths(draft: Draft, device: torch.device) -> Tensor:
     return torch.tensor(draft.lengths, device=device)
 
 
-def _leading(passed: Tensor, draft: Draft) -> Tensor:
-    """How many tokens passed before the first that failed or was not drafted."""
+def leading(passed: Tensor, draft: Draft) -> Tensor:
+    """Count the tokens that passed before the first that failed or was not drafted -> (rows,)."""
     assert draft.parents is None, "this verifier takes chains; `trees` has those for trees"
     if min(draft.lengths) < passed.shape[1]:
         places = torch.arange(passed.shape[1], device=passed.device)
@@ -190,8 +190,11 @@ def _leading(passed: Tensor, draft: Draft) -> Tensor:
     return passed.cumprod(-1).sum(-1)
 
 
-def _next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = None) -> Law:
-    """The residual where a drafted token was refused, p where all stand."""
+def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = None) -> Law:
+    """Return the law of the token after the accepted ones: the residual after a refusal, p where all stand.
+
+    `weight` (rows, 1) is the b of block verification.
+    """
     if p.tokens is not None:
         return Law(tokens=p.tokens.gather(1, accepted[:, None]))
     here = p.at(accepted)

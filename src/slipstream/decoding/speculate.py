@@ -37,7 +37,7 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) 
     watch.lap("target")
     p, faults = context.target_law(logits, draft, target.name)
     verdict = verify(decoder, context, p, draft)
-    following = _next(context, verdict)
+    following = draw_next(context, verdict)
     watch.lap("accept")
     if verdict.path is not None:
         target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
@@ -57,7 +57,7 @@ def _room(target: Scorer, row: Row, gamma: int) -> int:
     return max(0, min(gamma, room - 1))
 
 
-def _next(context: Context, verdict: Verdict) -> Tensor:
+def draw_next(context: Context, verdict: Verdict) -> Tensor:
     """Draw the token after the accepted ones (rows,)."""
     return context.draw(verdict.law, Purpose.NEXT, verdict.accepted.tolist())[:, 0]
 
@@ -71,7 +71,7 @@ def _commit(
     stands = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
     if faults:
         _cut(running, stands, verdict, faults)
-    emitted = [_emit(row, new) for row, new in zip(running, stands, strict=True)]
+    emitted = [emit(row, new) for row, new in zip(running, stands, strict=True)]
     return tuple(emitted), tuple(min(count, len(new)) for count, new in zip(counts, emitted, strict=True))
 
 
@@ -89,11 +89,11 @@ def _cut(running: Sequence[Row], stands: Sequence[list[int]], verdict: Verdict, 
             del new[end:]
 
 
-def _emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Append tokens until one of them ends the row -> the appended ones."""
+def emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Append tokens to the row until one of them ends it -> the appended ones."""
     for count, new in enumerate(tokens, 1):
         row.tokens.append(new)
-        row.finish_reason = _finish(row, new)
+        row.finish_reason = finish_reason_of(row, new)
         if row.finish_reason:
             row.error = None  # it ends before
             return tuple(tokens[:count])
@@ -101,7 +101,8 @@ def _emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _finish(row: Row, new: int) -> str | None:
+def finish_reason_of(row: Row, new: int) -> str | None:
+    """Say why plain decoding would end the row after its last token, `new`; None if it would go on."""
     request = row.request
     if new in request.eos:
         return "stop"

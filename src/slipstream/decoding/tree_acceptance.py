@@ -30,12 +30,12 @@ def recursive(p: Law, draft: Draft, draw: Draw) -> Verdict:
         return nothing_drafted(p)
     if p.point:
         return match(p, draft, draw)
-    walk = _Walk(p, draft, draw)
+    walk = TreeWalk(p, draft, draw)
     _descend(walk, ROOT, walk.everyone)
     return walk.verdict()
 
 
-def _descend(walk: _Walk, node: int, here: Tensor) -> None:
+def _descend(walk: TreeWalk, node: int, here: Tensor) -> None:
     rest = walk.p(node)
     for child, (token, law, present) in walk.candidates(node):
         x = token.unsqueeze(-1)
@@ -61,12 +61,12 @@ def traversal(p: Law, draft: Draft, draw: Draw) -> Verdict:
     if p.point:
         return match(p, draft, draw)
     assert not draft.replacement, "traversal verification needs candidates drawn without replacement"
-    walk = _Walk(p, draft, draw)
+    walk = TreeWalk(p, draft, draw)
     _visit(walk, ROOT, torch.ones_like(walk.everyone, dtype=torch.float64), walk.everyone)
     return walk.verdict()
 
 
-def _visit(walk: _Walk, node: int, a: Tensor, here: Tensor) -> Tensor:
+def _visit(walk: TreeWalk, node: int, a: Tensor, here: Tensor) -> Tensor:
     """Rows (bool) that settle at this node or below."""
     law, open_ = walk.p(node), here
     for child, (token, q, present) in walk.candidates(node):
@@ -92,7 +92,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """
     if draft.law is None:
         return nothing_drafted(p)
-    walk = _Walk(p, draft, draw)
+    walk = TreeWalk(p, draft, draw)
     node = torch.full((p.rows,), ROOT, device=p.device)
     here, choice = walk.everyone, node
     for depth in range(walk.depth + 1):
@@ -108,7 +108,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     return walk.verdict(Law(tokens=choice.unsqueeze(-1)))
 
 
-class _Walk:
+class TreeWalk:
     """One verification in progress: where every row settles, and the law of its next token there."""
 
     def __init__(self, p: Law, draft: Draft, draw: Draw) -> None:

@@ -56,23 +56,24 @@ class Lookup:
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
         self.factor, self.offset, self.vocab = factor, offset, vocab
-        self._texts: ByRow[SuffixAutomaton] = ByRow()
+        # What was read of every row that runs; rows that have ended, or that nobody holds, leave it.
+        self.automata: ByRow[SuffixAutomaton] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
-        self._texts.follow(context.rows, lambda row: SuffixAutomaton(self.max_matching_ngram_size))
+        self.automata.follow(context.rows, lambda row: SuffixAutomaton(self.max_matching_ngram_size))
         return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
         """Forget the rows that have ended; the others are read when they draft."""
         for row in round.rows:
             if row.finish_reason:
-                self._texts.forget(row)
+                self.automata.forget(row)
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
         if not gamma:
             return []
-        automaton = self._texts[row]
+        automaton = self.automata[row]
         automaton.follow([*heard(row, self.vocab), *row.tokens])
         if automaton.length < self.min_matching_ngram_size:
             return []

@@ -295,6 +295,10 @@ class OnlineCounts:
         self._first = np.zeros(vocab)
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
 
+    def __len__(self) -> int:
+        """How many contexts are held."""
+        return len(self._counts)
+
     def add(self, text: Sequence[int], new: int) -> None:
         """Count the last `new` tokens of a text."""
         for place in range(len(text) - new, len(text)):

@@ -12,9 +12,10 @@ DEPTH = 64
 class SuffixAutomaton:
     """A growing text and the longest suffix of it that occurred before, in amortised constant time per token.
 
-    A state stands for the substrings that end at the same places; `_link` leads to the state of its longest suffix
+    A state stands for the substrings that end at the same places; `links` leads to the state of its longest suffix
     that also ends elsewhere. So the link of the whole text is the longest suffix that occurred before. `length` is
-    its length, at most `limit`; 0 if the last token is new. Occurrences may overlap.
+    its length, at most `limit`; 0 if the last token is new. Occurrences may overlap. `followers` says for every
+    state which token leads to which state.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -24,8 +25,8 @@ class SuffixAutomaton:
     def _clear(self) -> None:
         self.text: list[int] = []
         self.length = 0
-        self._next: list[dict[int, int]] = [{}]  # of every state; state 0 is the empty text
-        self._link, self._longest = [-1], [0]
+        self.followers: list[dict[int, int]] = [{}]  # state 0 is the empty text
+        self.links, self._longest = [-1], [0]
         self._recent = [0]  # where the last known occurrence ends, the newest place of the text aside
         self._whole = self._match = 0
 
@@ -39,7 +40,7 @@ class SuffixAutomaton:
         """Append tokens to the text."""
         for token in tokens:
             self._remember()
-            follower = self._next[self._match].get(token, 0)
+            follower = self.followers[self._match].get(token, 0)
             self._grow(token)
             self.text.append(token)
             self._find(follower)
@@ -62,42 +63,42 @@ class SuffixAutomaton:
             if not state:
                 return
             self._recent[state] = len(self.text)
-            state = self._link[state]
+            state = self.links[state]
 
     def _grow(self, token: int) -> None:
         """Blumer's step: the automaton of the text and one more token."""
         new = self._add(self._longest[self._whole] + 1, 0, {}, len(self.text) + 1)
         state, self._whole = self._whole, new
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = new
-            state = self._link[state]
+        while state >= 0 and token not in self.followers[state]:
+            self.followers[state][token] = new
+            state = self.links[state]
         if state >= 0:
-            self._link[new] = self._split(state, token)
+            self.links[new] = self._split(state, token)
 
     def _split(self, state: int, token: int) -> int:
         """The state of exactly the longest string of `state` and the token; made if it had longer ones too."""
-        old, length = self._next[state][token], self._longest[state] + 1
+        old, length = self.followers[state][token], self._longest[state] + 1
         if self._longest[old] == length:
             return old
-        clone = self._add(length, self._link[old], dict(self._next[old]), self._recent[old])
-        self._link[old] = clone
-        while state >= 0 and self._next[state].get(token) == old:
-            self._next[state][token] = clone
-            state = self._link[state]
+        clone = self._add(length, self.links[old], dict(self.followers[old]), self._recent[old])
+        self.links[old] = clone
+        while state >= 0 and self.followers[state].get(token) == old:
+            self.followers[state][token] = clone
+            state = self.links[state]
         return clone
 
     def _add(self, longest: int, link: int, following: dict[int, int], recent: int) -> int:
         self._longest.append(longest)
-        self._link.append(link)
-        self._next.append(following)
+        self.links.append(link)
+        self.followers.append(following)
         self._recent.append(recent)
-        return len(self._next) - 1
+        return len(self.followers) - 1
 
     def _find(self, follower: int) -> None:
         """The state of the match. `follower` holds the last match and the new token, if that occurred before."""
-        state = self._link[self._whole]
+        state = self.links[self._whole]
         if self._longest[state] > self._limit:  # the last match had the full size: go on from it, not from the top
             state = follower
-            while self._longest[self._link[state]] >= self._limit:
-                state = self._link[state]
+            while self._longest[self.links[state]] >= self._limit:
+                state = self.links[state]
         self._match, self.length = state, min(self._longest[state], self._limit)

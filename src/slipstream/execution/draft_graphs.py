@@ -91,6 +91,11 @@ class DraftGraphs:
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
 
+    @property
+    def made(self) -> frozenset[GraphKind]:
+        """The kinds of graphs that were made so far."""
+        return frozenset(self._graphs)
+
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
         """Tokens (rows, gamma) and the law each was drawn from; None if that has to be done without graphs."""
         steps = self.steps(wish)

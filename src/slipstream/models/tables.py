@@ -16,37 +16,37 @@ Table = Callable[[tuple[int, ...]], Sequence[float]]
 
 
 class TableScorer:
-    """An autoregressive process given by a function of the prefix, in float64. The cache is the text itself."""
+    """An autoregressive process given by a function of the prefix, in float64. The cache, `texts`, holds the tokens."""
 
     device = torch.device("cpu")
     source_form: SourceForm | None = None
 
     def __init__(self, table: Table, vocab: int, name: str = "table", context: int | None = None) -> None:
         self.table, self.vocab, self.name, self.context = table, vocab, name, context
-        self._texts: list[list[int]] = []
+        self.texts: list[list[int]] = []
 
     @property
     def lengths(self) -> list[int]:
         """Tokens in the cache, per row."""
-        return [len(text) for text in self._texts]
+        return [len(text) for text in self.texts]
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows."""
-        self._texts += [[] for _ in range(rows)]
+        self.texts += [[] for _ in range(rows)]
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append copies of these rows."""
-        self._texts += [list(self._texts[row]) for row in rows]
+        self.texts += [list(self.texts[row]) for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
-        self._texts = [text for place, text in enumerate(self._texts) if place not in set(rows)]
+        self.texts = [text for place, text in enumerate(self.texts) if place not in set(rows)]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
-        assert len(lengths) <= len(self._texts), "one length per row, of the first rows"
+        assert len(lengths) <= len(self.texts), "one length per row, of the first rows"
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
-        for text, length in zip(self._texts, lengths, strict=False):
+        for text, length in zip(self.texts, lengths, strict=False):
             del text[length:]
 
     def scrub(self) -> None:
@@ -56,7 +56,7 @@ class TableScorer:
         """Feed tokens (rows, n) to the rows from `first` on -> log probabilities (rows, n, vocab)."""
         logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-            text = self._texts[first + r]
+            text = self.texts[first + r]
             base = len(text) if tree is None else len(text) + tree.seen.shape[0] - tree.depths.shape[0]
             for j, new in enumerate(row[:count]):
                 text.append(new)
@@ -66,12 +66,12 @@ class TableScorer:
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
-        for text, start, path in zip(self._texts[: len(starts)], starts, paths, strict=True):
+        for text, start, path in zip(self.texts[: len(starts)], starts, paths, strict=True):
             text[start : start + len(path)] = [text[start + place] for place in path]
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts to the rows from `first` on, behind what they hold; no logits are wanted."""
-        for text, new in zip(self._texts[first : first + len(texts)], texts, strict=True):
+        for text, new in zip(self.texts[first : first + len(texts)], texts, strict=True):
             text.extend(new)
 
     def fix_shape(self, shape: Shape | None) -> None:

@@ -116,10 +116,10 @@ def search_exit(
     assert isinstance(target, HasModel), "a model from `models`"
     if choices is None:
         choices = [*first_layers(target), *thinned(target, texts_of(decoder, requests), watch)]
-    base = _pooled(decoder, requests, None)
+    base = pooled_stats(decoder, requests, None)
     trials = []
     for layers in choices:
-        trials.append(_trial(decoder, requests, layers, gamma, base))
+        trials.append(try_layers(decoder, requests, layers, gamma, base))
         watch(f"layers {spell(layers)}: alpha {trials[-1].alpha:.3f}, {trials[-1].tokens_per_second:.1f} tokens/s")
     promising = sorted((trial for trial in trials if trial.best_gamma), key=lambda trial: -trial.factor)[:FINALISTS]
     speed, finishes = _race(decoder, requests, promising, watch)
@@ -171,7 +171,7 @@ def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequ
     return float(torch.cat(kept).mean())
 
 
-def _pooled(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
+def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
     """One run -> its statistics, all rows added up. Raises ValueError if there was nothing to measure."""
     if layers is None:
         rows = sound(plain(decoder, requests))
@@ -184,9 +184,9 @@ def _pooled(decoder: Decoder, requests: Sequence[Request], layers: Layers | None
     return stats
 
 
-def _trial(decoder: Decoder, requests: Sequence[Request], layers: Layers, gamma: int, base: Stats) -> Trial:
+def try_layers(decoder: Decoder, requests: Sequence[Request], layers: Layers, gamma: int, base: Stats) -> Trial:
     """One run at `gamma`; draft and verify times over a plain step give the best gamma and its speed."""
-    stats = _pooled(replace(decoder, controller=Fixed(gamma)), requests, layers)
+    stats = pooled_stats(replace(decoder, controller=Fixed(gamma)), requests, layers)
     step = _seconds(base) / base.target_calls
     c = stats.seconds["draft"] / max(1, stats.drafted) / step
     slope = ((_seconds(stats) - stats.seconds["draft"]) / stats.target_calls / step - 1) / gamma
@@ -220,9 +220,9 @@ def _race(
 
     def run(trial: Trial | None, lap: int) -> float:
         if trial is None:
-            return _pooled(decoder, requests, None).tokens_per_second or 0.0
+            return pooled_stats(decoder, requests, None).tokens_per_second or 0.0
         own = replace(decoder, controller=Fixed(trial.best_gamma))
-        return _pooled(own, requests, trial.layers).tokens_per_second or 0.0
+        return pooled_stats(own, requests, trial.layers).tokens_per_second or 0.0
 
     plain_speeds, *others = zip(*race([None, *trials], range(LAPS), run), strict=True)
     finishes = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,7 @@ def test_what_was_cut_off_is_not_learned(memory: Memory) -> None:
     assert memory.totals() == []
     del stream
     gc.collect()
-    assert not store._traces  # nobody else holds the row: neither do we
+    assert not store.traces  # nobody else holds the row: neither do we
 
 
 def test_a_stop_in_mid_round_learns_what_was_emitted(memory: Memory) -> None:
@@ -222,7 +224,8 @@ def test_rows_of_one_batch_keep_to_their_namespaces(memory: Memory) -> None:
 
 def test_a_memory_that_cannot_be_written_costs_no_response(memory: Memory) -> None:
     store = Datastore(WORDS, memory=memory, learn=True)
-    memory._connection.execute("CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with closing(sqlite3.connect(memory.path)) as other, other:
+        other.execute("CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.warns(RuntimeWarning, match=r"full.*no longer learned\.$"):
         (done,) = generate(decoder(store, TEXT), [request([1, 2], 21, GREEDY)])
     assert done.output == TEXT and not store.learn
@@ -303,7 +306,7 @@ def test_greedy_texts_of_a_model_are_its_own_while_rows_come_and_go(batch_size: 
     for turn in range(2):
         done = generate(one, requests)
         assert [text.output for text in done] == want
-        assert not store._traces
+        assert not store.traces
         accepted = sum(text.stats.accepted for text in done)
         assert accepted > 10 or not turn
     memory.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,19 @@ def test_texts_are_for_the_owner_s_eyes(path: Path, memory: Memory) -> None:
     assert {file.stat().st_mode & 0o077 for file in path.parent.iterdir()} == {0}
 
 
+def in_sql(path: Path, statement: str) -> None:
+    """Run one statement of SQL on the file, as another program would."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+
+
 def test_forgotten_bytes_are_gone_from_the_disk(path: Path, memory: Memory) -> None:
     secret = np.arange(70_000, 70_100, dtype="<u4").tobytes()
     memory.add("a", [1], np.frombuffer(secret, "<u4").tolist())
     memory.add("b", [1], [10])
 
     def on_disk() -> bool:
-        memory._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        in_sql(path, "PRAGMA wal_checkpoint(TRUNCATE)")
         return secret in path.read_bytes()
 
     assert on_disk()
@@ -173,10 +180,10 @@ def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
 
 def test_a_failing_write_is_an_error_and_leaves_nothing(memory: Memory) -> None:
     memory.add("a", [1], [10])
-    memory._connection.execute("CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
+    in_sql(memory.path, "CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.raises(OSError, match="full"):
         memory.add("a", [2], [20])
-    memory._connection.execute("DROP TRIGGER no")
+    in_sql(memory.path, "DROP TRIGGER no")
     assert responses(memory, "a", [2]) == [[10]] and memory.totals()[0].entries == 1
     memory.add("a", [2], [20])
 

@@ -56,7 +56,7 @@ class DatastoreSettings:
 
 
 @dataclass
-class _Trace:
+class Trace:
     """What is known of a running row: its own text, and the responses that were recalled for it."""
 
     own: SuffixAutomaton
@@ -91,18 +91,19 @@ class Datastore:
             raise ValueError(f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it for this target.")
         self.vocab, self.corpus, self.memory, self.learn = vocab, corpus, memory, learn
         self._namespace = namespace
-        self._traces: ByRow[_Trace] = ByRow()
+        # What is known of every row that runs; rows that have ended, or that nobody holds, leave it.
+        self.traces: ByRow[Trace] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
-        self._traces.follow(context.rows, self._begin)
+        self.traces.follow(context.rows, self._begin)
         return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
         """Forget the rows that have ended; learn their responses, if asked to."""
         for row in round.rows:
             if row.finish_reason:
-                self._traces.forget(row)
+                self.traces.forget(row)
                 if self.learn and row.output:
                     self._learn(row)
 
@@ -119,14 +120,14 @@ class Datastore:
             self.learn = False
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
-    def _begin(self, row: Row) -> _Trace:
+    def _begin(self, row: Row) -> Trace:
         """A new row: recall the responses to the nearest requests."""
         recalled = None
         if self.memory is not None:
             near = self.memory.nearest(self.namespace(row.request), self._asked(row), self.settings.nearest)
             marked = [[self.vocab + 1, *response] for _, response in near if response.max() < self.vocab]
             recalled = Corpus.build(marked, self.vocab, marks=1) if marked else None
-        return _Trace(SuffixAutomaton(), recalled)
+        return Trace(SuffixAutomaton(), recalled)
 
     def _asked(self, row: Row) -> tuple[int, ...]:
         """What requests are compared by: with an encoder-decoder, prompts are alike and sources differ."""
@@ -143,7 +144,7 @@ class Datastore:
 
     def _matches(self, row: Row, gamma: int) -> list[Match]:
         """What each source has for the text; of equally long matches the first is taken."""
-        trace, found = self._traces[row], list[Match]()
+        trace, found = self.traces[row], list[Match]()
         if self.settings.own:
             trace.own.follow([*heard(row, self.vocab), *row.tokens])
             copy = trace.own.following(gamma)

@@ -115,11 +115,13 @@ def tables(subject: Subject) -> dict[str, NgramModel]:
 def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Scout]:
     """n-grams and the drafts of a subject."""
     vocab = subject.engine.decoder.target.vocab
-    found: dict[str, Scout] = {name: _table(model, name) for name, model in counted.items()}
-    return found | {name: _model(subject.lend(name), vocab) for name in subject.drafts}
+    found: dict[str, Scout] = {name: ngram_scout(model, name) for name, model in counted.items()}
+    return found | {name: model_scout(subject.lend(name), vocab) for name in subject.drafts}
 
 
-def _model(draft: Scorer, vocab: int) -> Scout:
+def model_scout(draft: Scorer, vocab: int) -> Scout:
+    """Return a scout that walks with a draft model, its law padded to `vocab` tokens."""
+
     def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
         for _, rows, scores, _ in replay(draft, requests, outputs):
             yield plain_law(rows, pad_vocabulary(scores, vocab), draft.name)
@@ -127,7 +129,9 @@ def _model(draft: Scorer, vocab: int) -> Scout:
     return walk
 
 
-def _table(model: NgramModel, name: str) -> Scout:
+def ngram_scout(model: NgramModel, name: str) -> Scout:
+    """Return a scout that walks with an n-gram model; `name` is for messages."""
+
     def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
         rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
         for place in range(max(map(len, outputs))):
