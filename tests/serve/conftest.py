@@ -29,6 +29,7 @@ class ServerProcess:
     url: str = ""
     lines: list[str] = field(default_factory=list)
     reader: threading.Thread | None = None
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     @staticmethod
     def start(*arguments: str, **environment: str) -> ServerProcess:
@@ -64,7 +65,10 @@ class ServerProcess:
 
     def client(self, **settings: Any) -> openai.OpenAI:
         """OpenAI's own client for it."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **settings})
+        self.clients.append(
+            openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **settings})
+        )
+        return self.clients[-1]
 
     def http(self, **settings: Any) -> httpx.Client:
         """A plain client for it."""
@@ -76,7 +80,9 @@ class ServerProcess:
         return self.process.wait(60)
 
     def close(self) -> None:
-        """Kill it if it still runs."""
+        """Kill it if it still runs, and close its clients."""
+        for client in self.clients:
+            client.close()
         self.process.kill()
         self.process.wait()
         assert self.reader is not None and self.process.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +55,11 @@ class SourceForm:
 @dataclass(frozen=True)
 class Frame:
     """What stands around sources: `prefix` before their text, `begin` at the beginning of what the decoder writes,
-    and `bans`, processors for tokens that it must not write."""
+    and `bans(length)`, processors for tokens that it must not write behind a beginning of so many tokens."""
 
     prefix: str
     begin: tuple[int, ...]
-    bans: tuple[Any, ...] = ()
+    bans: Callable[[int], tuple[Any, ...]]
 
 
 def framed(frame: Frame | None, given: Source) -> tuple[tuple[int, ...], Source | None]:

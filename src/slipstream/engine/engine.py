@@ -179,6 +179,8 @@ class Engine:
         their gamma with them. Raises ValueError for prompts and settings that cannot be, TypeError for unknown options.
         """
         asked, settings = read_options(options)
+        if asked.decoder_prompt and self.frame is None:
+            raise ValueError("decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
         if asked.stops or asked.echo:
             encoder.needed()  # to write the text
@@ -193,7 +195,8 @@ class Engine:
             for _ in range(asked.n):
                 # Of equal prompts with one seed the first has the text that it has alone; the others differ.
                 key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1
-                request = replace(template, prompt=ids, source=source, seed=seed, key=key)
+                prompt_ids = (*ids, *asked.decoder_prompt)
+                request = replace(template, prompt=prompt_ids, source=source, seed=seed, key=key)
                 generations.append(Generation(request, self.decode, tuple(asked.stops), top=asked.logprobs, echo=echo))
         if self.exact_shape:
             self._fix_shape(asked, [generation.request for generation in generations])

@@ -23,7 +23,8 @@ class Options:
 
     `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
     beside each emitted one get their logprobs; `max_time` is in seconds. `grammar` is an object that says which texts
-    are allowed, `prediction` a text that the output is expected to resemble.
+    are allowed, `prediction` a text that the output is expected to resemble. `decoder_prompt` are token ids with which
+    the decoder of an encoder-decoder begins, behind its first ones, such as Whisper's for language and task.
     """
 
     max_new_tokens: int = 128
@@ -41,6 +42,7 @@ class Options:
     ignore_eos: bool = False
     prediction: str | None = None
     grammar: Any = None
+    decoder_prompt: Sequence[int] = ()
     priority: int = 0
     cache_salt: str = ""
 
@@ -75,6 +77,8 @@ class Options:
         object.__setattr__(self, "stop", tuple(stops))
         ids = listed(self.stop_token_ids, "stop_token_ids", "it is a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
+        begin = listed(self.decoder_prompt, "decoder_prompt", "it is a list of token ids")
+        object.__setattr__(self, "decoder_prompt", tuple(whole_number("decoder_prompt", token, 0) for token in begin))
         if self.max_time is not None and not (is_finite(self.max_time) and self.max_time > 0):
             raise ValueError(f"max_time={self.max_time!r} is not possible: it is a number of seconds, above 0.")
 
@@ -151,7 +155,8 @@ def sampling(
     words, processors = settings.get("bad_words", ()), settings.get("processors", ())
     words = [words] if isinstance(words, str) else listed(words, "bad_words", "it is a list of texts or of ids")
     processors = [processors] if not isinstance(processors, Iterable) else list(processors)
-    bans = encoder.frame.bans if encoder.frame else ()
+    frame = encoder.frame
+    bans = frame.bans(len(frame.begin) + len(asked.decoder_prompt)) if frame else ()
     made = {
         **settings,
         "bad_words": [form for word in words for form in encoder.spellings(word)],

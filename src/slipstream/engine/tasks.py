@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers.generation import logits_process as hf
@@ -51,7 +52,7 @@ def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
     if task.tgt_lang is not None:
         forced = _language(tokenizer, task.tgt_lang)
     begin = (int(start), *([] if forced is None else [int(forced)]))
-    return Frame(_prefix(model.config, task), begin, _bans(settings, len(begin)))
+    return Frame(_prefix(model.config, task), begin, partial(_bans, settings))
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
@@ -89,7 +90,7 @@ def _language(tokenizer: Any, name: str) -> int:
 
 
 def _bans(settings: Any, begin: int) -> tuple[Any, ...]:
-    """Tokens that the model's makers do not want written."""
+    """Processors for tokens that the model's makers do not want written, at all or as the first behind `begin`."""
     bans: list[Any] = []
     if words := getattr(settings, "bad_words_ids", None):
         bans.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=_many(settings.eos_token_id)))

@@ -394,3 +394,9 @@ class ResponseEvent(Answer):
 
     type: str
     sequence_number: int
+
+
+class Transcription(Answer):
+    """The answer of /v1/audio/transcriptions."""
+
+    text: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -86,6 +88,8 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
+    """An error of ours: the client is told its kind, whoever runs the server where it happened."""
+    traceback.print_exception(error, file=sys.stderr)
     message = f"the server failed: {type(error).__name__}."
     return JSONResponse(error_body(message, "server_error"), 500)
 

@@ -1,0 +1,63 @@
+"""Speech models: sound to the features that the encoder reads, and the tokens that say what is to be written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoFeatureExtractor
+
+
+@dataclass(frozen=True)
+class SpeechInput:
+    """Makes what a speech model reads, with transformers' feature extractor and the model's generation settings."""
+
+    extractor: Any
+    settings: Any
+
+    @staticmethod
+    def of(model: Any) -> SpeechInput:
+        """The input side of a model of transformers. Raises ValueError if there is no feature extractor with it."""
+        try:
+            extractor = AutoFeatureExtractor.from_pretrained(model.config.name_or_path)
+        except Exception as error:  # of any kind, depending on what lies there
+            name = model.config.name_or_path or type(model).__name__
+            raise ValueError(
+                f"{name} has no feature extractor (preprocessor_config.json) to read sound with."
+            ) from error
+        return SpeechInput(extractor, model.generation_config)
+
+    @property
+    def rate(self) -> int:
+        """Samples per second that the model is made for."""
+        return self.extractor.sampling_rate
+
+    def windows(self, samples: np.ndarray) -> list[Tensor]:
+        """Features (bins, frames) of sound (samples,), one after the other, each as long as the encoder reads."""
+        size = round(self.extractor.n_samples)
+        parts = [samples[start : start + size] for start in range(0, max(1, len(samples)), size)]
+        return [
+            torch.as_tensor(self.extractor(part, sampling_rate=self.rate, return_tensors="np")["input_features"][0])
+            for part in parts
+        ]
+
+    def decoder_prompt(self, language: str | None, task: str) -> tuple[int, ...]:
+        """The tokens after the first of the decoder that name language and task, without time stamps.
+
+        Empty for models of one language. Without a language, English is taken. Raises ValueError for a language that
+        the model does not know.
+        """
+        languages = getattr(self.settings, "lang_to_id", None)
+        silent = getattr(self.settings, "no_timestamps_token_id", None)
+        if not languages:
+            if language not in (None, "en") or task != "transcribe":
+                raise ValueError("the model writes English only: leave language and translation out.")
+            return () if silent is None else (silent,)
+        token = languages.get(f"<|{language or 'en'}|>")
+        if token is None:
+            known = ", ".join(sorted(name.strip("<|>") for name in languages))
+            raise ValueError(f"language {language!r} is not known: the model knows {known}.")
+        return (token, self.settings.task_to_id[task], *(() if silent is None else (silent,)))
