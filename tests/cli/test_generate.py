@@ -599,7 +599,7 @@ def test_shell_completion() -> None:
     assert script.returncode == 0 and "_SLIPSTREAM_COMPLETE=complete_bash" in script.stdout
     asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ngram ", "COMP_CWORD": "2"}
     assert as_process([], asked).stdout.split() == ["build", "info"]
-    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream generate --max", "COMP_CWORD": "2"}
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream generate --max-n", "COMP_CWORD": "2"}
     assert as_process([], asked).stdout.split() == ["--max-new-tokens"]
 
 

@@ -78,6 +78,7 @@ def transformers_chain(model: PreTrainedModel, settings: Sampling, prompt_length
         sequence_bias=[[[token], bias] for token, bias in settings.logit_bias.items()] or None,
         bad_words_ids=[list(word) for word in settings.bad_words] or None,
         min_new_tokens=settings.min_new_tokens or None,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size or None,
         eos_token_id=list(EOS),
     )
     model._prepare_special_tokens(config, device="cpu")
@@ -129,6 +130,7 @@ def settings_strategy() -> st.SearchStrategy[Sampling]:
         logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5).filter(bool), max_size=2),
         bad_words=words,
         min_new_tokens=st.integers(0, 6),
+        no_repeat_ngram_size=st.sampled_from([0, 0, 1, 2, 3]),
         eos=st.just(frozenset(EOS)),
         processors=own,
     )

@@ -69,7 +69,19 @@ ALIENS = [*ODD, "no/such", Path("missing"), torch.nn.Linear(2, 2)]
 
 MEANT: dict[str, list[Any]] = {
     "stop": ["x", ["a", "b"]],
-    "seed": [0, 3, 2**63, 2**64],
+    "seed": [0, 3, 2**63, 2**64, [1], [1, 2], (0,)],
+    "stop_token_ids": [[1], [1, 2], [HF_VOCAB]],
+    "n": [1, 2],
+    "logprobs": [0, 3, HF_VOCAB + 1],
+    "echo": [True, False],
+    "max_time": [1e-9, 10.0],
+    "prediction": ["x"],
+    "grammar": [object()],
+    "priority": [1, -1],
+    "cache_salt": ["x"],
+    "max_tokens": [1, 2],
+    "min_tokens": [0, 1],
+    "no_repeat_ngram_size": [1, 2],
     "gamma": [0, 1, 4, "auto", 100],
     "verify": ["token", "block", "match", "coupled", "lenient:0.5", "lenient:x", "lenient:nan", COUPLED],
     "temperature": [0, 1, 0.5, 1e-9, 1e9],
@@ -95,7 +107,7 @@ MEANT: dict[str, list[Any]] = {
 }
 """Values of the kind that an option has, in and out of its bounds."""
 
-WORK = {"max_new_tokens", "min_new_tokens", "gamma"}
+WORK = {"max_new_tokens", "min_new_tokens", "max_tokens", "n", "gamma"}
 """Options whose large values are work to do."""
 
 PROMPTS: list[Any] = [[1, 2, 3], [[1, 2], [3]], "x", [0] * 200, [1] * 127, torch.tensor([[1, 2], [3, 4]])]

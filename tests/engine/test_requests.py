@@ -128,7 +128,8 @@ ODD = st.recursive(
 OPTIONS = (
     *("max_new_tokens", "stop", "seed", "gamma", "verify", "lossless", "plain", "ignore_eos", "temperature", "top_k"),
     *("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("bad_words", "min_new_tokens", "processors", "surprise"),
+    *("bad_words", "min_new_tokens", "processors", "stop_token_ids", "n", "logprobs", "echo", "max_time", "prediction"),
+    *("priority", "cache_salt", "max_tokens", "no_repeat_ngram_size", "surprise"),
 )
 
 
@@ -195,6 +196,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [[10**6]]}, "bad_words has the token id 1000000"),
     ({"processors": [5]}, "processors holds 5"),
     ({"processors": 5}, "processors holds 5"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids has the token id 1000000, but"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids=-1 is not possible: it must be at least 0"),
+    ({"stop_token_ids": 5}, r"stop_token_ids is 5 \(int\): it is a list of token ids"),
+    ({"stop_token_ids": [5], "bad_words": [[5]]}, "bad_words forbids the token 5, at which stop_token_ids ends"),
+    ({"seed": [1, 2]}, "seed holds 2 numbers for 1 prompts: give one number, or one for each prompt"),
+    ({"seed": [-1]}, "seed=-1 is not possible"),
+    ({"seed": [0.5]}, "seed=0.5 is not possible"),
+    ({"n": 0}, "n=0 is not possible"),
+    ({"logprobs": -1}, "logprobs=-1 is not possible"),
+    ({"logprobs": True}, "logprobs=True is not possible"),
+    ({"echo": 1}, "echo=1 is not possible"),
+    ({"max_time": 0}, "max_time=0 is not possible: it is a number of seconds, above 0"),
+    ({"max_time": "x"}, "max_time='x' is not possible"),
+    ({"max_time": math.inf}, "max_time=inf is not possible"),
+    ({"priority": 0.5}, "priority=0.5 is not possible"),
+    ({"cache_salt": 5}, r"cache_salt is 5 \(int\), but it is a text"),
+    ({"prediction": 5}, r"prediction is 5 \(int\), but it is a text"),
+    ({"grammar": "x"}, "grammar is a text, but it is a grammar that was made of one"),
+    ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens and max_new_tokens are one option: give one of them"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 is not possible"),
+    ({"min_tokens": 9, "max_tokens": 4}, "min_new_tokens=9 is above max_new_tokens=4"),
     ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens=9 is above max_new_tokens=4"),
 ]
 

@@ -13,7 +13,7 @@ from slipstream.cli.app import flag, say
 if TYPE_CHECKING:
     from slipstream.engine.generation import Completion
 
-LIMITS = ("seed", "plain", "max_new_tokens", "lossless", "n", "logprobs", "echo", "max_time", "stop_token_ids")
+LIMITS = ("seed", "plain", "max_new_tokens", "lossless", "n", "logprobs", "echo", "max_time")
 """Options of a call that are no settings of sampling, under the names of the parameters."""
 
 
@@ -26,6 +26,8 @@ def call_options(params: dict[str, Any]) -> dict[str, Any]:
 
     options = {**_sampling(params), **{name: params[name] for name in LIMITS if params.get(name) is not None}}
     options["stop"] = [_unescape(text) for text in params["stop"] or ()]
+    if params["stop_token_ids"]:
+        options["stop_token_ids"] = list(params["stop_token_ids"])
     read_options(options)
     return options
 
