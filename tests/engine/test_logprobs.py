@@ -107,7 +107,12 @@ def test_logprobs_in_a_batch_of_every_kind(engine: slipstream.Engine, target: An
     """Greedy rows beside sampled ones, of different calls, rules and lengths; some want no logprobs."""
     calls: list[dict[str, Any]] = [{"logprobs": 2}, {"logprobs": 3, **SHAPED, "verify": "token"}, {"temperature": 1.0}]
     jobs = [
-        (engine.prepare([*map(tuple, PROMPTS)], {"max_new_tokens": 9 + 3 * i, "ignore_eos": True, **call}, shared=True), call)
+        (
+            engine.prepare(
+                [*map(tuple, PROMPTS)], {"max_new_tokens": 9 + 3 * i, "ignore_eos": True, **call}, shared=True
+            ),
+            call,
+        )
         for i, call in enumerate(calls)
     ]
     pieces: dict[int, list[Piece]] = {}

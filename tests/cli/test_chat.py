@@ -1,0 +1,236 @@
+"""`slipstream chat`: what is said, what is remembered, and what ends what."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+import slipstream
+from slipstream.cli import app as cli
+from slipstream.core.stats import Stats
+from slipstream.engine.generation import Completion, Piece
+from terminal import run
+
+FEW = ("--max-new-tokens", "6")
+
+
+class Echoes:
+    """Stands for the engine and for `load`: answers with how much it was told."""
+
+    notes: tuple[str, ...] = ()
+    frame = None
+
+    def __init__(self) -> None:
+        self.prompts: list[Any] = []
+        self.options: list[dict[str, Any]] = []
+        self.error: BaseException | None = None
+        self.tokenizer: Any = self
+        self.chat_template = "{{ messages }}"
+        self.decoder: Any = self
+        self.target: Any = self
+        self.name = "toy"
+
+    def __call__(self, *models: Any, **settings: Any) -> Echoes:
+        self.loaded = (*models, settings)
+        return self
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
+        self.prompts.append(prompt)
+        self.options.append(dict(options))
+        answer = f"answer {len(self.prompts)}"
+        yield Piece(answer[:3], 1, "draft")
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        stats = Stats(emitted=2, target_calls=1, drafted=1, accepted=1)
+        yield Piece(answer[3:], 2, "bonus", Completion(answer, (1, 2), "stop", stats, 4))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Echoes:
+    toy = Echoes()
+    monkeypatch.setattr("slipstream.engine.load.load", toy)
+    return toy
+
+
+@pytest.fixture
+def chat() -> Callable[..., Result]:
+    """`slipstream chat` whose standard input is a pipe with these lines."""
+
+    def call(lines: list[str], *arguments: str, **environment: str) -> Result:
+        return run("chat", *arguments, stdin="".join(f"{line}\n" for line in lines), **environment)
+
+    return call
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+# ---- what is said -----------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_remembered(engine: Echoes, chat: Callable[..., Result]) -> None:
+    done = chat(["hi", "", "and then?"], "--system", "be kind")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "answer 1\nanswer 2\n", "")
+    first = [turn("system", "be kind"), turn("user", "hi")]
+    assert engine.prompts == [first, [*first, turn("assistant", "answer 1"), turn("user", "and then?")]]
+
+
+def test_raw_continues_the_text(engine: Echoes, chat: Callable[..., Result]) -> None:
+    engine.chat_template = ""
+    assert chat(["def f", "def g"], "--raw").stdout == "answer 1\nanswer 2\n"
+    assert engine.prompts == ["def f", "def fanswer 1\ndef g"]
+
+
+def test_without_a_template_there_is_a_sentence(engine: Echoes, chat: Callable[..., Result]) -> None:
+    engine.chat_template = ""
+    done = chat(["hi"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "slipstream: toy has no chat template: --raw continues text as it is.\n"
+
+
+def test_options_arrive(engine: Echoes, chat: Callable[..., Result]) -> None:
+    options = "--target big --draft small --gamma 3 --verify token --temperature 0.5 --seed 7 --logit-bias 4=-1 --plain"
+    assert chat(["hi"], *options.split()).exit_code == 0
+    assert engine.loaded[:2] == ("big", "small")
+    assert (engine.loaded[2]["gamma"], engine.loaded[2]["verify"]) == (3, "token")
+    asked = engine.options[0]
+    assert (asked["temperature"], asked["seed"], asked["logit_bias"], asked["plain"]) == (0.5, 7, {4: -1.0}, True)
+
+
+def test_commands(engine: Echoes, chat: Callable[..., Result]) -> None:
+    done = chat(["hi", "/stats", "/plain", "x", "/plain", "/reset", "y", "/stats", "/nonsense", "/quit", "never"])
+    assert done.stdout == "answer 1\nanswer 2\nanswer 3\n"
+    assert [options["plain"] for options in engine.options] == [False, True, False]
+    assert engine.prompts[1][0] == turn("user", "hi") and engine.prompts[2] == [turn("user", "y")]
+    said = done.stderr.splitlines()
+    assert [line for line in said if "target calls" in line] == ["slipstream: target calls: 1 (for 2 tokens)"] * 2
+    assert "slipstream: without the draft from now on." in said and "slipstream: a new conversation." in said
+    assert said[-1].startswith("slipstream: /nonsense is no command. /reset: ")
+
+
+def test_json_has_a_line_for_each_answer(engine: Echoes, chat: Callable[..., Result]) -> None:
+    lines = [json.loads(line) for line in chat(["hi", "you"], "--json").stdout.splitlines()]
+    assert [(line["index"], line["text"], line["tokens"]) for line in lines] == [
+        (0, "answer 1", [1, 2]),
+        (1, "answer 2", [1, 2]),
+    ]
+    assert lines[0]["finish_reason"] == "stop" and lines[0]["stats"]["emitted"] == 2
+
+
+def test_tokens_have_the_colours_of_explain(engine: Echoes, chat: Callable[..., Result]) -> None:
+    coloured = chat(["hi"], FORCE_COLOR="1").stdout
+    assert "\x1b[32mans\x1b[0m" in coloured and "\x1b[1;34mwer 1\x1b[0m" in coloured
+    assert "accepted" in coloured.splitlines()[0]  # the legend
+    assert "\x1b" not in chat(["hi"], FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+# ---- what goes wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_ends_the_answer_alone(engine: Echoes, chat: Callable[..., Result], as_json: bool) -> None:
+    engine.error = KeyboardInterrupt()
+    done = chat(["hi", "again"], *["--json"] * as_json)
+    assert done.exit_code == 0
+    assert engine.prompts[1] == [turn("user", "hi"), turn("assistant", "ans"), turn("user", "again")]
+    if as_json:
+        cut = json.loads(done.stdout.splitlines()[0])
+        assert cut == {"index": 0, "text": "ans", "tokens": [1], "finish_reason": "interrupted"}
+    else:
+        assert done.stdout == "ans\nanswer 2\n"
+
+
+def test_what_cannot_be_answered_is_not_remembered(engine: Echoes, chat: Callable[..., Result]) -> None:
+    engine.error = ValueError("prompt 0 has 99 tokens, but toy holds 9.")
+    done = chat(["hi", "again"])
+    assert done.exit_code == 2  # for whoever reads the output of a pipe
+    assert done.stderr == ("slipstream: the conversation has 99 tokens, but toy holds 9. /reset begins a new one.\n")
+    assert engine.prompts[1] == [turn("user", "again")]
+
+
+# ---- with models ------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_pair_continues_text(chat: Callable[..., Result]) -> None:
+    engine = slipstream.load()
+    one = engine.generate("def f(", max_new_tokens=6)[0].text
+    two = engine.generate(f"def f({one}\nx =", max_new_tokens=6)[0].text
+    assert chat(["def f(", "x ="], "--raw", *FEW).stdout == f"{one}\n{two}\n"
+    refused = chat(["x"])
+    assert refused.exit_code == 2 and refused.stderr.endswith("has no chat template: --raw continues text as it is.\n")
+
+
+class Terminal:
+    """`slipstream chat --raw` on a terminal of its own."""
+
+    def __init__(self) -> None:
+        main, side = pty.openpty()
+        path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
+        environment = {**os.environ, "PYTHONPATH": path, "TERM": "dumb", "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "slipstream", "chat", "--raw", "--max-new-tokens", "2000"]
+        streams: dict[str, Any] = {"stdin": side, "stdout": side, "stderr": side}
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        os.close(side)
+        self.main, self.seen = main, ""
+
+    def until(self, text: str) -> None:
+        """Read until a text has come."""
+        end = time.monotonic() + 90
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.main], [], [], 1)[0]:
+                self.seen += os.read(self.main, 4096).decode(errors="replace")
+        self.seen = self.seen.split(text, 1)[1]
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self.main, text.encode())
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does."""
+        os.kill(self.process.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    one = Terminal()
+    yield one
+    one.process.kill()
+    one.process.wait()
+    os.close(one.main)
+
+
+def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
+    terminal.until("> ")
+    terminal.interrupt()  # at the prompt: nothing but a new one
+    terminal.until("> ")
+    terminal.type("import os\n")
+    terminal.until("import sys")  # it is being answered, and would be for long
+    terminal.interrupt()
+    terminal.until("\n> ")
+    assert terminal.process.poll() is None
+    terminal.type("/stats\n")
+    terminal.until("target calls")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+
+
+def test_sigterm_ends_the_program(terminal: Terminal) -> None:
+    terminal.until("> ")
+    os.kill(terminal.process.pid, signal.SIGTERM)
+    assert terminal.process.wait(20) == 130
