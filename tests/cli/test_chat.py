@@ -200,9 +200,10 @@ class Terminal:
         """Press keys."""
         os.write(self.main, text.encode())
 
-    def interrupt(self) -> None:
-        """What Ctrl-C does."""
-        os.kill(self.process.pid, signal.SIGINT)
+    def send(self, kind: signal.Signals) -> None:
+        """Send a signal; readline may sleep through one that comes while it goes to sleep, so let it."""
+        time.sleep(0.5)
+        os.kill(self.process.pid, kind)
 
 
 @pytest.fixture
@@ -216,11 +217,11 @@ def terminal() -> Iterator[Terminal]:
 
 def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
     terminal.until("> ")
-    terminal.interrupt()  # at the prompt: nothing but a new one
+    terminal.send(signal.SIGINT)  # at the prompt: nothing but a new one
     terminal.until("> ")
     terminal.type("import os\n")
     terminal.until("import sys")  # it is being answered, and would be for long
-    terminal.interrupt()
+    terminal.send(signal.SIGINT)
     terminal.until("\n> ")
     assert terminal.process.poll() is None
     terminal.type("/stats\n")
@@ -232,5 +233,5 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
 
 def test_sigterm_ends_the_program(terminal: Terminal) -> None:
     terminal.until("> ")
-    os.kill(terminal.process.pid, signal.SIGTERM)
+    terminal.send(signal.SIGTERM)
     assert terminal.process.wait(20) == 130
