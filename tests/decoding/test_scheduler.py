@@ -13,7 +13,8 @@ from torch import Tensor
 
 from drafters.test_contracts import BY_CONTEXT, MADE, OWN, decoder, llama
 from slipstream.core.draft import Draft, Tree
-from slipstream.core.draws import Rng
+from slipstream.core.draws import Rng, draw
+from slipstream.core.protocols import scorers_among
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.decoding.controllers import Fixed
@@ -72,10 +73,7 @@ def of_every_kind(count: int, seed: int = 0, longest: int = 5) -> list[Request]:
 
 def drain(scheduler: Scheduler) -> list[Round]:
     """All rounds that are left."""
-    rounds = []
-    while (round := scheduler.step()) is not None:
-        rounds.append(round)
-    return rounds
+    return list(scheduler.rounds())
 
 
 def alone(make: Callable[[], Decoder], requests: Sequence[Request]) -> list[list[int]]:
@@ -162,7 +160,7 @@ def test_64_requests_at_random_times_have_the_texts_they_would_have_alone() -> N
     requests, times = of_every_kind(64, seed=1), random.Random(2)
     rows = list[Row]()
     with Scheduler(pair(6)) as scheduler:
-        while len(rows) < len(requests) or scheduler.step() is not None:
+        while len(rows) < len(requests) or scheduler.busy:
             for each in requests[len(rows) : len(rows) + times.choice([0, 0, 1, 3])]:
                 rows.append(scheduler.add(each))
             scheduler.step()
@@ -185,7 +183,7 @@ def test_a_real_model_serves_requests_at_random_times() -> None:
     requests = [replace(each, key=number, seed=number) for number, each in enumerate(requests)]
     rows = list[Row]()
     with Scheduler(make(), prefill_chunk=8) as scheduler:
-        while len(rows) < len(requests) or scheduler.step() is not None:
+        while len(rows) < len(requests) or scheduler.busy:
             for each in requests[len(rows) : len(rows) + times.choice([0, 1, 2])]:
                 rows.append(scheduler.add(each))
             scheduler.step()
@@ -309,12 +307,40 @@ def test_a_long_prompt_is_read_in_pieces_while_others_run() -> None:
     assert [running.output, late.output] == [row.output for row in expected]
 
 
-def test_a_prompt_that_nobody_waits_for_is_read_at_once() -> None:
+def test_prompts_that_nobody_waits_for_are_read_together_a_piece_of_each() -> None:
+    target = Counting()
+    with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=200) as scheduler:
+        rows = [scheduler.add(request([number] * 500, 1)) for number in range(3)]
+        assert scheduler.step() is None and scheduler.busy, "a piece was read, and no row can run yet"
+        drain(scheduler)
+    assert target.read == [600, 600, 297] and all(row.output for row in rows)
+
+
+def test_a_short_prompt_waits_for_one_piece_of_a_long_one() -> None:
+    """Which was there before, is put behind it in the cache, and goes on to be read."""
+    long, short = request([0, 1] * 400, 5, GREEDY), request([2, 2, 0], 5, GREEDY)
+    with Scheduler(pair(), prefill_chunk=100) as scheduler:
+        rows = [scheduler.add(long)]
+        scheduler.step()
+        rows.append(scheduler.add(short))
+        round = scheduler.step()
+        assert round is not None and round.rows == (rows[1],)
+        assert scheduler.reading == [rows[0]]
+        drain(scheduler)
+    assert [row.output for row in rows] == alone(pair, [long, short])
+
+
+def test_the_eldest_prompt_gets_half_of_every_piece() -> None:
     target = Counting()
     with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10) as scheduler:
-        scheduler.add(request([1] * 500, 1))
-        drain(scheduler)
-    assert target.read == [499]
+        scheduler.add(request([0], 200))
+        scheduler.step()
+        eldest = scheduler.add(request([1] * 101, 1))
+        for _ in range(20):
+            assert not eldest.output
+            scheduler.add(request([2] * 6, 1))  # shorter ones come all the time
+            scheduler.step()
+        assert eldest.output
 
 
 @pytest.mark.parametrize("shape", [None, (2, 1)])
@@ -345,6 +371,245 @@ def test_an_aborted_prompt_is_read_no_further() -> None:
         scheduler.abort(late)
         drain(scheduler)
     assert sum(target.read) == 1 + 10 and late.finish_reason == "abort" and len(running.output) == 40
+
+
+# ---- ends that nobody waits for ---------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_can_be_aborted_while_it_is_read() -> None:
+    """Although nobody else runs: the abort is seen before the next piece."""
+    target = Counting()
+    with Scheduler(Decoder(target, controller=Fixed(0))) as scheduler:
+        row = scheduler.add(request([1] * 4000, 4))
+        assert scheduler.step() is None
+        scheduler.abort(row)
+        assert scheduler.step() is None and not scheduler.busy
+        assert target.lengths == []
+    assert target.read == [512] and row.finish_reason == "abort" and not row.output
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 5, 8])
+def test_an_abort_at_any_time_leaves_the_others_alone(steps: int) -> None:
+    """In the queue, while its prompt is read, before its first token, while it runs."""
+    requests = [request([0, 1], 30, key=1), request([1, 2] * 20, 20, key=2), request([2], 30, key=3)]
+    with Scheduler(pair(), prefill_chunk=10) as scheduler:
+        rows = [scheduler.add(requests[0])]
+        scheduler.step()
+        rows += [scheduler.add(each) for each in requests[1:]]
+        for _ in range(steps):
+            scheduler.step()
+        gone, had = rows[1], list(rows[1].output)
+        where = "reads" if gone in scheduler.reading else "runs" if gone in scheduler.running else "waits"
+        scheduler.abort(gone)
+        drain(scheduler)
+    expected = alone(pair, requests)
+    assert where == {0: "waits", 1: "reads", 4: "reads", 5: "runs", 8: "runs"}[steps]
+    assert gone.finish_reason == "abort" and gone.output == had == expected[1][: len(had)]
+    assert bool(had) == (steps >= 5)
+    assert [rows[0].output, rows[2].output] == [expected[0], expected[2]]
+
+
+def test_an_abort_in_the_very_last_round_comes_too_late() -> None:
+    with Scheduler(pair(gamma=0)) as scheduler:
+
+        def stop(tokens: list[int]) -> None:
+            if len(tokens) == 4:
+                scheduler.abort(last)
+
+        other = request([1, 2], 9, key=2)
+        rows = [scheduler.add(request([0, 1], 2, key=1, stop=stop)), scheduler.add(other)]
+        last = rows[0]
+        drain(scheduler)
+    assert last.finish_reason == "length" and len(last.output) == 2
+    assert rows[1].output == alone(pair, [other])[0]
+
+
+def test_rows_wait_in_the_order_of_their_priority_then_of_their_arrival() -> None:
+    order = [2, 0, 1, 0, -1]
+    with Scheduler(pair(1)) as scheduler:
+        rows = [scheduler.add(request([0], 2, priority=priority)) for priority in order]
+        ended = [row for round in scheduler.rounds() for row in round.rows if row.finish_reason]
+    assert [rows.index(row) for row in ended] == [4, 1, 3, 2, 0]
+
+
+# ---- equal prompts ----------------------------------------------------------------------------------------------
+
+
+def samples(count: int, prompt: Sequence[int] = (0, 1, 2) * 30) -> list[Request]:
+    """Several texts of one prompt."""
+    return [request(prompt, 8, seed=number, key=number) for number in range(count)]
+
+
+def test_equal_prompts_are_read_once_and_have_texts_of_their_own() -> None:
+    target, requests = Counting(), samples(4)
+    other = request([1] * 300, 8, key=9)
+    make = lambda: Decoder(scorer(dirichlet_table(1)), controller=Fixed(0))  # noqa: E731
+    with Scheduler(replace(make(), target=target), prefill_chunk=50) as scheduler:
+        rows = [scheduler.add(each) for each in [*requests[:2], other, *requests[2:]]]
+        drain(scheduler)
+    assert sum(target.read) == 89 + 299
+    assert [row.output for row in rows] == alone(make, [row.request for row in rows])
+    assert len({tuple(row.output) for row in rows}) > 3
+    assert [row.stats.cached for row in rows] == [0, 89, 0, 89, 89]
+
+
+def test_prompts_of_other_tenants_are_read_again() -> None:
+    target, (first, second) = Counting(), samples(2)
+    with Scheduler(Decoder(target, controller=Fixed(0))) as scheduler:
+        scheduler.add(first)
+        scheduler.add(replace(second, cache_salt="other"))
+        drain(scheduler)
+    assert sum(target.read) == 2 * 89
+
+
+def test_whoever_waits_for_an_equal_prompt_goes_on_when_its_reader_is_aborted() -> None:
+    target, requests = Counting(), samples(3)
+    with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=40) as scheduler:
+        rows = [scheduler.add(each) for each in requests]
+        scheduler.step()
+        scheduler.abort(rows[0])
+        drain(scheduler)
+    make = lambda: Decoder(scorer(dirichlet_table(1)), controller=Fixed(0))  # noqa: E731
+    assert sum(target.read) == 89
+    assert [row.output for row in rows[1:]] == alone(make, requests)[1:]
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+class Weighed(TableScorer):
+    """A table whose texts take a byte for every token."""
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """One for every token."""
+        return sum(lengths)
+
+    def bytes_held_for(self, lengths: Sequence[int]) -> int:
+        """No more."""
+        return sum(lengths)
+
+    def trim(self) -> None:
+        """There is nothing to give back."""
+
+
+def weighed(gamma: int = 2, rng: Rng = draw) -> Decoder:
+    """A pair whose memory can be limited."""
+    target, small = Weighed(TARGET, 3, "target"), Weighed(DRAFT, 3, "draft")
+    return Decoder(target, ModelDrafter(small), controller=Fixed(gamma), batch_size=4, rng=rng)
+
+
+def gave_way(scheduler: Scheduler) -> int:
+    """How often a row that had begun had to wait again, until all have ended."""
+    times, before = 0, set[int]()
+    for _ in scheduler.rounds():
+        waiting = {row.index for row in scheduler.waiting if row.output}
+        times, before = times + len(waiting - before), waiting
+    return times
+
+
+def test_rows_wait_for_memory_and_give_way_and_keep_their_texts() -> None:
+    requests = [replace(each, rule=None, gamma=None) for each in of_every_kind(12, seed=8)]
+    limit = 60
+    with Scheduler(weighed(), memory=limit) as scheduler:
+        rows = [scheduler.add(each) for each in requests]
+        times, most = 0, 0
+        before = set[int]()
+        for round in scheduler.rounds():
+            waiting = {row.index for row in scheduler.waiting if row.output}
+            times, before = times + len(waiting - before), waiting
+            most = max(most, len(round.rows))
+            held = sum(scheduler.decoder.target.lengths)
+            assert 2 * held <= limit
+    assert times > 2 and most > 1
+    same = [place for place, row in enumerate(rows) if row.request.sampler.greedy]
+    expected = alone(weighed, requests)
+    assert len(same) > 2 and [rows[place].output for place in same] == [expected[place] for place in same]
+
+
+@pytest.mark.parametrize("rule", [MATCH, COUPLED])
+def test_a_coupled_row_that_gave_way_has_the_text_it_would_have_alone(rule: Rule) -> None:
+    requests = [request([0, 1], 12, seed=number, key=number, rule=rule) for number in range(4)]
+    with Scheduler(weighed(), memory=60) as scheduler:
+        rows = [scheduler.add(each) for each in requests]
+        assert gave_way(scheduler) > 0
+    if rule is COUPLED:
+        assert [row.output for row in rows] == alone(weighed, requests)
+    assert all(len(row.output) == 12 for row in rows)
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK])
+def test_the_law_of_a_row_that_gives_way_is_the_target_s(rule: Rule) -> None:
+    """By enumeration: the sampled row is sent back to wait whenever the greedy one before it has grown."""
+    times = list[int]()
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        decoder = replace(weighed(1, rng), verifier=rule.verify, batch_size=2)
+        with Scheduler(decoder, memory=2 * 11) as scheduler:
+            scheduler.add(request([0, 1], 8, GREEDY, gamma=0, key=1))
+            sampled = scheduler.add(request([0, 2], 3, key=2))
+            times.append(gave_way(scheduler))
+        return tuple(sampled.output)
+
+    assert total_variation(enumerate_outcomes(run), plain_law(TARGET, (0, 2), 3)) < EXACT
+    assert max(times) > 0, "nobody gave way"
+
+
+def test_control_a_row_that_comes_back_without_its_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slip: what was emitted is there, but one token of it is not read again."""
+    prefill = TableScorer.prefill
+
+    def short(self: TableScorer, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        prefill(self, [[*text[:-2], *text[-1:], *text[-1:]] if len(text) > 2 else text for text in texts], first)
+
+    monkeypatch.setattr(TableScorer, "prefill", short)
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        with Scheduler(replace(weighed(1, rng), batch_size=2), memory=2 * 11) as scheduler:
+            scheduler.add(request([0, 1], 8, GREEDY, gamma=0, key=1))
+            sampled = scheduler.add(request([0, 2], 4, key=2))
+            drain(scheduler)
+        return tuple(sampled.output)
+
+    assert total_variation(enumerate_outcomes(run), plain_law(TARGET, (0, 2), 4)) > WRONG
+
+
+def test_what_never_fits_is_refused_and_what_grows_too_long_ends() -> None:
+    with Scheduler(weighed(), memory=40) as scheduler:
+        with pytest.raises(ValueError, match="prompt 0 has 30 tokens, for which the memory"):
+            scheduler.check(request([0] * 30, 2))
+        assert not scheduler.busy
+        row = scheduler.add(request([0] * 10, 50))
+        drain(scheduler)
+    assert row.finish_reason == "length" and row.context_full and len(row.tokens) == 20 - 3 + 1
+    with pytest.raises(ValueError, match="memory=0"):
+        Scheduler(weighed(), memory=0)
+    with pytest.raises(ValueError, match="table cannot tell what rows take"):
+        Scheduler(pair(), memory=10)
+
+
+def test_a_real_model_keeps_to_its_memory() -> None:
+    """What its cache has allocated is never more; texts are those of unlimited rows."""
+
+    def make() -> Decoder:
+        small = ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1, max_position_embeddings=1024)))
+        large = CausalScorer(tiny(FAMILIES["llama"], max_position_embeddings=1024))
+        return Decoder(large, small, controller=Fixed(3), batch_size=6)
+
+    lengths = [100, 300, 20, 20, 20, 20, 120, 90]
+    requests = [request([n] * length, 40, GREEDY, key=n) for n, length in enumerate(lengths)]
+    decoder = make()
+    (draft,) = scorers_among([decoder.drafter])
+    target = decoder.target
+    assert isinstance(target, CausalScorer) and isinstance(draft, CausalScorer)
+    limit = 2 * target.bytes_for([500, 500])
+    with Scheduler(decoder, memory=limit) as scheduler:
+        rows = [scheduler.add(each) for each in requests]
+        most = 0
+        for round in scheduler.rounds():
+            most = max(most, len(round.rows))
+            assert target.bytes_held_for([]) + draft.bytes_held_for([]) <= limit
+    assert 2 < most < 6
+    assert [row.output for row in rows] == alone(make, requests)
 
 
 @pytest.mark.parametrize("name", sorted(OWN))

@@ -83,6 +83,25 @@ class RowCache:
                 store[row, :, length - new.shape[1] : length] = new
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
+    @torch.inference_mode()
+    def copy(self, row: int, start: int, stop: int) -> Tensor:
+        """Keys and values of some tokens of a row, of all layers, in one stretch of memory."""
+        stores = chain.from_iterable(self._layers[layer] for layer in sorted(self._layers))
+        return torch.cat([store[row, :, start:stop].flatten() for store in stores])
+
+    @torch.inference_mode()
+    def paste(self, row: int, blocks: Sequence[Tensor], size: int) -> None:
+        """Make a row one of the tokens that were copied in blocks of `size`."""
+        length, offset = len(blocks) * size, 0
+        self._resize(slots=length + 1)
+        together = torch.stack(tuple(blocks))
+        for store in chain.from_iterable(self._layers[layer] for layer in sorted(self._layers)):
+            heads, dim = store.shape[1], store.shape[3]
+            part = together[:, offset : offset + heads * size * dim].view(-1, heads, size, dim)
+            store[row, :, :length] = part.transpose(0, 1).reshape(heads, length, dim)
+            offset += heads * size * dim
+        self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
+
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
         assert len(lengths) <= len(self.lengths), "one length per row, of the first rows"
@@ -194,23 +213,47 @@ class RowCache:
         """What the tokens of all rows take."""
         return self.bytes_per_token * sum(self.lengths)
 
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """What is allocated for rows of these lengths in a cache that holds nothing more."""
+        return self.bytes_per_token * _doubled(1, len(lengths)) * self._slots_for(lengths)
+
+    def bytes_held_for(self, lengths: Sequence[int]) -> int:
+        """What would be allocated if this cache grew to rows of these lengths."""
+        rows = self._capacity if len(lengths) <= self._capacity else max(len(lengths), 2 * self._capacity)
+        return self.bytes_per_token * rows * max(self._slots, self._slots_for(lengths))
+
+    def trim(self) -> None:
+        """Give back what the present rows do not need."""
+        self._reshape(_doubled(1, len(self.lengths)), self._slots_for(self.lengths))
+
+    def _slots_for(self, lengths: Sequence[int]) -> int:
+        return _doubled(FIRST_SLOTS, max([*lengths, self.least], default=0) + 1)
+
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, dim = like.shape
         return torch.zeros(self._capacity, heads, self._slots, dim, dtype=like.dtype, device=like.device)
 
-    @torch.inference_mode()
     def _resize(self, rows: int = 0, slots: int = 0) -> None:
-        capacity, width = self._capacity, self._slots
-        if rows > capacity:
-            self._capacity = max(rows, 2 * capacity)
-        while self._slots < slots:
-            self._slots *= 2
-        if (capacity, width) == (self._capacity, self._slots):
+        capacity = self._capacity if rows <= self._capacity else max(rows, 2 * self._capacity)
+        self._reshape(capacity, _doubled(self._slots, slots))
+
+    @torch.inference_mode()
+    def _reshape(self, capacity: int, slots: int) -> None:
+        """Allocate so many rows and slots, and move what lies in both."""
+        if (capacity, slots) == (self._capacity, self._slots):
             return
-        self._dirty += [0] * (self._capacity - capacity)
-        self._views = None
+        rows, width = min(capacity, self._capacity), min(slots, self._slots)
+        self._capacity, self._slots, self._views = capacity, slots, None
+        self._dirty = [min(dirty, slots) for dirty in self._dirty[:rows]] + [0] * (capacity - rows)
         for layer, stores in self._layers.items():
             keys, values = (self._allocate(store) for store in stores)
             for new, old in zip((keys, values), stores, strict=True):
-                new[:capacity, :, :width] = old
+                new[:rows, :, :width] = old[:rows, :, :width]
             self._layers[layer] = (keys, values)
+
+
+def _doubled(size: int, least: int) -> int:
+    """A size, doubled until it is large enough."""
+    while size < least:
+        size *= 2
+    return size

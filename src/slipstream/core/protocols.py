@@ -99,6 +99,23 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class TakesMemory(Scorer, Protocol):
+    """A Scorer that knows what its cache takes."""
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """What texts of these lengths take, with what is allocated ahead."""
+        ...
+
+    def bytes_held_for(self, lengths: Sequence[int]) -> int:
+        """What they take if what other texts have left is not given back."""
+        ...
+
+    def trim(self) -> None:
+        """Give back the memory that no present row needs."""
+        ...
+
+
+@runtime_checkable
 class HasModel(Scorer, Protocol):
     """A Scorer that runs a model of transformers, which others may look into or borrow layers from."""
 
@@ -130,6 +147,16 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class HasScorers(Drafter, Protocol):
+    """A drafter with models whose caches hold the rows' texts."""
+
+    @property
+    def scorers(self) -> Sequence[Scorer]:
+        """Those models; not the target where it drafts for itself, in its own cache."""
+        ...
+
+
 class Controller(Protocol):
     """Chooses gamma per row, before anything is drafted: so any choice is exact. The state goes in and out."""
 
@@ -145,3 +172,8 @@ class Controller(Protocol):
         ...
 
     def update(self, state: Any, round: Round) -> Any: ...
+
+
+def scorers_among(drafters: Sequence[Drafter]) -> tuple[Scorer, ...]:
+    """The models whose caches hold the rows' texts, of all of these drafters."""
+    return tuple(scorer for each in drafters if isinstance(each, HasScorers) for scorer in each.scorers)

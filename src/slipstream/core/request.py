@@ -106,6 +106,7 @@ class Row:
     tokens: list[int]
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
+    turn: tuple[int, int] = (0, 0)  # its place among those that wait: priority, then arrival
     error: Fault | None = None  # why no token is possible any more, where `finish_reason` is "error"
     started: float | None = None  # when it got a place in the batch, on the clock of `time.monotonic`
     timed_out: bool = False  # it has ended because its time is over

@@ -24,8 +24,7 @@ def rounds(decoder: Decoder, requests: Sequence[Request], numbers: Sequence[int]
     with Scheduler(decoder) as scheduler:
         for place, request in enumerate(requests):
             scheduler.add(request, None if numbers is None else numbers[place])
-        while (round := scheduler.step()) is not None:
-            yield round
+        yield from scheduler.rounds()
 
 
 def generate(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
@@ -33,7 +32,7 @@ def generate(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
     check_requests(decoder.target, requests)
     with Scheduler(decoder) as scheduler:
         rows = [scheduler.add(request) for request in requests]
-        while scheduler.step() is not None:
+        for _ in scheduler.rounds():
             pass
     return rows
 

@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterator, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
-from time import monotonic
 from typing import Self
 
+from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.source import check_source
-from slipstream.decoding.accounting import Stopwatch
 from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited, scorers_of
+from slipstream.decoding.reading import Reader
 from slipstream.decoding.speculate import play_round
 
 PREFILL_CHUNK = 512
-"""Tokens of prompts that are read between two rounds while other rows run."""
+"""Tokens of prompts that are read between two rounds."""
 
 
 class Scheduler:
     """Plays rounds with the requests that were added and have not ended, at most `decoder.batch_size` at a time.
 
-    One thread owns the models: it calls `step` until that returns None, and `close` in the end. `add` and `abort` may
-    be called by any thread at any time; they take effect when the next step begins. A prompt that arrives while others
-    run is read in pieces of `prefill_chunk` tokens, one between two rounds: running rows wait for one piece at most.
+    One thread owns the models: it calls `step` while the scheduler is `busy`, and `close` in the end. `add` and `abort`
+    may be called by any thread at any time; they take effect when the next step begins. Rows wait in the order of their
+    priority, then of their arrival.
 
-    In the target's cache the running rows come first, then those whose prompts are being read, in the order in which
-    they will be done. Raises RuntimeError if the target still serves another scheduler.
+    Prompts are read in pieces of `prefill_chunk` tokens, one between two rounds: running rows wait for one piece at
+    most. Equal prompts are read once. With a `prefix_cache`, the target and the models that draft take over what was
+    read before of a prompt. With `memory`, the bytes that the caches of both may take at the greatest gamma, rows wait
+    until there is room; if a running row cannot grow, the youngest of the lowest priority gives way: its tokens stay,
+    and it is read again and goes on when there is room. A row for which there is no room alone ends like one that
+    fills the target's context.
+
+    In the target's cache the running rows come first, then the texts that are being read. Raises RuntimeError if the
+    target still serves another scheduler.
     """
 
-    def __init__(self, decoder: Decoder, prefill_chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        prefill_chunk: int = PREFILL_CHUNK,
+        prefix_cache: PrefixCache | None = None,
+        memory: int | None = None,
+    ) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} is not possible: it must be at least 1 token.")
         self.decoder, self.prefill_chunk = decoder, prefill_chunk
         self.running: list[Row] = []
-        self.reading: list[Row] = []
-        self.waiting: deque[Row] = deque()
+        self.waiting: list[Row] = []
+        self._reader = Reader(decoder.target, prefill_chunk)
+        self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, decoder)
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
         self._aborted: SimpleQueue[Row] = SimpleQueue()
-        self._numbers = count()
+        self._numbers, self._turns = count(), count()
         self._state = decoder.controller.init()
+        for scorer in scorers_of(decoder):
+            recalling(scorer).use_prefixes(prefix_cache)
+
+    @property
+    def reading(self) -> list[Row]:
+        """The rows whose prompts are being read."""
+        return self._reader.rows
 
     def add(self, request: Request, number: int | None = None) -> Row:
         """Queue a request -> its row, which grows as rounds are played and has a `finish_reason` once it has ended.
 
-        `number` becomes the row's index; without one, rows are counted from 0. Raises ValueError if the target cannot
-        take the request.
+        `number` becomes the row's index; without one, rows are counted from 0. Raises ValueError as `check` does.
         """
         number = next(self._numbers) if number is None else number
         self.check(request, number)
@@ -59,23 +80,30 @@ class Scheduler:
         return row
 
     def check(self, request: Request, number: int = 0) -> None:
-        """Raises ValueError, which names the prompt by its number, if the target cannot take a request."""
+        """Raises ValueError, which names the prompt by its number, if the target cannot take a request or there is no
+        memory for its prompt."""
         check_request(self.decoder.target, request, number)
+        if not self._room.fits([Row(request, number, list(request.prompt))]):
+            raise ValueError(
+                f"prompt {number} has {len(request.prompt)} tokens, for which the memory of the caches is too small: "
+                "shorten it, or allow more memory."
+            )
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         queued = not (self._arrivals.empty() and self._aborted.empty())
-        return bool(queued or self.running or self.reading or self.waiting)
+        return bool(queued or self.running or self._reader.groups or self.waiting)
 
     def abort(self, row: Row) -> None:
         """End a row before the next round, with the finish reason "abort"; nothing happens to one that has ended."""
         self._aborted.put(row)
 
     def step(self) -> Round | None:
-        """Read a piece of the prompts that wait, and play one round -> the round; None if no row is left to run."""
+        """Read a piece of the prompts that wait, and play one round -> the round; None if no row can run yet."""
         self._take_in()
-        self._read()
+        self._admit()
+        self.running += self._reader.read(len(self.running))
         if not self.running:
             return None
         controller = self.decoder.controller
@@ -83,14 +111,20 @@ class Scheduler:
         gammas = [gamma if row.request.gamma is None else row.request.gamma for row, gamma in chosen]
         round = play_round(self.decoder, self.running, gammas)
         self._state = controller.update(self._state, round)
-        self._end_at_limits()
+        self._end_full_rows()
         self._dismiss()
         return round
+
+    def rounds(self) -> Iterator[Round]:
+        """Play until nothing is left to do."""
+        while self.busy:
+            if (round := self.step()) is not None:
+                yield round
 
     def close(self) -> None:
         """Free all rows; those that have not ended stay as they are."""
         self.decoder.target.free(range(len(self.decoder.target.lengths)))
-        self.running, self.reading, self.waiting = [], [], deque()
+        self.running, self.waiting, self._reader.groups = [], [], []
 
     def __enter__(self) -> Self:
         return self
@@ -99,58 +133,58 @@ class Scheduler:
         self.close()
 
     def _take_in(self) -> None:
-        """What other threads asked for since the last step; then free places of the batch are filled."""
-        self.waiting += _drained(self._arrivals)
+        """What other threads asked for since the last step."""
+        for row in _drained(self._arrivals):
+            row.turn = (row.request.priority, next(self._turns))
+            insort(self.waiting, row, key=_turn)
         for row in _drained(self._aborted):
             row.finish_reason = row.finish_reason or "abort"
-        self.waiting = deque(row for row in self.waiting if not row.finish_reason)
+        self.waiting = [row for row in self.waiting if not row.finish_reason]
         self._dismiss()
-        free = self.decoder.batch_size - len(self.running) - len(self.reading)
-        new = [self.waiting.popleft() for _ in range(min(len(self.waiting), free))]
-        if new:
-            self.decoder.target.add(len(new), [row.request.source for row in new])
-            for row in new:
-                row.started = row.started or monotonic()
-            self.reading += new
 
-    def _read(self) -> None:
-        """Read prompts: whole ones if nobody waits for that, else one piece, first come, first served."""
-        if not self.reading:
-            return
-        watch, target, first = Stopwatch(), self.decoder.target, len(self.running)
-        left = self.prefill_chunk if self.running else sum(len(row.tokens) for row in self.reading)
-        pieces = []
-        for row, have in zip(self.reading, target.lengths[first:], strict=True):
-            pieces.append(row.tokens[have:-1][:left])
-            left -= len(pieces[-1])
-        target.prefill(pieces, first)
-        watch.lap("prefill")
-        share = watch.laps["prefill"] / sum(map(bool, pieces)) if any(pieces) else 0.0
-        for row, piece in zip(self.reading, pieces, strict=True):
-            row.stats.seconds["prefill"] = row.stats.seconds.get("prefill", 0.0) + share * bool(piece)
-        read = [have + 1 >= len(row.tokens) for row, have in zip(self.reading, target.lengths[first:], strict=True)]
-        done = read.index(False) if False in read else len(read)  # a row behind one that is not done has to wait for it
-        self.running += self.reading[:done]
-        self.reading = self.reading[done:]
+    def _admit(self) -> None:
+        """Make room for the rows that are here, then fill free places of the batch, first come, first served."""
+        here = [*self.running, *self.reading]
+        while len(here) > 1 and not self._room.fits(here):
+            youngest = max(here, key=_turn)
+            here.remove(youngest)
+            self._leave([youngest])
+            insort(self.waiting, youngest, key=_turn)
+        while self.waiting and len(here) < self.decoder.batch_size:
+            if here and not self._room.fits([*here, self.waiting[0]]):
+                break
+            here.append(self.waiting.pop(0))
+            self._room.make(here)
+            self._reader.add(here[-1])
+        self._room.make(here)
 
-    def _end_at_limits(self) -> None:
-        """A row that fills the target's context, or whose time is over, has ended."""
-        context = self.decoder.target.context
+    def _end_full_rows(self) -> None:
+        """A row that fills the target's context, or all memory, has ended."""
+        full = self.decoder.target.context
         for row in self.running:
-            if row.finish_reason:
-                continue
-            full = bool(context and len(row.tokens) >= context)
-            row.timed_out = row.late and not full
-            if full or row.timed_out:
+            if not row.finish_reason and ((full and len(row.tokens) >= full) or not self._room.fits([row])):
                 row.finish_reason = "length"
 
     def _dismiss(self) -> None:
         """Free the rows that have ended."""
-        ended = [place for place, row in enumerate([*self.running, *self.reading]) if row.finish_reason]
-        if ended:
-            self.decoder.target.free(ended)
-            self.running = [row for row in self.running if not row.finish_reason]
-            self.reading = [row for row in self.reading if not row.finish_reason]
+        self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])
+
+    def _leave(self, gone: Sequence[Row]) -> None:
+        """Free rows of the target, after what they leave in the cache was stored."""
+        names, target = set(map(id, gone)), self.decoder.target
+        places = [place for place, row in enumerate(self.running) if id(row) in names]
+        self._reader.drop(gone, len(self.running))
+        for place in places:
+            row = self.running[place]
+            if row.finish_reason != "error":
+                recalling(target).remember(place, row.tokens[: target.lengths[place]], row.request.cache_salt)
+        if places:
+            target.free(places)
+            self.running = [row for row in self.running if id(row) not in names]
+
+
+def _turn(row: Row) -> tuple[int, int]:
+    return row.turn
 
 
 def check_requests(target: Scorer, requests: Sequence[Request]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Part, Tree, padded
 from slipstream.core.draws import Rng, Within
 from slipstream.core.law import Law, pad_vocabulary
-from slipstream.core.protocols import Drafter, Scorer
+from slipstream.core.protocols import Drafter, Scorer, scorers_among
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.decoding.decoder import Decoder
@@ -48,11 +48,16 @@ class ChainDrafter:
         self._follower = Follower(scorer)
         self._shadows: dict[int, Shadow] = {}
 
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The model, and those that draft for it."""
+        return (self.scorer, *scorers_among([self.inner]))
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` tokens per row, each from the model's law given all before it."""
-        self._follower.follow(context.rows)
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
+        self._follower.follow(context.rows)
         self._follower.cover(2 * max(gammas) + 1)
         shadows = self._cast(context.rows)
         parts, laws = self._rounds(context, shadows, gammas)

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Part
 from slipstream.core.draws import Within
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter
+from slipstream.core.protocols import Drafter, Scorer, scorers_among
 from slipstream.core.round import Context, Round
 from slipstream.decoding.round_estimates import believable
 from slipstream.drafters.tree import TreeDrafter
@@ -30,6 +30,11 @@ class Choice:
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         """In order of preference. Raises ValueError for fewer than two, and for trees."""
         self.drafters = _checked(drafters)
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The models of all drafters."""
+        return scorers_among(self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` tokens for each row, by the first drafter that has some."""
@@ -187,6 +192,11 @@ class Bandit:
         self.settings = settings or Ucb()
         self.state = self.settings.init(len(self.drafters))
         self._clock = clock or (lambda round: sum(round.seconds.values()))
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The models of all drafters."""
+        return scorers_among(self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """By the drafter that is chosen for this round."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.cache.prefixes import recalling
 from slipstream.core.draft import accepted_paths, ancestors, padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
@@ -28,18 +29,40 @@ class Follower:
         self.scorer = scorer
         self.starts: list[int] = []  # where each row's window begins in its text
         self._rows: list[Row] = []
+        self._known: list[int] = []  # how many tokens of each row are stored for others
         self._late: list[bool] = []  # rows that read a piece of their text in this round instead of being drafted for
 
     def follow(self, rows: Sequence[Row]) -> None:
-        """Make our rows those of the context: free the ended, add the new. Rows that run on keep their order."""
-        running = {id(row) for row in rows}
-        if ended := [place for place, row in enumerate(self._rows) if id(row) not in running]:
-            self.scorer.free(ended)
-            self.starts = [start for place, start in enumerate(self.starts) if place not in set(ended)]
-        if new := len(rows) - len(self.starts):
-            self.scorer.add(new, [row.request.source for row in rows[len(rows) - new :]])
-            self.starts += [0] * new
+        """Make our rows those of the context: free those that left, add the new.
+
+        Rows that run on keep their order; one that had to give way and came back is among the new.
+        """
+        kept = still_first(self._rows, rows)
+        if left := [place for place in range(len(self._rows)) if place not in set(kept)]:
+            for place in left:
+                self._remember(place)
+            self.scorer.free(left)
+        self.starts = [self.starts[place] for place in kept]
+        self._known = [self._known[place] for place in kept]
+        for row in rows[len(kept) :]:
+            self._join(row)
         self._rows, self._late = list(rows), [False] * len(rows)
+
+    def _join(self, row: Row) -> None:
+        """Append a row, with what is stored of its text."""
+        self.scorer.add(1, [row.request.source])
+        text, limit, known = self._ids(row.tokens[:-1]), self.scorer.context, 0
+        if row.request.gamma != 0 and (limit is None or len(text) < limit):
+            known = recalling(self.scorer).recall(len(self.starts), text, row.request.cache_salt)
+        self.starts.append(0)
+        self._known.append(known)
+
+    def _remember(self, place: int) -> None:
+        """Store what the cache holds of a row, if that is the beginning of its text."""
+        row, have = self._rows[place], self.scorer.lengths[place]
+        if not self.starts[place] and row.finish_reason != "error":
+            recalling(self.scorer).remember(place, self._ids(row.tokens[:have]), row.request.cache_salt)
+        self._known[place] = have
 
     def read_late(self, gammas: Sequence[int]) -> list[int]:
         """Read a piece of the texts that the cache lacks most of, if others would have to wait for all of it.
@@ -87,7 +110,7 @@ class Follower:
 
     def rollback(self, round: Round) -> None:
         """Forget drafted tokens that were not kept; in a tree, move the accepted ones together."""
-        if not self._rows:
+        if not self._rows or not any(round.gammas):  # who was asked for nothing does nothing
             return
         kept = [len(row.tokens) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
         have = self.scorer.lengths
@@ -98,6 +121,9 @@ class Follower:
             self.scorer.keep([min(base, length) for base, length in zip(bases, have, strict=True)], paths)
             have = [min(h, base + len(path)) for h, base, path in zip(have, bases, paths, strict=True)]
         self.scorer.rollback([min(pair) for pair in zip(have, kept, strict=True)])
+        for place, row in enumerate(self._rows):
+            if self._known[place] < len(row.request.prompt) - 1 <= self.scorer.lengths[place]:
+                self._remember(place)  # the prompt has been read
 
     def _missing(self) -> list[list[int]]:
         """The tokens the cache lacks. A row that asked for no drafts is never read: its last token stands in for its
@@ -107,9 +133,12 @@ class Follower:
 
     def _texts_behind(self) -> list[list[int]]:
         """What follows the cache in every text. An id that only the target knows is fed as the draft's last one."""
-        last = self.scorer.vocab - 1
         places = zip(self._rows, self.starts, self.scorer.lengths, strict=True)
-        return [[min(token, last) for token in row.tokens[start + have :]] for row, start, have in places]
+        return [self._ids(row.tokens[start + have :]) for row, start, have in places]
+
+    def _ids(self, tokens: Sequence[int]) -> list[int]:
+        last = self.scorer.vocab - 1
+        return [min(token, last) for token in tokens]
 
     def _slide(self, room: int) -> None:
         """Begin a new window of half the context where text and draft no longer fit."""
@@ -122,6 +151,15 @@ class Follower:
                 self.starts[place] = len(row.tokens) - max(1, min(limit // 2, limit - room))
                 lengths[place] = 0
         self.scorer.rollback(lengths)
+
+
+def still_first(known: Sequence[Row], rows: Sequence[Row]) -> list[int]:
+    """The places of those known rows that are the first ones of the context, in its order."""
+    kept = list[int]()
+    for place, row in enumerate(known):
+        if len(kept) < len(rows) and row is rows[len(kept)]:
+            kept.append(place)
+    return kept
 
 
 def _inner(parents: tuple[int, ...]) -> int:

@@ -32,8 +32,15 @@ class ModelDrafter:
         self._follower = Follower(scorer)
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
 
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The model."""
+        return (self.scorer,)
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
+        if not any(gammas):
+            return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows)
         gammas = self._follower.read_late(gammas)
         gamma = max(gammas, default=0)

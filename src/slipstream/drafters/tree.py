@@ -63,8 +63,15 @@ class TreeDrafter:
         self.shape = tree_shape(shape, min(self.vocab, scorer.vocab))
         self._follower = Follower(scorer)
 
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The model."""
+        return (self.scorer,)
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
+        if not any(gammas):
+            return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows)
         gammas = self._follower.read_late(gammas)
         depth = min(max(gammas, default=0), len(self.shape))

@@ -96,7 +96,7 @@ class Engine:
         with Scheduler(job.decoder) as scheduler:
             begun = job.begin(scheduler, skip)
             try:
-                while (round := scheduler.step()) is not None:
+                for round in scheduler.rounds():
                     if on_round:
                         on_round(round)
                     for place, row in enumerate(round.rows):

@@ -33,7 +33,7 @@ class Job:
         """Play rounds to the end -> the pieces of each round, with the index of their generation."""
         with Scheduler(self.decoder) as scheduler:
             begun = self.begin(scheduler)
-            while (round := scheduler.step()) is not None:
+            for round in scheduler.rounds():
                 yield [
                     (row.index, piece)
                     for place, row in enumerate(round.rows)

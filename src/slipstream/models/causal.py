@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.draft import Tree, padded
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
@@ -130,6 +131,48 @@ class CausalScorer:
         """Take over a text of `length` tokens: layers have keys and values (heads, count, head_dim) of its end, of as
         many tokens as they ever look back at."""
         self._memory.texts.fill(row, layers, length)
+
+    # ---- prefixes, and memory ----
+
+    def use_prefixes(self, cache: PrefixCache | None) -> None:
+        """Store texts there from now on, and look there for them; None: nowhere. Encoder-decoders store nothing."""
+        self._memory.use_prefixes(cache)
+
+    def recall(self, row: int, text: Sequence[int], salt: str) -> int:
+        """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
+        return self._memory.recall(row, text, salt)
+
+    def remember(self, row: int, text: Sequence[int], salt: str) -> None:
+        """Store what a row holds of a text, whose tokens are those of the row."""
+        self._memory.remember(row, text, salt)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """What the keys and values of texts of these lengths take, with what is allocated ahead; of an encoder-decoder
+        0 before its first pass."""
+        self._touch()
+        return self._memory.texts.bytes_for(self._possible(lengths))
+
+    def bytes_held_for(self, lengths: Sequence[int]) -> int:
+        """What they take if what other texts have left is not given back."""
+        self._touch()
+        return self._memory.texts.bytes_held_for(self._possible(lengths))
+
+    def trim(self) -> None:
+        """Give back the memory that no present row needs."""
+        self._memory.texts.trim()
+
+    def _possible(self, lengths: Sequence[int]) -> list[int]:
+        return [length if self.context is None else min(length, self.context) for length in lengths]
+
+    @torch.inference_mode()
+    def _touch(self) -> None:
+        """What a token takes is known after a first pass."""
+        if self._decoder is None and not self.lengths and not self.bytes_per_token:
+            self.add(1)
+            self._prefill([[0]], 0)
+            self.free([0])
+
+    # ---- lengths ----
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""

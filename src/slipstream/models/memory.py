@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
+from slipstream.cache.prefixes import PrefixCache
 from slipstream.cache.rows import RowCache
 from slipstream.core.source import Source
 from slipstream.models.encoder_decoder import SourceDecoder, Sources
@@ -18,12 +19,31 @@ class Memory:
 
     def __init__(self, decoder: SourceDecoder | None = None) -> None:
         self._decoder = decoder
+        self._prefixes: PrefixCache | None = None
         self.clear()
 
     def clear(self) -> None:
         """Begin anew, without rows and without storage."""
         self.texts = RowCache()
         self.sources = Sources(self._decoder) if self._decoder else None
+
+    def use_prefixes(self, cache: PrefixCache | None) -> None:
+        """Store texts there, and look there for them. Not so with an encoder: what a decoder's keys hold depends on
+        the source, its texts are short, and the source is what takes time to read."""
+        self._prefixes = None if self.sources else cache
+
+    def recall(self, row: int, text: Sequence[int], salt: str) -> int:
+        """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
+        if self._prefixes is None or not (blocks := self._prefixes.shelf(self).longest(text, salt)):
+            return 0
+        self.texts.paste(row, blocks, self._prefixes.block)
+        return self.texts.lengths[row]
+
+    def remember(self, row: int, text: Sequence[int], salt: str) -> None:
+        """Store what a row holds of a text."""
+        if self._prefixes is not None:
+            covered = text[: self.texts.lengths[row]]
+            self._prefixes.shelf(self).store(covered, salt, lambda start, stop: self.texts.copy(row, start, stop))
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""

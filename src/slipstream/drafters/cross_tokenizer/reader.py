@@ -12,6 +12,7 @@ from slipstream.core.draft import padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
+from slipstream.drafters.following import still_first
 
 LONG = 128
 """Characters that are encoded anew with every round, before a part of them is closed."""
@@ -179,8 +180,7 @@ class Reader:
 
     def follow(self, rows: Sequence[Row]) -> None:
         """Make our rows those of the context and read what they added. Rows that run on keep their order."""
-        running = {id(row) for row in rows}
-        kept = [place for place, row in enumerate(self._rows) if id(row) in running]
+        kept = still_first(self._rows, rows)
         self.scorer.free([place for place in range(len(self._rows)) if place not in set(kept)])
         new = len(rows) - len(kept)
         self.scorer.add(new)

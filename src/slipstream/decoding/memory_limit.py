@@ -1,0 +1,77 @@
+"""How many rows the memory for keys and values has room for: a limit in bytes, and what is done at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.core.protocols import Scorer, TakesMemory, scorers_among
+from slipstream.core.request import Row
+from slipstream.decoding.decoder import Decoder
+
+
+class Room(Protocol):
+    """Says which rows can be held at the same time."""
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows can play one more round with the longest drafts."""
+        ...
+
+    def make(self, rows: Sequence[Row]) -> None:
+        """Give back what these rows do not need, where that is needed to keep the limit."""
+        ...
+
+
+class Unlimited:
+    """Room for any rows."""
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Always."""
+        return True
+
+    def make(self, rows: Sequence[Row]) -> None:
+        """Nothing has to be given back."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes for the keys and values of all rows, of the target and of the models that draft, at the greatest gamma.
+
+    Counted is what the caches allocate, which is more than what texts take: it grows by doubling. What an encoder
+    leaves of sources is not counted. Raises ValueError below 1 byte, and for a target that cannot tell what it needs.
+    """
+
+    bytes: int
+    decoder: Decoder
+    scorers: tuple[TakesMemory, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.bytes < 1:
+            raise ValueError(f"memory={self.bytes} is not possible: give 1 byte or more, or None for no limit.")
+        scorers = scorers_of(self.decoder)
+        object.__setattr__(self, "scorers", tuple(each for each in scorers if isinstance(each, TakesMemory)))
+        if len(self.scorers) < len(scorers):
+            names = ", ".join(each.name for each in scorers if not isinstance(each, TakesMemory))
+            raise ValueError(f"memory={self.bytes} cannot be kept: {names} cannot tell what rows take. Leave it out.")
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows can play one more round with the longest drafts."""
+        lengths = self._lengths(rows)
+        return sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes
+
+    def make(self, rows: Sequence[Row]) -> None:
+        """Give back what was allocated for other rows than these, if the limit is not kept with it."""
+        lengths = self._lengths(rows)
+        if sum(each.bytes_held_for(lengths) for each in self.scorers) > self.bytes:
+            for each in self.scorers:
+                each.trim()
+
+    def _lengths(self, rows: Sequence[Row]) -> list[int]:
+        gammas = (self.decoder.controller.most if row.request.gamma is None else row.request.gamma for row in rows)
+        return [len(row.tokens) + gamma + 1 for row, gamma in zip(rows, gammas, strict=True)]
+
+
+def scorers_of(decoder: Decoder) -> list[Scorer]:
+    """The models that hold texts of the rows: the target, and those that draft."""
+    return [decoder.target, *scorers_among([decoder.drafter])]
