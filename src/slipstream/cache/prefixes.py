@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-BLOCK = 32
+BLOCK = 16
 """Tokens of a block: the unit that is stored and found."""
 
 
@@ -36,9 +36,7 @@ class PrefixCache:
 
     def __init__(self, limit: int, block: int = BLOCK) -> None:
         if limit < 1 or block < 1:
-            raise ValueError(
-                f"a prefix cache of {limit} bytes in blocks of {block} tokens is not possible: use 1 or more."
-            )
+            raise ValueError(f"{limit} bytes in blocks of {block} tokens are not possible: both must be 1 or more.")
         self.limit, self.block, self.bytes = limit, block, 0
         self._shelves: WeakKeyDictionary[object, Shelf] = WeakKeyDictionary()
         # From the least to the most recently used; a block is always behind those that follow it in a text.

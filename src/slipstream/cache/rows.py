@@ -213,35 +213,32 @@ class RowCache:
         """What the tokens of all rows take."""
         return self.bytes_per_token * sum(self.lengths)
 
+    @property
+    def bytes_allocated(self) -> int:
+        """What all rows take with what is allocated ahead."""
+        return self.bytes_per_token * self._capacity * self._slots
+
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What is allocated for rows of these lengths in a cache that holds nothing more."""
-        return self.bytes_per_token * _doubled(1, len(lengths)) * self._slots_for(lengths)
+        """What is allocated at most for rows of these lengths."""
+        rows, slots = self._shape_for(len(lengths), max(lengths, default=0))
+        return self.bytes_per_token * rows * slots
 
-    def bytes_held_for(self, lengths: Sequence[int]) -> int:
-        """What would be allocated if this cache grew to rows of these lengths."""
-        rows = self._capacity if len(lengths) <= self._capacity else max(len(lengths), 2 * self._capacity)
-        return self.bytes_per_token * rows * max(self._slots, self._slots_for(lengths))
-
-    def trim(self) -> None:
-        """Give back what the present rows do not need."""
-        self._reshape(_doubled(1, len(self.lengths)), self._slots_for(self.lengths))
-
-    def _slots_for(self, lengths: Sequence[int]) -> int:
-        return _doubled(FIRST_SLOTS, max([*lengths, self.least], default=0) + 1)
+    def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
+        return _doubled(1, rows), _doubled(FIRST_SLOTS, max(length, self.least) + 1)
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, dim = like.shape
         return torch.zeros(self._capacity, heads, self._slots, dim, dtype=like.dtype, device=like.device)
 
     def _resize(self, rows: int = 0, slots: int = 0) -> None:
-        capacity = self._capacity if rows <= self._capacity else max(rows, 2 * self._capacity)
-        self._reshape(capacity, _doubled(self._slots, slots))
+        """Make room. What the present rows do not need is given back then, so that a long text that has ended does not
+        make all rows of later ones long."""
+        if rows > self._capacity or slots > self._slots:
+            self._reshape(*self._shape_for(max(rows, len(self.lengths)), max([*self.lengths, slots - 1])))
 
     @torch.inference_mode()
     def _reshape(self, capacity: int, slots: int) -> None:
         """Allocate so many rows and slots, and move what lies in both."""
-        if (capacity, slots) == (self._capacity, self._slots):
-            return
         rows, width = min(capacity, self._capacity), min(slots, self._slots)
         self._capacity, self._slots, self._views = capacity, slots, None
         self._dirty = [min(dirty, slots) for dirty in self._dirty[:rows]] + [0] * (capacity - rows)

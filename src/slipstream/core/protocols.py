@@ -106,14 +106,6 @@ class TakesMemory(Scorer, Protocol):
         """What texts of these lengths take, with what is allocated ahead."""
         ...
 
-    def bytes_held_for(self, lengths: Sequence[int]) -> int:
-        """What they take if what other texts have left is not given back."""
-        ...
-
-    def trim(self) -> None:
-        """Give back the memory that no present row needs."""
-        ...
-
 
 @runtime_checkable
 class HasModel(Scorer, Protocol):

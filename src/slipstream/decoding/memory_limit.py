@@ -18,10 +18,6 @@ class Room(Protocol):
         """Whether these rows can play one more round with the longest drafts."""
         ...
 
-    def make(self, rows: Sequence[Row]) -> None:
-        """Give back what these rows do not need, where that is needed to keep the limit."""
-        ...
-
 
 class Unlimited:
     """Room for any rows."""
@@ -29,9 +25,6 @@ class Unlimited:
     def fits(self, rows: Sequence[Row]) -> bool:
         """Always."""
         return True
-
-    def make(self, rows: Sequence[Row]) -> None:
-        """Nothing has to be given back."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +52,6 @@ class MemoryLimit:
         """Whether these rows can play one more round with the longest drafts."""
         lengths = self._lengths(rows)
         return sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes
-
-    def make(self, rows: Sequence[Row]) -> None:
-        """Give back what was allocated for other rows than these, if the limit is not kept with it."""
-        lengths = self._lengths(rows)
-        if sum(each.bytes_held_for(lengths) for each in self.scorers) > self.bytes:
-            for each in self.scorers:
-                each.trim()
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         gammas = (self.decoder.controller.most if row.request.gamma is None else row.request.gamma for row in rows)

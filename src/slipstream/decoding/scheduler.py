@@ -154,9 +154,7 @@ class Scheduler:
             if here and not self._room.fits([*here, self.waiting[0]]):
                 break
             here.append(self.waiting.pop(0))
-            self._room.make(here)
             self._reader.add(here[-1])
-        self._room.make(here)
 
     def _end_full_rows(self) -> None:
         """A row that fills the target's context, or all memory, has ended."""

@@ -152,14 +152,10 @@ class CausalScorer:
         self._touch()
         return self._memory.texts.bytes_for(self._possible(lengths))
 
-    def bytes_held_for(self, lengths: Sequence[int]) -> int:
-        """What they take if what other texts have left is not given back."""
-        self._touch()
-        return self._memory.texts.bytes_held_for(self._possible(lengths))
-
-    def trim(self) -> None:
-        """Give back the memory that no present row needs."""
-        self._memory.texts.trim()
+    @property
+    def bytes_allocated(self) -> int:
+        """What the keys and values of texts take now, with what is allocated ahead."""
+        return self._memory.texts.bytes_allocated
 
     def _possible(self, lengths: Sequence[int]) -> list[int]:
         return [length if self.context is None else min(length, self.context) for length in lengths]
