@@ -17,7 +17,7 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test format clean
+.PHONY: help demo test format figures clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in 
 format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+figures: $(STAMPS)/test ## Measure every table of speeds again (PROMPTS=HumanEval.jsonl.gz NEWS=FILE), about an hour, alone
+	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/tables.py --measure --prompts "$(PROMPTS)" --news "$(NEWS)"
 
 clean: ## Remove caches, builds and stamps (.venv stays; the next command checks it again)
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(STAMPS)

@@ -1,12 +1,15 @@
 """Plain and speculative greedy text: how many differ, in one shape, in any, and compiled, and at what speed.
 
 python benchmarks/exact_shape.py PROMPTS.jsonl[.gz] [--target DIR --draft DIR] [--dtype float32 bfloat16]
+                                 [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from time import perf_counter
+from typing import Any
 
 import slipstream
 from slipstream.engine.engine import Engine
@@ -20,21 +23,34 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--json", action="store_true", help="print one JSON list at the end")
     args = parser.parse_args()
     prompts = [item.prompt for item in gather([], args.prompts, False)]
+    rows = []
     for dtype in args.dtype:
-        for way in ({"exact_shape": True}, {}, {"compile": True}):
-            engine = slipstream.load(args.target, args.draft, dtype=dtype, **way)
-            print(f"{dtype:9} {way!s:21} {compare(engine, prompts, args.max_new_tokens)}", flush=True)
+        for way in ("exact_shape", "", "compile"):
+            engine = slipstream.load(args.target, args.draft, dtype=dtype, **({way: True} if way else {}))
+            rows.append({"dtype": dtype, "way": way, **compare(engine, prompts, args.max_new_tokens)})
+            if not args.json:
+                print(line(rows[-1]), flush=True)
+    if args.json:
+        print(json.dumps(rows))
 
 
-def compare(engine: Engine, prompts: list[str], limit: int) -> str:
-    """How many texts differ, out of how many tokens, and the speed of both."""
+def line(row: dict[str, Any]) -> str:
+    """One comparison in words."""
+    speeds = f"plain {row['plain']:.0f}, speculative {row['speculative']:.0f}"
+    texts = f"{row['tokens']} tokens in {row['texts']} texts, {row['differ']} texts differ"
+    return f"{row['dtype']:9} {row['way']:11} {texts}; tokens per second: {speeds}"
+
+
+def compare(engine: Engine, prompts: list[str], limit: int) -> dict[str, Any]:
+    """How many texts differ, out of how many tokens, and the tokens per second of both."""
     (slow, slow_time), (fast, fast_time) = (timed(engine, prompts, limit, plain) for plain in (True, False))
     differ = sum(one != other for one, other in zip(slow, fast, strict=True))
     tokens = sum(map(len, slow))
-    speeds = f"plain {tokens / slow_time:.0f}, speculative {tokens / fast_time:.0f}"
-    return f"{tokens} tokens in {len(slow)} texts, {differ} texts differ; tokens per second: {speeds}"
+    speeds = {"plain": tokens / slow_time, "speculative": tokens / fast_time}
+    return {"tokens": tokens, "texts": len(slow), "differ": differ, **speeds}
 
 
 def timed(engine: Engine, prompts: list[str], limit: int, plain: bool) -> tuple[list[tuple[int, ...]], float]:

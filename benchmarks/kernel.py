@@ -1,14 +1,16 @@
 """Our kernels beside oneDNN's packed products and torch's attention: the products of two models, and single attentions.
 
-python benchmarks/kernel.py [--threads 2] [--repetitions 15]
+python benchmarks/kernel.py [--threads 2] [--repetitions 15] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -26,19 +28,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if reason := kernel_missing():
         raise SystemExit(f"nothing to measure: {reason}.")
-    print("| bfloat16 | rows | ours, ms | oneDNN, ms |\n|---|---|---|---|")
+    found: dict[str, list[dict[str, Any]]] = {"products": [], "attentions": []}
     for name, shapes in (("134 M target", TARGET), ("24 M draft", DRAFT)):
         for rows in (1, 2, 6, 12, 48):
             ours, theirs = products(shapes, rows, args.repetitions)
-            print(f"| {name} | {rows} | {1000 * ours:.2f} | {1000 * theirs:.2f} |", flush=True)
-    print("\n| heads, heads of keys, tokens, slots, width | ours, us | torch, us |\n|---|---|---|")
+            found["products"].append({"model": name, "rows": rows, "ours": ours, "onednn": theirs})
     for case in ATTENTIONS:
         ours, theirs = attentions(*case, args.repetitions)
-        print(f"| {', '.join(map(str, case))} | {1e6 * ours:.0f} | {1e6 * theirs:.0f} |", flush=True)
+        found["attentions"].append({"case": list(case), "ours": ours, "torch": theirs})
+    print(json.dumps(found) if args.json else table(found))
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: the products and the attentions."""
+    lines = ["| bfloat16 | rows | ours, ms | oneDNN, ms |", "|---|---|---|---|"]
+    for row in found["products"]:
+        lines.append(f"| {row['model']} | {row['rows']} | {1000 * row['ours']:.2f} | {1000 * row['onednn']:.2f} |")
+    lines += ["", "| heads, heads of keys, tokens, slots, width | ours, microseconds | torch |", "|---|---|---|"]
+    for row in found["attentions"]:
+        shape = ", ".join(map(str, row["case"]))
+        lines.append(f"| {shape} | {1e6 * row['ours']:.0f} | {1e6 * row['torch']:.0f} |")
+    return "\n".join(lines)
 
 
 def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, float]:

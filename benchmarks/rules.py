@@ -26,7 +26,7 @@ def main() -> None:
     stats = {rule: measure(engine, prompts, rule, args) for rule in RULES}
     rows = [row(rule, stats[rule], stats["token"]) for rule in RULES]
     if args.json:
-        print(json.dumps({"prompts": len(prompts), **vars(args), "rows": rows}))
+        print(json.dumps({**vars(args), "prompts": len(prompts), "rows": rows}))
         return
     print(f"{len(prompts)} prompts x {args.seeds} seeds, gamma {args.gamma}, temperature {args.temperature}")
     for line in rows:

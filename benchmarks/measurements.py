@@ -1,0 +1,156 @@
+"""What is measured for the tables of README.md and RESULTS.md, by which commands.
+
+`measure` runs the commands of a measurement and writes what they print as JSON to `results/NAME.json`, with the date,
+the machine, and a digest of the package's source, so that `tables` can refuse figures of different builds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+SAME = ("cpu", "cores", "threads", "torch", "transformers", "build")
+"""Facts in which all measurements have to agree before they stand in one document."""
+
+Command = tuple[str, ...]
+"""Words after `python`. {prompts}, {news}, {target}, {draft} stand for files, {json} for one that a script adds to."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Some commands whose JSON makes one file of `results/`."""
+
+    name: str
+    commands: tuple[Command, ...]
+
+
+PAIR = ("--target", "{target}", "--draft", "{draft}")
+BARS = ("benchmarks/bars.py", *PAIR, "--compile", "--json", "{json}")
+PLAN = ("-m", "slipstream", "plan", "--json", "--prompts", "{prompts}")
+PADDED_PLAN = (*PLAN, *PAIR, "--dtype", "bfloat16", "--max-new-tokens", "48", "--repetitions", "2")
+SMALL_PLAN = (*PLAN, "--sample", "32", "--max-new-tokens", "64")
+
+MEASUREMENTS = (
+    Measurement("bench", (("-m", "slipstream", "bench", "--quick", "--repetitions", "5", "--json"),)),
+    Measurement(
+        "bars",
+        (
+            (*BARS, "--limit", "4", "--only", "race", "--temperature", "0"),
+            (*BARS, "--limit", "4", "--only", "race", "--temperature", "1"),
+            (*BARS, "--only", "steps"),
+            (*BARS, "--limit", "8", "--only", "batch"),
+        ),
+    ),
+    Measurement("rules", (("benchmarks/rules.py", "{prompts}", "--max-new-tokens", "48", "--json"),)),
+    Measurement("exact_shape", (("benchmarks/exact_shape.py", "{prompts}", "--dtype", "bfloat16", "--json"),)),
+    Measurement(
+        "plan",
+        (
+            (*SMALL_PLAN, "--temperature", "0"),
+            (*SMALL_PLAN, "--temperature", "1"),
+            (*PADDED_PLAN, "--sample", "16", "--temperature", "0"),
+            (*PADDED_PLAN, "--sample", "16", "--temperature", "1"),
+            (*PADDED_PLAN, "--sample", "12", "--temperature", "0", "--compile", "--gamma", "3", "--gamma", "5"),
+        ),
+    ),
+    Measurement(
+        "controllers",
+        (("benchmarks/controllers.py", "{prompts}", "{news}", "--texts", "2", "--max-new-tokens", "200", "--json"),),
+    ),
+    Measurement("kernel", (("benchmarks/kernel.py", "--json"),)),
+)
+
+PADDED = {
+    "target": (
+        "benchmarks/cost_padded.py",
+        "src/slipstream/demo/target",
+        "build/target-134m",
+        "--preset",
+        "target-134m",
+    ),
+    "draft": ("benchmarks/cost_padded.py", "src/slipstream/demo/draft", "build/draft-24m", "--preset", "draft-24m"),
+}
+"""The commands that make the cost-padded models."""
+
+
+def measure(measurement: Measurement, prompts: Path, news: Path) -> Path:
+    """Run the commands, one after the other, and write their JSON -> the file. CalledProcessError if one fails."""
+    for command in PADDED.values():
+        if not (ROOT / command[2]).exists():
+            run(command)
+    began, collected = perf_counter(), RESULTS / f"{measurement.name}.part"
+    collected.unlink(missing_ok=True)
+    files = {"prompts": prompts, "news": news, "json": collected}
+    files |= {role: Path(command[2]) for role, command in PADDED.items()}
+    figures = []
+    RESULTS.mkdir(exist_ok=True)
+    for command in measurement.commands:
+        printed = run([word.format(**files) for word in command])
+        if "{json}" not in command:
+            figures.append(json.loads(printed))
+    if collected.exists():
+        figures.append(json.loads(collected.read_text(encoding="utf-8")))
+        collected.unlink()
+    named = {role: Path(file).name if role != "json" else "FILE" for role, file in files.items()}
+    named |= {role: command[2] for role, command in PADDED.items()}
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "seconds": round(perf_counter() - began),
+        "machine": machine(),
+        "commands": [" ".join(word.format(**named) for word in shown(command)) for command in measurement.commands],
+        "figures": figures,
+    }
+    path = RESULTS / f"{measurement.name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def run(command: Command | list[str]) -> str:
+    """Run a command with this interpreter in the repository's root -> what it prints; its stderr is ours."""
+    print("python", *command, file=sys.stderr, flush=True)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def shown(command: Command) -> Command:
+    """A command as a reader types it."""
+    return command[1:] if command[0] == "-m" else ("python", *command)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: the processor, the threads, the versions, and the build."""
+    import slipstream
+    from slipstream.measure.environment import environment
+
+    facts = environment(slipstream.load())
+    left_out = ("date", "command", "rule", "target", "draft", "load_average", "platform")
+    return {name: fact for name, fact in facts.items() if name not in left_out} | {"build": digest()}
+
+
+def digest(folder: Path = ROOT / "src") -> str:
+    """Names the source of the package by its content."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp"))
+    content = (f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() for path in files)
+    return hashlib.sha256(b"\0".join(content)).hexdigest()[:12]
+
+
+def records(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """What was measured, by name. Raises ValueError if that was on several machines, or with several builds."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    for fact in SAME:
+        values = {name: record["machine"][fact] for name, record in found.items()}
+        if len(set(values.values())) > 1:
+            raise ValueError(
+                f"the figures are of several builds or machines, which differ in {fact} ({values}): "
+                "measure all of them again with `make figures`."
+            )
+    return found

@@ -1,0 +1,299 @@
+"""Writes every table of speeds in README.md and RESULTS.md from the JSON files of `results/`.
+
+python benchmarks/tables.py            # write the tables again
+python benchmarks/tables.py --check    # fail if a document is not what would be written
+python benchmarks/tables.py --measure --prompts HumanEval.jsonl.gz --news NEWS.txt [--only NAME ...]
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with machine, build, date and commands below it. With
+`--measure`, `measurements.py` runs first; that takes about an hour, and nothing else should run. The prompts are
+HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, any prose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import bars
+import kernel
+from measurements import HERE, MEASUREMENTS, ROOT, measure, records
+
+DOCUMENTS = (ROOT / "README.md", HERE / "RESULTS.md")
+MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- end -->", re.S)
+SPEEDS = re.compile(r"tokens/s|tokens per second|\bms\b|microseconds|x plain|x generate", re.I)
+
+Record = Mapping[str, Any]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash for what a contender cannot tell."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+# ---- the tables -------------------------------------------------------------------------------------------------
+
+
+def title(row: Record) -> str:
+    """What to call a contender of a race."""
+    return f"{row['contender']}, {row['execution']}" if row["execution"] else str(row["contender"])
+
+
+def speed_table(record: Record) -> str:
+    """Tokens per second of a cost-padded pair, a column per temperature."""
+    rows = record["figures"][0]["race"]
+    heats = sorted({row["temperature"] for row in rows})
+    by_name: dict[str, dict[float, Record]] = {}
+    for row in rows:
+        by_name.setdefault(title(row), {})[row["temperature"]] = row
+    head = ["tokens per second"]
+    for heat in heats:
+        alpha = next(row["alpha"] for row in rows if row["temperature"] == heat and row["alpha"] is not None)
+        head.append(f"temperature {heat:g} (alpha {alpha:.2f})")
+    order = sorted(by_name, key=lambda name: -by_name[name][heats[0]]["tokens_per_second"]["median"])
+    return markdown(head, [[name, *(speed_cell(by_name[name].get(heat)) for heat in heats)] for name in order])
+
+
+def speed_cell(row: Record | None) -> str:
+    """A speed, and how many times that of transformers' generate it is."""
+    if row is None:
+        return "-"
+    ratio = row["ratio_to_transformers"]
+    over = f" ({ratio['median']:.2f} x generate)" if ratio and row["contender"] != "transformers generate" else ""
+    return f"{row['tokens_per_second']['median']:.0f}{over}"
+
+
+def bench_table(record: Record) -> str:
+    """`slipstream bench`: speed, ratios, acceptance, and where the time of a round goes."""
+    rows = []
+    for row in record["figures"][0]["rows"]:
+        ratios = [row["ratio_to_plain"], row["ratio_to_transformers"]]
+        parts = row["milliseconds"] or {}
+        spent = " + ".join(number(parts[name], 1) for name in ("draft", "target", "accept", "rest")) if parts else "-"
+        speed = row["tokens_per_second"]
+        rows.append(
+            [
+                f"{row['temperature']:g}",
+                f"{row['contender']}, gamma {row['gamma']}" if row["gamma"] else row["contender"],
+                f"{speed['median']:.0f} ({speed['min']:.0f}-{speed['max']:.0f})",
+                *(number(ratio and ratio["median"]) for ratio in ratios),
+                number(row["alpha"]),
+                number(row["mean_acceptance_length"]),
+                spent,
+                "-" if row["overhead"] is None else f"{100 * row['overhead']:.1f} %",
+            ]
+        )
+    head = [
+        "temperature",
+        "contender",
+        "tokens/s (min-max)",
+        "x plain",
+        "x generate",
+        "alpha",
+        "tokens per target call",
+    ]
+    return markdown([*head, "ms per round: draft + target + accept + rest", "overhead"], rows)
+
+
+def bars_table(record: Record) -> str:
+    """Every bar with what was measured."""
+    lines = bars.table(record["figures"][0]).splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
+def passes_table(record: Record) -> str:
+    """Milliseconds of a pass of the target over one token and over six."""
+    steps = record["figures"][0]["steps"]
+    rows = []
+    for what, times in steps.items():
+        six = times[str(bars.ROWS)]
+        rows.append([what, number(times["1"], 1), number(six, 1), number(six / times["1"])])
+    return markdown(["a pass of", "one token, ms", "six tokens of a row, ms", "six / one"], rows)
+
+
+def rules_table(record: Record) -> str:
+    """How many tokens each acceptance rule keeps."""
+    rows = []
+    for row in record["figures"][0]["rows"]:
+        low, high = row["interval"]
+        against = "" if row["rule"] == "token" else f"{row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        rows.append([row["rule"], number(row["mean_acceptance_length"], 3), against, number(row["alpha"], 3)])
+    return markdown(["rule", "mean acceptance length", "against token", "alpha"], rows)
+
+
+def exact_shape_table(record: Record) -> str:
+    """How many greedy texts differ between plain and speculative decoding, and the speeds."""
+    ways = {"": "any shape", "exact_shape": "one shape (`exact_shape`)", "compile": "any shape, compiled"}
+    rows = [
+        [
+            f"{row['dtype']}, {ways[row['way']]}",
+            f"{row['differ']} of {row['texts']}",
+            f"{row['plain']:.0f}",
+            f"{row['speculative']:.0f}",
+        ]
+        for row in record["figures"][0]
+    ]
+    return markdown(["what", "texts that differ", "tokens/s plain", "tokens/s speculative"], rows)
+
+
+def plan_table(record: Record) -> str:
+    """Predicted and measured speed-up of every plan."""
+    rows = []
+    for plan in record["figures"]:
+        facts, machine = plan["figures"], plan["machine"]
+        outlook = facts["outlooks"]["1"][facts["draft"]]
+        best = next(each for each in outlook["predictions"] if each["gamma"] == outlook["best"])
+        runs = facts["verifications"]
+        measured = (
+            f"{runs[0]['factor']:.2f} ({min(runs[0]['factors']):.2f}-{max(runs[0]['factors']):.2f})" if runs else "-"
+        )
+        rows.append(
+            [
+                f"{machine['target']['parameters'] / 1e6:.0f} M{', compiled' if plan['compile'] else ''}",
+                f"{facts['settings']['sampling']['temperature']:g}",
+                number(outlook["alpha"]),
+                number(best["c"]),
+                number(best["curve"]),
+                str(best["gamma"]),
+                f"{best['factor']:.2f} ({best['low']:.2f}-{best['high']:.2f})",
+                measured,
+                f"{100 * runs[0]['difference']:+.1f} %" if runs else "-",
+            ]
+        )
+    head = [
+        "target",
+        "temperature",
+        "alpha",
+        "c",
+        "T(gamma+1)/T(1)",
+        "gamma",
+        "predicted, x plain",
+        "measured, x plain",
+    ]
+    return markdown([*head, "difference"], rows)
+
+
+def controllers_table(record: Record) -> str:
+    """The best fixed gamma, transformers' heuristic and the adaptive controller, over plain decoding."""
+    by_text: dict[str, dict[str, Record]] = {}
+    for row in record["figures"][0]:
+        by_text.setdefault(row["text"], {})[row["contender"]] = row
+    rows = []
+    for text, found in by_text.items():
+        for how in ("live", "trace"):
+            over = {name: found["gamma 0"][how] / row[how] for name, row in found.items()}
+            best = max((name for name in over if name.startswith("gamma")), key=over.__getitem__)
+            agree = f"{text} ({found[best]['agree']:.2f})"
+            rows.append(
+                [agree, how, f"{over[best]:.2f} ({best})", *(number(over[n]) for n in ("heuristic", "adaptive"))]
+            )
+    return markdown(
+        ["text (draft agrees)", "", "best fixed gamma, x plain", "transformers' heuristic", "adaptive"], rows
+    )
+
+
+def kernel_table(record: Record) -> str:
+    """Our products beside oneDNN's, our attention beside torch's."""
+    return kernel.table(record["figures"][0])
+
+
+TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "speed": ("bars", speed_table),
+    "bench": ("bench", bench_table),
+    "bars": ("bars", bars_table),
+    "passes": ("bars", passes_table),
+    "rules": ("rules", rules_table),
+    "exact-shape": ("exact_shape", exact_shape_table),
+    "plan": ("plan", plan_table),
+    "controllers": ("controllers", controllers_table),
+    "kernel": ("kernel", kernel_table),
+}
+"""By the name in a document: the measurement, and what writes the table from it."""
+
+
+# ---- documents --------------------------------------------------------------------------------------------------
+
+
+def section(name: str, found: Mapping[str, Record]) -> str:
+    """What stands between the marks of a table. Raises ValueError for a name that no table has."""
+    if name not in TABLES:
+        raise ValueError(f"there is no table {name}: the tables are {', '.join(TABLES)}.")
+    source, write = TABLES[name]
+    if source not in found:
+        return "*Not measured with this build yet: `make figures` does it. Earlier runs: docs/earlier_runs.md.*\n"
+    return f"{write(found[source])}\n\n{place(found[source])}\n"
+
+
+def place(record: Record) -> str:
+    """Machine, build, date and commands."""
+    facts = record["machine"]
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "python"))
+    bfloat16 = f", bfloat16 {facts['bfloat16']}" if facts.get("bfloat16") else ""
+    machine = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads{bfloat16}"
+    build = f"slipstream {facts['slipstream']}, source {facts['build']}"
+    commands = "; ".join(f"`{command}`" for command in record["commands"])
+    return f"*{machine}; {versions}; {build}; {record['date']}.* {commands}"
+
+
+def filled(text: str, found: Mapping[str, Record]) -> str:
+    """A document with all its tables written anew. Raises ValueError for a mark that has no end."""
+    if text.count("<!-- table: ") != len(MARKED.findall(text)):
+        raise ValueError("a table's mark has no end: write `<!-- end -->` on the line after the table.")
+    return MARKED.sub(lambda mark: f"<!-- table: {mark['name']} -->\n{section(mark['name'], found)}<!-- end -->", text)
+
+
+def unmarked(text: str) -> Iterator[str]:
+    """Heads of tables of speeds that nothing generates."""
+    lines = MARKED.sub("", text).splitlines()
+    for head, rule in pairwise(lines):
+        if re.match(r"\|\s*:?---", rule) and SPEEDS.search(head):
+            yield head
+
+
+def faults(documents: Mapping[str, str], found: Mapping[str, Record]) -> list[str]:
+    """What is wrong with documents, by name: tables that are not what would be written, and unmarked ones."""
+    wrong = [
+        f"{name} is not what `python benchmarks/tables.py` writes"
+        for name, text in documents.items()
+        if filled(text, found) != text
+    ]
+    return wrong + [
+        f"{name}: no command writes the table {head}" for name, text in documents.items() for head in unmarked(text)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--prompts", type=Path, help="HumanEval.jsonl.gz")
+    parser.add_argument("--news", type=Path, help="a prompt per line, any prose")
+    parser.add_argument("--only", nargs="*", choices=[each.name for each in MEASUREMENTS], help="measure these alone")
+    args = parser.parse_args()
+    if args.measure:
+        for name in ("prompts", "news"):
+            if not (file := getattr(args, name)) or not file.is_file():
+                parser.error(f"--{name} is {file}, but has to be a file: give --prompts and --news.")
+        for each in MEASUREMENTS:
+            if args.only is None or each.name in args.only:
+                print(f"wrote {measure(each, args.prompts.absolute(), args.news.absolute())}", file=sys.stderr)
+    found = records()
+    if args.check:
+        wrong = faults({path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}, found)
+        sys.exit("\n".join(wrong) or 0)
+    for path in DOCUMENTS:
+        path.write_text(filled(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The tables of speeds in the documents are those that the JSON files give, and there are no others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.bench.records import Result
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def tables() -> Any:
+    """The script, with its folder on the path as when it is started."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("tables", BENCHMARKS / "tables.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+MACHINE = {
+    "cpu": "a processor",
+    "cores": 2,
+    "threads": 2,
+    "torch": "2",
+    "transformers": "5",
+    "python": "3.11",
+    "slipstream": "1",
+    "build": "abc",
+}
+
+
+def result(contender: str, speed: float, temperature: float = 0.0, execution: str | None = None) -> dict[str, Any]:
+    """A row of a race as `slipstream bench` gives it."""
+    spread, over = ({"median": value, "min": value, "max": value} for value in (speed, speed / 50))
+    alpha = 0.8 if "speculative" in contender else None
+    facts: list[Any] = [contender, 1, temperature, 5 if alpha else None, None, None, execution, 4, 192]
+    return asdict(Result(*facts, [speed], spread, over, over, 4, 4, alpha=alpha))  # type: ignore[arg-type]
+
+
+def record(figures: Any, **machine: Any) -> dict[str, Any]:
+    """What a measurement leaves."""
+    return {"date": "2026-01-01", "machine": MACHINE | machine, "commands": ["python x.py"], "figures": [figures]}
+
+
+RACE = [
+    result("slipstream speculative", 200, execution="compiled"),
+    result("transformers generate", 50),
+    result("slipstream speculative", 150, 1.0, "compiled"),
+    result("transformers generate", 50, 1.0),
+]
+FOUND = {"bars": record({"race": RACE}), "bench": record({"rows": RACE})}
+
+
+def test_the_documents_hold_what_was_measured(tables: Any) -> None:
+    documents = {path.name: path.read_text(encoding="utf-8") for path in tables.DOCUMENTS}
+    assert tables.faults(documents, tables.records()) == []
+    names = [mark["name"] for text in documents.values() for mark in tables.MARKED.finditer(text)]
+    assert sorted({*names}) == sorted(tables.TABLES)
+
+
+def test_a_table_that_was_changed_and_one_that_nobody_writes_are_found(tables: Any) -> None:
+    text = tables.filled("# A\n<!-- table: speed -->\n<!-- end -->\n", FOUND)
+    assert "| slipstream speculative, compiled | 200 (4.00 x generate) | 150 (3.00 x generate) |" in text
+    assert "| transformers generate | 50 | 50 |" in text and "temperature 1 (alpha 0.80)" in text
+    assert "a processor, 2 cores" in text and "2026-01-01" in text and "`python x.py`" in text and "source abc" in text
+    assert tables.faults({"A": text}, FOUND) == []
+    assert tables.faults({"A": text.replace("200", "300")}, FOUND) == [
+        "A is not what `python benchmarks/tables.py` writes"
+    ]
+    by_hand = "\n| tokens per second | now |\n|---|---|\n| ours | 900 |\n"
+    assert tables.faults({"A": text + by_hand}, FOUND) == ["A: no command writes the table | tokens per second | now |"]
+    assert tables.faults({"A": text + "\n| you want | argument |\n|---|---|\n"}, FOUND) == []
+
+
+def test_what_was_not_measured_is_said_to_be_so(tables: Any) -> None:
+    text = tables.filled("<!-- table: rules -->\n| old | figures |\n<!-- end -->", FOUND)
+    assert "Not measured with this build" in text and "old" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("<!-- table: speed -->\n| a |\n", "has no end"), ("<!-- table: gone -->\n<!-- end -->", "no table gone")],
+)
+def test_marks_that_mean_nothing_are_refused(tables: Any, text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tables.filled(text, FOUND)
+
+
+def test_figures_of_two_builds_or_machines_do_not_stand_together(tables: Any, tmp_path: Path) -> None:
+    for name, kept in FOUND.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
+    assert tables.records(tmp_path) == FOUND
+    for fact in ("build", "cpu", "threads"):
+        (tmp_path / "rules.json").write_text(json.dumps(record({}, **{fact: "another"})))
+        with pytest.raises(ValueError, match=f"which differ in {fact}"):
+            tables.records(tmp_path)
+
+
+def test_a_build_is_known_by_its_source(tables: Any, tmp_path: Path) -> None:
+    measurements = sys.modules["measurements"]
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = measurements.digest(tmp_path)
+    assert before == measurements.digest(tmp_path)
+    (tmp_path / "b.txt").write_text("no source")
+    assert before == measurements.digest(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert before != measurements.digest(tmp_path)
+
+
+def test_every_table_is_written_from_a_measurement(tables: Any) -> None:
+    measured = {each.name for each in tables.MEASUREMENTS}
+    assert {source for source, _ in tables.TABLES.values()} == measured
+    files = {word for each in tables.MEASUREMENTS for command in each.commands for word in command if ".py" in word}
+    assert all((BENCHMARKS.parent / file).is_file() for file in files)
+
+
+SPREAD = {"case": [1, 2], "ours": 1e-3, "torch": 2e-3, "onednn": 3e-3, "model": "small", "rows": 6}
+PLAN = {
+    "compile": False,
+    "machine": {"target": {"parameters": 134e6}},
+    "figures": {
+        "draft": "d",
+        "settings": {"sampling": {"temperature": 0.0}},
+        "outlooks": {
+            "1": {
+                "d": {
+                    "alpha": 0.75,
+                    "best": 5,
+                    "predictions": [{"gamma": 5, "c": 0.1, "curve": 1.1, "factor": 2.0, "low": 1.9, "high": 2.1}],
+                }
+            }
+        },
+        "verifications": [{"factor": 2.1, "factors": [2.0, 2.2], "difference": 0.05}],
+    },
+}
+RULE = {"rule": "block", "mean_acceptance_length": 2.5, "difference": 0.1, "interval": [-0.1, 0.3], "alpha": 0.6}
+WAY = {"dtype": "bfloat16", "way": "compile", "differ": 0, "texts": 164, "plain": 700.4, "speculative": 800.6}
+LAPS = [
+    {"text": "code", "agree": 0.7, "contender": name, "live": live, "trace": live}
+    for name, live in (("gamma 0", 6.0), ("gamma 3", 4.0), ("heuristic", 5.0), ("adaptive", 3.0))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "line"),
+    [
+        ("plan", PLAN, "| 134 M | 0 | 0.75 | 0.10 | 1.10 | 5 | 2.00 (1.90-2.10) | 2.10 (2.00-2.20) | +5.0 % |"),
+        ("rules", {"rows": [RULE]}, "| block | 2.500 | +0.100 [-0.100, +0.300] | 0.600 |"),
+        ("exact-shape", [WAY], "| bfloat16, any shape, compiled | 0 of 164 | 700 | 801 |"),
+        ("controllers", LAPS, "| code (0.70) | live | 1.50 (gamma 3) | 1.20 | 2.00 |"),
+        ("kernel", {"products": [SPREAD], "attentions": [SPREAD]}, "| small | 6 | 1.00 | 3.00 |"),
+        ("passes", {"steps": {"target eager": {"1": 10.0, "6": 12.0}}}, "| target eager | 10.0 | 12.0 | 1.20 |"),
+        ("bench", {"rows": RACE}, "| 0 | transformers generate | 50 (50-50) | 1.00 | 1.00 | - | - | - | - |"),
+        ("bars", {"race": RACE}, "| <= 1.3 | not measured |"),
+    ],
+)  # fmt: skip
+def test_tables_say_what_the_figures_say(tables: Any, name: str, figures: Any, line: str) -> None:
+    _, write = tables.TABLES[name]
+    assert line in write(record(figures))
