@@ -19,7 +19,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.models.tables import TableScorer
 from slipstream.paper import catalogue, figures, ideal, published, tables
-from slipstream.paper.lab import Given, Lab
+from slipstream.paper.lab import Inputs, Lab
 from slipstream.paper.pages.page import INTRODUCTION, machine, page
 from slipstream.paper.pages.sheet import Column, Curve, Sheet, markdown, ratio, read_sheets, sheet
 from slipstream.paper.runs import acceptance as trails
@@ -222,7 +222,7 @@ def test_the_page_shows_commands_notes_and_what_is_quick() -> None:
 
 def test_formulae_on_the_page_are_todays() -> None:
     """The committed sheets that need no run are what the code makes now."""
-    lab = Lab(Given())
+    lab = Lab(Inputs())
     for made in read_sheets(DOCS / "paper", ("table1", "figure2", "figure3", "figure4")):
         assert made == catalogue.make(made.name, lab)
 

@@ -212,7 +212,7 @@ RECIPE = Recipe(
     {"small": (Size(8, 1, 8, 8, 1, 1), Plan(1.0, batch=8, warm=2))},
     8,
     crossed=10,
-    heard={0.0: slice(5, 20), 1.0: slice(20, 34)},
+    answered={0.0: slice(5, 20), 1.0: slice(20, 34)},
 )
 
 

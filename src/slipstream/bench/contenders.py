@@ -1,4 +1,4 @@
-"""Who takes part: ours, plain and speculative, with every draft, rule and gamma; and what transformers offers."""
+"""The contenders of a race: ours, plain and speculative, by draft, rule and gamma, and those of transformers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
 
 
 def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
-    """Those that can run with the same model objects."""
+    """List transformers' contenders that can run with the same model objects."""
     everyone = scorers(engine.decoder)
     models = [untouched(scorer) for scorer in everyone if isinstance(scorer, HasModel)]
     if len(models) < len(everyone):

@@ -73,14 +73,14 @@ def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = ()
 
 def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Prompts padded on the left; sources padded on the right, for encoders count from there."""
-    heard = [[1] * len(text) for text in texts]
+    attended = [[1] * len(text) for text in texts]
     if begin:
-        given = {"input_ids": texts, "attention_mask": heard, "decoder_input_ids": [begin] * len(texts)}
+        inputs = {"input_ids": texts, "attention_mask": attended, "decoder_input_ids": [begin] * len(texts)}
         # The cache that `generate` makes has as many layers as the encoder: too few for a T5 whose decoder has more.
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        return {**{name: padded(rows, device) for name, rows in given.items()}, "past_key_values": cache}
+        return {**{name: padded(rows, device) for name, rows in inputs.items()}, "past_key_values": cache}
     ids = padded([text[::-1] for text in texts], device).flip(1)
-    return {"input_ids": ids, "attention_mask": padded(heard, device).flip(1)}
+    return {"input_ids": ids, "attention_mask": padded(attended, device).flip(1)}
 
 
 @contextmanager

@@ -41,7 +41,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure. Every pair of batch and temperature is a race of its own.
+    """The settings of a benchmark. Every pair of batch and temperature is a race of its own.
 
     `rules` are the acceptance rules of ours by name; none means the engine's own. `ignore_eos` gives all exactly the
     same work; without it outputs end after EOS. ValueError for what is impossible.
@@ -59,9 +59,9 @@ class BenchSettings:
     def __post_init__(self) -> None:
         least = {"gammas": 1, "batches": 1, "temperatures": 0, "max_new_tokens": 1, "repetitions": 1}
         for name, allowed in least.items():
-            given = getattr(self, name)
-            if min(given if isinstance(given, tuple) else (given,), default=-1) < allowed:
-                raise ValueError(f"{name}={given} cannot be measured: use {allowed} or more.")
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,), default=-1) < allowed:
+                raise ValueError(f"{name}={value} cannot be measured: use {allowed} or more.")
         for name in self.rules:
             rule(name)
 
@@ -72,7 +72,7 @@ FULL, QUICK = BenchSettings(), BenchSettings(gammas=(5,), batches=(1,), max_new_
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What one run asks of a contender: continue `prompts` (token ids), `batch` at a time."""
+    """A task for a contender: continue `prompts` (token ids), `batch` at a time."""
 
     prompts: tuple[tuple[int, ...], ...]
     batch: int
@@ -157,7 +157,7 @@ class Result:
 
 @dataclass
 class BenchReport:
-    """What was measured, how, and on what."""
+    """A report of what was measured, how, and on what."""
 
     environment: dict[str, Any]
     settings: BenchSettings

@@ -88,7 +88,7 @@ def _in_one_shape(case: Case) -> Case:
 
 
 def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
-    """What was checked, and where."""
+    """Return the facts of what was checked, and where."""
     target, drafter = case.decoder.target, case.decoder.drafter
     dtype = getattr(getattr(target, "model", None), "dtype", None)
     return {

@@ -1,4 +1,4 @@
-"""What is checked: a decoder, a rule, prompts and settings, ready to run."""
+"""The case that is checked: a decoder, a rule, prompts and settings, ready to run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_SAMPLES = 1_000_000
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What a check may be asked besides the settings of `Sampling`.
+    """The settings of a check besides the settings of `Sampling`.
 
     `gamma` and `verify` default to the engine's. `max_new_tokens` is the length of the texts that are followed token
     by token, `samples` the number of short texts of the statistical test. `gap` is the largest near-tie of greedy
@@ -40,9 +40,9 @@ class CheckSettings:
     def __post_init__(self) -> None:
         least = {"max_new_tokens": 1, "samples": 1, "gamma": 1, "gap": 0}
         for name, allowed in least.items():
-            given = getattr(self, name)
-            if given is not None and given < allowed:
-                raise ValueError(f"{name}={given} cannot be checked: use {allowed} or more.")
+            value = getattr(self, name)
+            if value is not None and value < allowed:
+                raise ValueError(f"{name}={value} cannot be checked: use {allowed} or more.")
         if self.samples > MOST_SAMPLES:
             raise ValueError(f"samples={self.samples} cannot be checked: use {MOST_SAMPLES} or fewer.")
 

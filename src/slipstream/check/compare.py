@@ -119,7 +119,7 @@ def compare(
 
 
 def _choice(law: Law, row: Row, emission: Emission, rng: Rng | None) -> int | None:
-    """What plain decoding takes; None if that is a matter of chance."""
+    """Return the token that plain decoding takes; None if that is a matter of chance."""
     if law.point:
         assert law.tokens is not None
         return int(law.tokens)

@@ -200,7 +200,7 @@ class Replay:
 
 
 def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor]]:
-    """What a verifier answers for every outcome of its draws, and how likely each row (rows,) is to see it."""
+    """Enumerate a verifier's answers to every outcome of its draws, with the chance of each row (rows,) to see it."""
     choices: list[int] | None = []
     while choices is not None:
         replay = Replay(choices)

@@ -9,7 +9,7 @@ from slipstream.check.case import Case, CheckSettings
 from slipstream.check.compare import Comparison, Endings, compare, endings
 from slipstream.check.controls import broken
 from slipstream.check.enumeration import distances
-from slipstream.check.record import Sight, watch
+from slipstream.check.record import Observations, watch
 from slipstream.check.report import Answer, Control, Difference, Part
 from slipstream.check.samples import FALSE_ALARM, POWER, Samples, take
 from slipstream.core.request import Request
@@ -29,13 +29,13 @@ CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 def greedy(case: Case, sampler: Sampling) -> Part:
     """Decode, follow the texts through the target, and do the same with broken rules."""
     case.listener("greedy: decoding", 0, 1)
-    sight = watch(case.decoder, case.requests(sampler))
-    found = compare(case.decoder.target, sight.texts, on_text=case.at("greedy: following the texts"))
+    observed = watch(case.decoder, case.requests(sampler))
+    found = compare(case.decoder.target, observed.texts, on_text=case.at("greedy: following the texts"))
     tests = (
         about_choices("tokens", case, found),
         about_scores(found),
-        about_wiring(sight),
-        about_endings(endings(case.decoder, sight.texts)),
+        about_wiring(observed),
+        about_endings(endings(case.decoder, observed.texts)),
     )
     controls = tuple(_greedy_control(case, sampler, rule) for rule in broken(case.rule, greedy=True))
     return Part("greedy, temperature 0", tests, controls, named(case, found), needed=("tokens",))
@@ -53,24 +53,24 @@ def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
 def sampling(case: Case, sampler: Sampling) -> Part:
     """Decode and follow the texts, enumerate the rule, draw samples, and do the same with broken rules."""
     case.listener("sampling: decoding", 0, 1)
-    sight = watch(case.decoder, case.requests(sampler))
+    observed = watch(case.decoder, case.requests(sampler))
     coupled = case.rule.rng.coupled
     rng = case.rule.rng if coupled else None
-    found = compare(case.decoder.target, sight.texts, rng, case.at("sampling: following the texts"))
+    found = compare(case.decoder.target, observed.texts, rng, case.at("sampling: following the texts"))
     moved = found.moved / max(1, found.tokens)
-    tests = [about_rule(case.rule, sight), about_samples(_samples(case, sampler, case.rule, moved))]
+    tests = [about_rule(case.rule, observed), about_samples(_samples(case, sampler, case.rule, moved))]
     tests += [about_choices("same seed", case, found)] if coupled else []
-    tests += [about_scores(found), about_wiring(sight), about_endings(endings(case.decoder, sight.texts))]
-    controls = tuple(_sampling_control(case, sampler, rule, sight) for rule in broken(case.rule, greedy=False))
+    tests += [about_scores(found), about_wiring(observed), about_endings(endings(case.decoder, observed.texts))]
+    controls = tuple(_sampling_control(case, sampler, rule, observed) for rule in broken(case.rule, greedy=False))
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
     name = f"sampling, temperature {sampler.temperature:g}"
     enough = max(CheckSettings.samples, 4 * case.settings.samples)
     return Part(name, tuple(tests), controls, named(case, found), needed, enough)
 
 
-def about_rule(rule: Rule, sight: Sight) -> Answer:
+def about_rule(rule: Rule, observed: Observations) -> Answer:
     """Whether the rule's law is the target's on laws that were met."""
-    found = distances(rule.verify, sight.pairs, sight.tree) if sight.pairs else []
+    found = distances(rule.verify, observed.pairs, observed.tree) if observed.pairs else []
     farthest = max((distance.joint for distance in found), default=0.0)
     mean = sum(distance.token for distance in found) / max(1, len(found))
     says = f"its exact law is at most {farthest:.2g} (total variation) from the target's on {len(found)} processes "
@@ -101,17 +101,17 @@ def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: b
     """Texts a little longer than a round; a control needs them only until it is caught."""
     decoder = replace(case.under(rule), batch_size=case.batch)
     requests = case.requests(sampler, case.settings.samples, case.gamma + 2)
-    told = case.at(f"sampling control: {rule.name}" if control else "sampling: drawing texts")
+    progress = case.at(f"sampling control: {rule.name}" if control else "sampling: drawing texts")
 
     def on_texts(samples: Samples) -> bool:
-        told(samples.texts, len(requests))
+        progress(samples.texts, len(requests))
         return control and samples.p_value < FALSE_ALARM
 
     return take(decoder, requests, moved, on_texts)
 
 
-def _sampling_control(case: Case, sampler: Sampling, rule: Rule, sight: Sight) -> Control:
-    tests = [about_rule(rule, sight), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
+def _sampling_control(case: Case, sampler: Sampling, rule: Rule, observed: Observations) -> Control:
+    tests = [about_rule(rule, observed), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
     if case.rule.rng.coupled:
         texts = watch(case.under(rule), _control_requests(case, sampler)).texts
         tests.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.rng)))
@@ -158,21 +158,29 @@ def about_scores(found: Comparison) -> Answer:
     return Answer("scores", passed, f"{says} ({rounding.limit:.2g} is the limit of rounding)", figures)
 
 
-def about_wiring(sight: Sight) -> Answer:
+def about_wiring(observed: Observations) -> Answer:
     """Whether laws and tokens reach the verifier and the text as they should."""
     faults = []
-    if not sight.p <= SAME:
-        faults.append(f"the verifier got laws up to {sight.p:.2g} away from those of plain processing")
-    if sight.q is not None and not sight.q <= SAME:
-        faults.append(f"draft tokens were drawn from laws up to {sight.q:.2g} away from those reported")
-    if not sight.next <= SAME:
-        faults.append(f"the last token of a round was drawn from a law up to {sight.next:.2g} away from the verdict's")
-    if sight.astray:
-        faults.append(f"{sight.astray} emitted tokens were neither accepted nor drawn")
-    says = f"{sight.drafted} drafted tokens, their laws and those given to the verifier are what they should be"
-    if sight.q is None and sight.drafted:
+    if not observed.p <= SAME:
+        faults.append(f"the verifier got laws up to {observed.p:.2g} away from those of plain processing")
+    if observed.q is not None and not observed.q <= SAME:
+        faults.append(f"draft tokens were drawn from laws up to {observed.q:.2g} away from those reported")
+    if not observed.next <= SAME:
+        faults.append(
+            f"the last token of a round was drawn from a law up to {observed.next:.2g} away from the verdict's"
+        )
+    if observed.astray:
+        faults.append(f"{observed.astray} emitted tokens were neither accepted nor drawn")
+    says = f"{observed.drafted} drafted tokens, their laws and those given to the verifier are what they should be"
+    if observed.q is None and observed.drafted:
         says += " (the drafter's draws cannot be seen: the samples judge them)"
-    figures = {"p": sight.p, "q": sight.q, "next": sight.next, "astray": sight.astray, "drafted": sight.drafted}
+    figures = {
+        "p": observed.p,
+        "q": observed.q,
+        "next": observed.next,
+        "astray": observed.astray,
+        "drafted": observed.drafted,
+    }
     return Answer("wiring", not faults, "; ".join(faults) or says, figures)
 
 

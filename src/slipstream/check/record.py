@@ -1,4 +1,4 @@
-"""Decoding, overheard: the scores, laws and draws of every round, and what was emitted."""
+"""A record of decoding: the scores, laws and draws of every round, and what was emitted."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Text:
 
 
 @dataclass
-class Sight:
-    """What was seen. The gaps are the largest total variations between laws that should be equal.
+class Observations:
+    """The observations of a decoding. The gaps are the largest total variations between laws that should be equal.
 
     `p`: what the verifier got, against plain processing of the same scores. `q`: what the drafter reported, against
     what it drew from (None: no such draw was seen). `next`: what the verdict says, against what the last token was
@@ -115,7 +115,7 @@ class _Overheard:
 
     @property
     def coupled(self) -> bool:
-        """As the decoder's."""
+        """Whether the decoder's draws are coupled."""
         return self.rng.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
@@ -132,7 +132,7 @@ class _Overheard:
         return numbers
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`."""
+        """Return the draws of some rows; see `Rng`."""
         return _Overheard(self.rng.select(places), self.tap)
 
 
@@ -146,30 +146,32 @@ class _Target:
         return getattr(self._scorer, name)
 
     def extend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the target does it."""
+        """Score tokens as the target does, and keep the scores."""
         self._tap.scores = self._scorer.extend(*args, **kwargs)
         return self._tap.scores
 
 
-def watch(decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Round], None] | None = None) -> Sight:
+def watch(
+    decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Round], None] | None = None
+) -> Observations:
     """Decode the requests and look at every round."""
     tap = _Tap(decoder)
     texts: dict[int, Text] = {}
-    sight = Sight()
+    observed = Observations()
     for round in rounds(tap.decoder, requests):
         sound(round.rows)
-        sight.tree |= round.draft.parents is not None
-        _compare_draws(sight, round, tap)
+        observed.tree |= round.draft.parents is not None
+        _compare_draws(observed, round, tap)
         for place, row in enumerate(round.rows):
             view = _View(round, place, tap)
-            view.compare(sight)
+            view.compare(observed)
             view.emit(texts.setdefault(row.index, Text(row)))
-            view.collect(sight)
+            view.collect(observed)
         tap.drawn.clear()
         if on_round:
             on_round(round)
-    sight.texts = [texts[index] for index in range(len(requests))]
-    return sight
+    observed.texts = [texts[index] for index in range(len(requests))]
+    return observed
 
 
 class _View:
@@ -186,20 +188,20 @@ class _View:
         count = int(tap.verdict.accepted[place])
         self.path = list(range(count)) if path is None else path[place, :count].tolist()
 
-    def compare(self, sight: Sight) -> None:
+    def compare(self, observed: Observations) -> None:
         """The laws at all positions, and the tokens that stand."""
         lines = [(), *(self.lines[node] for node in self.nodes)]
         rows = [Row(self.row.request, self.row.index, [*self.before, *(self.tokens[n] for n in x)]) for x in lines]
         positions = torch.tensor([0, *(node + 1 for node in self.nodes)], device=self.tap.scores.device)
         plain = plain_law(rows, self.tap.scores[self.place, positions].unsqueeze(1), self.tap.decoder.target.name)
         used = self.tap.p.select(torch.full_like(positions, self.place)).at(positions)
-        sight.p = _worst(sight.p, distance(plain, used))
+        observed.p = _worst(observed.p, distance(plain, used))
         drawn = self.tap.draws((), Purpose.NEXT)[-1].tokens
         assert drawn is not None
         stands = [*(self.tokens[node] for node in self.path), int(drawn[self.place, 0])]
-        sight.astray += sum(a != b for a, b in zip(self.emitted, stands, strict=False))
-        sight.astray += max(0, len(self.emitted) - len(stands))
-        sight.drafted += len(self.nodes)
+        observed.astray += sum(a != b for a, b in zip(self.emitted, stands, strict=False))
+        observed.astray += max(0, len(self.emitted) - len(stands))
+        observed.drafted += len(self.nodes)
 
     def emit(self, text: Text) -> None:
         """Note the emitted tokens."""
@@ -210,15 +212,15 @@ class _View:
             text.emissions.append(Emission(token, text.rounds + 1, source, scores, inside, len(self.before)))
         text.rounds += 1
 
-    def collect(self, sight: Sight) -> None:
+    def collect(self, observed: Observations) -> None:
         """Keep the laws of one position for the enumeration."""
         p, q = self.tap.p.probs, self.round.draft.law
-        if p is None or q is None or not self.nodes or len(sight.pairs) == MOST_PAIRS:
+        if p is None or q is None or not self.nodes or len(observed.pairs) == MOST_PAIRS:
             return
-        node = self.nodes[len(sight.pairs) % len(self.nodes)]
+        node = self.nodes[len(observed.pairs) % len(self.nodes)]
         above = self.lines[node][-2] + 1 if len(self.lines[node]) > 1 else 0
         here, after = normed(p[self.place, above]), normed(p[self.place, node + 1])
-        sight.pairs.append(Pair(here, normed(self._q(q, node, p.shape[-1])), after, q.point).pooled(WIDE))
+        observed.pairs.append(Pair(here, normed(self._q(q, node, p.shape[-1])), after, q.point).pooled(WIDE))
 
     def _q(self, law: Law, node: int, vocab: int) -> Tensor:
         if law.probs is not None:
@@ -226,48 +228,48 @@ class _View:
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), vocab)
 
 
-def _compare_draws(sight: Sight, round: Round, tap: _Tap) -> None:
-    """What the draft and the verdict say of laws, with what was drawn from."""
-    _compare_next(sight, tap.verdict, tap.draws((), Purpose.NEXT))
-    _compare_draft(sight, round.draft, (), tap)
+def _compare_draws(observed: Observations, round: Round, tap: _Tap) -> None:
+    """Compare the laws that draft and verdict report with those that tokens were drawn from."""
+    _compare_next(observed, tap.verdict, tap.draws((), Purpose.NEXT))
+    _compare_draft(observed, round.draft, (), tap)
 
 
-def _compare_next(sight: Sight, verdict: Verdict, drawn: Sequence[Drawn]) -> None:
+def _compare_next(observed: Observations, verdict: Verdict, drawn: Sequence[Drawn]) -> None:
     """The verdict's law with that of the last token."""
     assert drawn[-1].law is not None
-    sight.next = _worst(sight.next, distance(drawn[-1].law, verdict.law))
+    observed.next = _worst(observed.next, distance(drawn[-1].law, verdict.law))
 
 
-def _compare_draft(sight: Sight, draft: Draft, scope: tuple[str, ...], tap: _Tap) -> None:
+def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...], tap: _Tap) -> None:
     """The laws that a draft reports with those that its tokens were drawn from, part by part if it has parts."""
     if draft.law is None:
         return
     if draft.parts:
         for part in draft.parts:
             within = (*scope, part.scope)
-            _compare_draft(sight, part.draft, within, tap)
+            _compare_draft(observed, part.draft, within, tap)
             if part.verdict is not None:
-                _compare_next(sight, part.verdict, tap.draws(within, Purpose.NEXT))
-        sight.q = _worst(sight.q or 0.0, _put_together(draft, scope, tap))
+                _compare_next(observed, part.verdict, tap.draws(within, Purpose.NEXT))
+        observed.q = _worst(observed.q or 0.0, _put_together(draft, scope, tap))
     elif draft.law.point:
         assert draft.law.tokens is not None
-        sight.q = _worst(sight.q or 0.0, draft.law.tokens != draft.tokens)
+        observed.q = _worst(observed.q or 0.0, draft.law.tokens != draft.tokens)
     else:
-        _compare_leaf(sight, draft, tap.draws(scope, Purpose.DRAFT))
+        _compare_leaf(observed, draft, tap.draws(scope, Purpose.DRAFT))
 
 
-def _compare_leaf(sight: Sight, draft: Draft, drawn: Sequence[Drawn]) -> None:
+def _compare_leaf(observed: Observations, draft: Draft, drawn: Sequence[Drawn]) -> None:
     """A draft that was drawn token by token, or by a graph."""
     assert draft.law is not None
     for each in drawn:
         if each.chances is not None:
-            sight.q = _worst(sight.q or 0.0, _inverted(draft, each.chances))
+            observed.q = _worst(observed.q or 0.0, _inverted(draft, each.chances))
     tokenwise = [each for each in drawn if each.chances is None]
     if len(tokenwise) == draft.law.positions:
         for node, each in enumerate(tokenwise):
             assert each.law is not None and each.tokens is not None
             gap = _drawn_from(draft, node, each.law.to(draft.tokens.device), each.tokens)
-            sight.q = _worst(sight.q or 0.0, gap)
+            observed.q = _worst(observed.q or 0.0, gap)
 
 
 def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:
@@ -302,7 +304,7 @@ def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
 
 
 def _of_part(part: Part, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
-    """What one part gave to a row: the laws of its tokens, and the tokens."""
+    """Return what one part gave to a row: the laws of its tokens, and the tokens."""
     place = torch.tensor([row])
     if part.verdict is None:
         assert part.draft.law is not None

@@ -1,4 +1,4 @@
-"""What a check found: questions with answers, controls, and a verdict that a person or a program can read."""
+"""The report of a check: questions with answers, controls, and a verdict that a person or a program can read."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Part:
 
     @property
     def remedies(self) -> list[str]:
-        """What to give so that this half can judge; empty if it can."""
+        """List what to give so that this half can judge; empty if it can."""
         few = "samples" in self.needed and "samples" not in self._noticed
         if few and self._noticed and len(self.blind) == 1:
             return [f"--samples {self.enough}"]
@@ -147,7 +147,7 @@ class CheckReport:
 
     @property
     def parts(self) -> list[Part]:
-        """Those that were run."""
+        """List the parts that were run."""
         return [part for part in (self.greedy, self.sampling) if part]
 
     @property
@@ -158,13 +158,13 @@ class CheckReport:
 
     @property
     def remedy(self) -> str | None:
-        """What to do if this could not be judged, in a sentence; None otherwise."""
+        """Say in a sentence what to do if this could not be judged; None otherwise."""
         found = sorted({remedy for part in self.parts for remedy in part.remedies})  # the samples first
         return f"To judge, give {' and '.join(found)}." if self.verdict == UNSURE else None
 
     @property
     def controls(self) -> list[Control]:
-        """Those of all parts."""
+        """List the controls of all parts."""
         return [control for part in self.parts for control in part.controls]
 
     def as_dict(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _moved(before: Law | None, after: Law | None) -> bool:
 
 
 def _draft_law(decoder: Decoder, rows: Sequence[Row], going: Sequence[bool], p: Tensor) -> Tensor:
-    """What the drafter would propose first (rows, vocab); p itself where it proposes nothing."""
+    """Return the law of what the drafter would propose first (rows, vocab); p itself where it proposes nothing."""
     draft = decoder.drafter.propose(Context(tuple(rows), draw), [int(alive) for alive in going]).to(p.device)
     if draft.law is None:
         return p

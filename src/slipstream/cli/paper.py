@@ -85,15 +85,15 @@ def paper(
     Example: slipstream paper all --standins build/standins --pairs multi30k --articles news.json --out docs/paper
     """
     names = _names(what)
-    from slipstream.paper.lab import FULL, QUICK, Given, Lab
+    from slipstream.paper.lab import FULL, QUICK, Inputs, Lab
     from slipstream.paper.runs.subjects import Loading
 
     if target and not draft:
         raise ValueError("--target needs its drafts: give --draft, once or more.")
     folder = Path(standins).expanduser() if standins else None
-    given = Given(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
+    inputs = Inputs(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
     how = Loading(compile, device, dtype, draft_dtype, say, task)
-    lab = Lab(given, QUICK if quick else FULL, how, _folder(out, names, force), again, say)
+    lab = Lab(inputs, QUICK if quick else FULL, how, _folder(out, names, force), again, say)
     try:
         sheets = _made(names, lab, as_json)
     except KeyboardInterrupt:

@@ -109,7 +109,7 @@ class ChainDrafter:
         return made, Law.join([Law.join(_padded(each, width), 1).first(width) for each in laws], 0)
 
     def _decoder(self, rng: Rng, rows: Sequence[Row]) -> Decoder:
-        """What plays the rounds inside: coupled rows have to match, the others take token verification."""
+        """Return the decoder of the rounds inside: coupled rows have to match, the others take token verification."""
         ways = [rng.select([place]) for place in range(len(rows))]
         mixed = len({way.coupled for way in ways}) > 1
         for row, way in zip(rows, ways, strict=True):

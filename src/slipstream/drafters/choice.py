@@ -107,7 +107,7 @@ def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is remembered of one drafter: rounds, tokens and seconds, older ones with less weight."""
+    """The memory of one drafter: rounds, tokens and seconds, older ones with less weight."""
 
     rounds: float = 0.0
     tokens: float = 0.0
@@ -165,7 +165,7 @@ class Ucb:
         ]
 
     def update(self, state: Pulls, tokens: int, seconds: float) -> Pulls:
-        """What the current arm did in a round; nothing, if the seconds cannot be true."""
+        """Learn what the current arm did in a round; learn nothing if the seconds cannot be true."""
         if not believable(seconds):
             return state
         arms = [

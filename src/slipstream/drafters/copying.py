@@ -1,4 +1,4 @@
-"""What drafters that copy share: something known of every running row, and tokens that are sure as a draft."""
+"""The parts that drafters that copy share: a record per running row, and tokens that are sure as a draft."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ class ByRow(Generic[T]):
         self._known = {key: entry for key, entry in self._known.items() if entry[0] is not gone}
 
 
-def heard(row: Row, vocab: int) -> tuple[int, ...]:
-    """The tokens of an encoder's source: what is summarized or corrected is worth copying. None where the row has no
-    such source, or one with ids that a decoder of `vocab` tokens does not know."""
+def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:
+    """Return the tokens of the row's source, which is worth copying from; empty without an encoder.
+
+    It is also empty where the source has ids that a decoder of `vocab` tokens does not know.
+    """
     source = row.request.source
     return source if isinstance(source, tuple) and max(source) < vocab else ()
 

@@ -132,7 +132,7 @@ class Follower:
         return [[] if late else text if row.request.gamma != 0 else text[-1:] for row, text, late in texts]
 
     def _texts_behind(self) -> list[list[int]]:
-        """What follows the cache in every text. An id that only the target knows is fed as the draft's last one."""
+        """Return the tokens of each text behind the cache; ids that only the target knows become the last id."""
         places = zip(self._rows, self.starts, self.scorer.lengths, strict=True)
         return [self._ids(row.tokens[start + have :]) for row, start, have in places]
 

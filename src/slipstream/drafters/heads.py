@@ -105,7 +105,9 @@ class Tap:
     def __init__(self, model: Any) -> None:
         self._box: dict[str, Tensor] = {}
         box = self._box
-        handle = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: box.update(last=given[0]))
+        handle = model.get_output_embeddings().register_forward_pre_hook(
+            lambda head, inputs: box.update(last=inputs[0])
+        )
         weakref.finalize(self, handle.remove)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from slipstream.core.draft import Draft
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
-from slipstream.drafters.copying import ByRow, ended, heard, sure
+from slipstream.drafters.copying import ByRow, ended, source_tokens, sure
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 
@@ -74,7 +74,7 @@ class Lookup:
         if not gamma:
             return []
         automaton = self.automata[row]
-        automaton.follow([*heard(row, self.vocab), *row.tokens])
+        automaton.follow([*source_tokens(row, self.vocab), *row.tokens])
         if automaton.length < self.min_matching_ngram_size:
             return []
         most = min(gamma, self.prompt_lookup_num_tokens or gamma, int(self.factor * automaton.length + self.offset))

@@ -50,7 +50,7 @@ class Table:
     gamma: Array
 
     def level(self, context: int) -> Level:
-        """What the context says about the next token."""
+        """Return the law of the next token as far as the context was seen."""
         here = slice(int(self.starts[context]), int(self.starts[context + 1]))
         return float(self.gamma[context]), self.tokens[here], self.alpha[here]
 
@@ -272,7 +272,7 @@ def _discounted(grams: _Grams, vocab: int) -> Table:
 
 
 def discounts(counts: Array) -> tuple[float, ...]:
-    """What counts of 1, 2, 3 and more give up: equation 26 of Chen and Goodman, from how many counts are 1, 2, 3, 4."""
+    """Return what counts of 1, 2, 3 and more give up: equation 26 of Chen and Goodman, from the counts of counts."""
     of = np.bincount(np.minimum(counts, 5), minlength=6)
     if not of[1:5].all():
         return FALLBACK
@@ -316,7 +316,7 @@ class OnlineCounts:
         return base if not kinds else ((self._first + kinds * base) / (total + kinds)).astype(base.dtype)
 
     def level(self, context: tuple[int, ...]) -> Level | None:
-        """What followed a context; None if it never came up."""
+        """Return the tokens that followed a context with their shares; None if it never came up."""
         followers = self._counts.get(context)
         if followers is None:
             return None

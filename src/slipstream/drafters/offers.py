@@ -39,7 +39,7 @@ def tried(draft: str, context: BuildContext) -> Offer:
 
 
 def _about(draft: str) -> str:
-    """What a draft is, in words."""
+    """Say in words what a draft is."""
     syntax = parse(draft)
     if isinstance(syntax, Part):
         return KINDS[syntax.kind].about
@@ -49,6 +49,6 @@ def _about(draft: str) -> str:
 
 
 def _around(folder: Path) -> list[str]:
-    """What can be tried without being named."""
+    """List the drafts that can be tried without being named."""
     ready = [name for name, kind in KINDS.items() if ":" not in kind.form and name != "plain"]
     return [*ready, *(f"ngram:{file}" for file in sorted(folder.glob("*.ngram")))]

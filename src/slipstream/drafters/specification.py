@@ -1,4 +1,4 @@
-"""What users write for a draft -> a Drafter.
+"""The language in which users name a draft, and its reading into a Drafter.
 
 A specification names a drafter: a model, or a kind from the table `KINDS`, with its value and options.
 
@@ -185,7 +185,7 @@ def _source(part: Part) -> Any:
 
 
 def forms() -> str:
-    """What can be written, in one line."""
+    """Say in one line what can be written."""
     return ", ".join(kind.form for kind in KINDS.values())
 
 

@@ -1,1 +1,1 @@
-"""What check, bench, plan and paper share to measure: timing, replay, statistics, the machine."""
+"""The tools that check, bench, plan and paper measure with: timing, replay, statistics, the machine."""

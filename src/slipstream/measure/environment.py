@@ -1,4 +1,4 @@
-"""What the figures depend on: machine, threads, versions, models, and how busy the machine was before."""
+"""The facts that figures depend on: machine, threads, versions, models, and how busy the machine was before."""
 
 from __future__ import annotations
 

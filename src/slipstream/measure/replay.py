@@ -15,7 +15,7 @@ from slipstream.core.round import Context
 
 
 def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:
-    """What plain decoding makes of scores (rows, 1, vocab)."""
+    """Turn scores (rows, 1, vocab) into the law that plain decoding draws from."""
     nothing = torch.empty(len(rows), 0, dtype=torch.long, device=scores.device)
     law, faults = Context(tuple(rows), draw).law_and_faults(scores, Prefixes.chain(nothing, 1), model)
     if faults:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.files import JsonObject, Picture, Recognisable, Text, atomic_write
 from slipstream.paper import figures, ideal, tables
-from slipstream.paper.lab import Given, Lab
+from slipstream.paper.lab import Inputs, Lab
 from slipstream.paper.pages.draw import draw
 from slipstream.paper.pages.page import write_page
 from slipstream.paper.pages.sheet import Sheet, read_sheets, write_json
@@ -38,7 +38,7 @@ STORY_PAGE = "figure1.html"
 
 
 def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
-    """What `make` may write to its folder for these names, each with how it is told from other files."""
+    """List the files that `make` may write for these names, each with how it is told from other files."""
     files: dict[str, Recognisable] = {STORY_PAGE: Text("page", "<!DOCTYPE html>")} if "figure1" in names else {}
     for name in names:
         files[f"{name}.json"] = JsonObject("table or figure of the paper", {"name": name, "columns": None})
@@ -49,25 +49,25 @@ def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
 def make(name: str, lab: Lab) -> Sheet:
     """One table or figure, with the command that makes it; its files are written if the lab has a folder."""
     quick = " --quick" * lab.scale.quick
-    given = "" if name in ALONE else f"{_options(lab.given)}{_types(lab.how)}"
+    options = "" if name in ALONE else f"{_options(lab.inputs)}{_types(lab.how)}"
     compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))
-    command = f"slipstream paper {name}{given}{compiled}{quick} --out docs/paper"
+    command = f"slipstream paper {name}{options}{compiled}{quick} --out docs/paper"
     sheet = replace(MAKERS[name](lab), command=command)
     if lab.out:
         _write(sheet, lab, lab.out)
     return sheet
 
 
-def _options(given: Given) -> str:
-    """What the user named, with placeholders for the places on their machine."""
+def _options(inputs: Inputs) -> str:
+    """Write the options for what the user named, with placeholders for the places on their machine."""
     places = {"standins": "FOLDER", "pairs": "FOLDER", "articles": "FILE", "texts": "FILE"}
-    names = [f" --{name} {place}" for name, place in places.items() if getattr(given, name)]
-    models = [f" --target {given.target}"] * bool(given.target) + [f" --draft {draft}" for draft in given.drafts]
+    names = [f" --{name} {place}" for name, place in places.items() if getattr(inputs, name)]
+    models = [f" --target {inputs.target}"] * bool(inputs.target) + [f" --draft {draft}" for draft in inputs.drafts]
     return "".join([*names, *models])
 
 
 def _types(how: Loading) -> str:
-    """Those of the models' weights, where they are not the usual ones."""
+    """Write the options for the types of the models' weights, where they are not the usual ones."""
     usual = Loading()
     target = "" if how.dtype == usual.dtype else f" --dtype {how.dtype}"
     return target + (f" --draft-dtype {how.draft_dtype}" if how.draft_dtype else "")

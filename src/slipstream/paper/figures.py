@@ -115,7 +115,7 @@ def iid(lab: Lab) -> Sheet:
 
 def _drafts(lab: Lab) -> Iterator[tuple[str, int, str, dict[str, Any], dict[str, Any]]]:
     """Task, temperature, draft, its figures and the whole record, of all drafts that are models."""
-    for task in (*(() if lab.given.target else (WRITING,)), *lab.tasks):
+    for task in (*(() if lab.inputs.target else (WRITING,)), *lab.tasks):
         for temperature in TEMPERATURES:
             found = lab.alphas(task, temperature)
             for name, figures in found["drafts"].items():

@@ -1,4 +1,4 @@
-"""What follows from the paper's formulae alone: Table 1, Figures 2 to 4, and every row of Table 4 recomputed."""
+"""The pages that follow from the paper's formulae alone: Table 1, Figures 2 to 4, every row of Table 4 recomputed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ALPHA = "alpha"
 def table1() -> Sheet:
     """Table 1: operations and speed for c = c-hat = 0."""
     rows = []
-    for given in TABLE_1:
-        operations, speed = operations_factor(given.alpha, given.gamma, 0), walltime_factor(given.alpha, given.gamma, 0)
-        ratios = (ratio(operations, given.operations), ratio(speed, given.speed))
-        rows.append((given.alpha, given.gamma, given.operations, operations, ratios[0], given.speed, speed, ratios[1]))
+    for entry in TABLE_1:
+        operations, speed = operations_factor(entry.alpha, entry.gamma, 0), walltime_factor(entry.alpha, entry.gamma, 0)
+        ratios = (ratio(operations, entry.operations), ratio(speed, entry.speed))
+        rows.append((entry.alpha, entry.gamma, entry.operations, operations, ratios[0], entry.speed, speed, ratios[1]))
     heads = ("operations, paper", "ours", "ours / paper", "speed, paper", "ours", "ours / paper")
     columns = (Column("alpha", 1), Column("gamma", 0), *(Column(name) for name in heads))
     notes = ("Operations by Theorem 3.11 and speed by Theorem 3.8, both for a draft that costs nothing.",)

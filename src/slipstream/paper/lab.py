@@ -29,8 +29,8 @@ STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the user named: a folder of stand-ins, corpora, or models of their own."""
+class Inputs:
+    """The places and models that the user named: a folder of stand-ins, corpora, or models of their own."""
 
     standins: Path | None = None
     pairs: str | None = None
@@ -61,7 +61,7 @@ QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, 6000, quick=True)
 class Lab:
     """Measures what tables ask for, once; with a folder `out`, also once for all runs (unless `again`)."""
 
-    given: Given
+    inputs: Inputs
     scale: Scale = FULL
     how: Loading = field(default_factory=Loading)
     out: Path | None = None
@@ -76,9 +76,9 @@ class Lab:
     @cached_property
     def tasks(self) -> tuple[str, ...]:
         """The tasks with encoder-decoders that can be measured with what was given."""
-        found = {TRANSLATION: self.given.pairs, SUMMARIES: self.given.articles}
-        there = tuple(task for task, source in found.items() if source and (self.given.standins or self.given.target))
-        if self.given.target and not there:
+        found = {TRANSLATION: self.inputs.pairs, SUMMARIES: self.inputs.articles}
+        there = tuple(task for task, source in found.items() if source and (self.inputs.standins or self.inputs.target))
+        if self.inputs.target and not there:
             raise ValueError(
                 "--target needs something to translate or to summarize: give --pairs FOLDER or --articles FILE."
             )
@@ -103,9 +103,9 @@ class Lab:
 
     def _family(self, task: str, how: Loading) -> Subject:
         pairs = self._pairs(task)
-        if self.given.target:
-            drafts: dict[str, Path | str] = {Path(name).name: name for name in self.given.drafts}
-            return family(pairs, self.given.target, drafts, LENGTHS[task], how)
+        if self.inputs.target:
+            drafts: dict[str, Path | str] = {Path(name).name: name for name in self.inputs.drafts}
+            return family(pairs, self.inputs.target, drafts, LENGTHS[task], how)
         recipe, folder = self.scale.recipes[task], self.standins / task
         families.make(pairs, folder, recipe, self.say)
         return family(pairs, folder / "target", {name: folder / name for name in recipe.drafts}, LENGTHS[task], how)
@@ -113,16 +113,16 @@ class Lab:
     @property
     def standins(self) -> Path:
         """Where the stand-ins lie; quick ones apart."""
-        assert self.given.standins is not None
-        return self.given.standins / "quick" if self.scale.quick else self.given.standins
+        assert self.inputs.standins is not None
+        return self.inputs.standins / "quick" if self.scale.quick else self.inputs.standins
 
     def _pairs(self, task: str) -> Pairs:
         if task == TRANSLATION:
-            assert self.given.pairs is not None
-            pairs = corpora.translation(self.given.pairs)
+            assert self.inputs.pairs is not None
+            pairs = corpora.translation(self.inputs.pairs)
         else:
-            assert self.given.articles is not None
-            pairs = corpora.leads(self.given.articles, self.given.texts)
+            assert self.inputs.articles is not None
+            pairs = corpora.leads(self.inputs.articles, self.inputs.texts)
         return pairs.first(self.scale.most_pairs)
 
     # ---- what is measured ----
@@ -186,7 +186,7 @@ class Lab:
         return self._measured("timeline", measure)
 
     def _measured(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was measured under this name, now or, in the folder, at the same scale before."""
+        """Return the figures measured under this name, now or, in the folder, at the same scale before."""
         file = self.out / MEASURED / f"{name}.json" if self.out else None
         if name not in self._found and file and file.is_file() and not self.again:
             record = json.loads(file.read_text(encoding="utf-8"))

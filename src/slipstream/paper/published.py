@@ -1,4 +1,4 @@
-"""What the paper printed (arXiv 2211.17192), to be put beside what we measure. No figure of ours stands here."""
+"""The figures that the paper printed (arXiv 2211.17192), to compare ours with. No figure of ours stands here."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def table2(lab: Lab) -> Sheet:
         for name, row in found["drafts"].items():
             paper = _printed(task, name, temperature)
             plain, generate = row["over_plain"]["median"], row["over_generate"]["median"]
-            theirs = (paper.gamma, paper.alpha, paper.measured) if paper else (None, None, None)
+            from_paper = (paper.gamma, paper.alpha, paper.measured) if paper else (None, None, None)
             ours = (row["gamma"], row["alpha"], row["alpha_in_rounds"], plain, generate)
-            rows.append((task, name, temperature, *theirs, *ours, ratio(plain, theirs[2])))
+            rows.append((task, name, temperature, *from_paper, *ours, ratio(plain, from_paper[2])))
     heads = ("gamma, paper", "alpha, paper", "speed, paper", "gamma", "alpha", "alpha in rounds")
     speeds = ("x plain", "x generate", "ours / paper")
     columns = (*_place(), *(Column(name) for name in (*heads, *speeds)))
@@ -68,12 +68,12 @@ def table4(lab: Lab) -> Sheet:
         for name, row in found["drafts"].items():
             paper = _printed(task, name, temperature)
             again = walltime_factor(paper.alpha, paper.gamma, paper.c) if paper else None
-            theirs = (paper.expected, again, paper.measured) if paper else (None, None, None)
+            from_paper = (paper.expected, again, paper.measured) if paper else (None, None, None)
             plain = row["over_plain"]["median"]
             expected = tuple(row[step] for step in STEPS)
             costs = (row["c"], row["verify"], row["once_share"])
             gap = plain / expected[-1] - 1
-            rows.append((task, name, temperature, *theirs, *costs, *expected, plain, gap))
+            rows.append((task, name, temperature, *from_paper, *costs, *expected, plain, gap))
             reasons += reason(f"{task}, {name}, temperature {temperature}", row)
     heads = ("Exp, paper", "Exp recomputed", "Emp, paper", "c", "T(gamma+1)/T(1)", "once per text")
     more = ("Exp", *PARTS, "measured", "measured / expected - 1")
@@ -122,7 +122,7 @@ def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
 def table3(lab: Lab) -> Sheet:
     """Table 3: alpha of n-grams and drafts."""
     rows, measured = list[Row](), list[Found]()
-    for task in (*(() if lab.given.target else (WRITING,)), *lab.tasks):
+    for task in (*(() if lab.inputs.target else (WRITING,)), *lab.tasks):
         found = [lab.alphas(task, temperature) for temperature in TEMPERATURES]
         measured += found
         for name in found[0]["drafts"]:
@@ -159,11 +159,13 @@ def table5(lab: Lab) -> Sheet:
             measured.append(lab.alphas(task, temperature))
             for name, figures in measured[-1]["drafts"].items():
                 ours = [figures["lenient"][f"{lenience:g}"] for lenience in LENIENCES]
-                given = printed if temperature else {GREEDY_LENIENCE.draft: GREEDY_LENIENCE.alphas}
-                theirs = given.get(name, {}) if task == TRANSLATION else {}
-                pairs = [cell for by, alpha in zip(LENIENCES, ours, strict=True) for cell in (theirs.get(by), alpha)]
+                of_paper = printed if temperature else {GREEDY_LENIENCE.draft: GREEDY_LENIENCE.alphas}
+                from_paper = of_paper.get(name, {}) if task == TRANSLATION else {}
+                pairs = [
+                    cell for by, alpha in zip(LENIENCES, ours, strict=True) for cell in (from_paper.get(by), alpha)
+                ]
                 speed = walltime_factor(ours[-1], best_gamma(ours[-1], LENIENT_C), LENIENT_C)
-                rows.append((task, name, temperature, *pairs, ratio(ours[-1], theirs.get(LENIENCES[-1])), speed))
+                rows.append((task, name, temperature, *pairs, ratio(ours[-1], from_paper.get(LENIENCES[-1])), speed))
     heads = [head for lenience in LENIENCES for head in (f"l={lenience:g}, paper", "ours")]
     columns = (*_place(), *(Column(head) for head in (*heads, "ours / paper, l=0.1", "Exp, l=0.1")))
     notes = (
@@ -214,7 +216,7 @@ def _sheet(lab: Lab, name: str, title: str, columns: Any, rows: list[Row], notes
 
 
 def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
-    """What a sheet says of its runs: by task the machine, and the models' sizes and types."""
+    """Describe the runs of a sheet: by task the machine, and the models' sizes and types."""
     environment = {
         "runs": {each["subject"]: each["environment"] for each in found},
         **{fact: _of_models(found, fact) for fact in ("parameters", "dtypes")},

@@ -1,4 +1,4 @@
-"""What known figures promise: alpha and costs -> gamma, tokens per target call, speed. No model, no torch."""
+"""Predictions from known figures: alpha and costs -> gamma, tokens per target call, speed. No model, no torch."""
 
 from __future__ import annotations
 

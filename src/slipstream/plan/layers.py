@@ -69,7 +69,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found. `best` is None if plain decoding is the fastest."""
+    """The result of a search for layers. `best` is None if plain decoding is the fastest."""
 
     plain: float  # tokens per second
     trials: tuple[Trial, ...]
@@ -151,7 +151,7 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
 
 
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
-    """What the target writes: the length of each prompt, and the whole text."""
+    """Let the target write -> the length of each prompt, and the whole text."""
     return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
 
 

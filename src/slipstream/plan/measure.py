@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from operator import add
 from statistics import median
 
 from slipstream.core.protocols import Controller, Drafter, Scorer
@@ -45,7 +46,7 @@ class Sweep:
         return self.start
 
     def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
-        """The same draft length for every row, taken from the state's place in the cycle."""
+        """Return one draft length for all rows, taken from the state's place in the cycle."""
         third, rest = divmod(state, 3)
         return [1 + (2 * third + rest - 1) % self.most if rest else self.most] * len(rows)
 
@@ -56,7 +57,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is decoded: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored. With
+    """A piece of work: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored. With
     a `frame`, the texts are sources."""
 
     texts: tuple[tuple[int, ...], ...]
@@ -107,7 +108,7 @@ class Ledger:
 
 
 class Record:
-    """What is learned of one drafter while it sweeps. `beats` come with the number of their part."""
+    """The measurements of one drafter, taken while it sweeps. `beats` come with the number of their part."""
 
     def __init__(self, most: int, texts: int, rows: int, context: int | None) -> None:
         self.most, self.rows, self.context = most, rows, context
@@ -124,11 +125,11 @@ class Record:
             room = row.room + len(round.tokens[r])
             if self.context is not None:
                 room = min(room, self.context - before)
-            given = max(0, min(round.gammas[r], room - 1))
+            possible = max(0, min(round.gammas[r], room - 1))
             ledger = self.ledgers[places[row.index]]
-            ledger.add(given, round.accepted[r])
+            ledger.add(possible, round.accepted[r])
             ledger.stats = row.stats
-            if given == self.most:
+            if possible == self.most:
                 self.lengths.append(round.draft.lengths[r])
 
     def costs(self, calm: Sequence[tuple[int, Beat]]) -> PlanCosts:
@@ -201,7 +202,7 @@ def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int)
 
 @dataclass(frozen=True)
 class Speed:
-    """What ran in full batches: tokens, seconds, rounds, and rows times rounds."""
+    """The amount of work that ran in full batches: tokens, seconds, rounds, and rows times rounds."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -209,8 +210,7 @@ class Speed:
     calls: int = 0
 
     def __add__(self, other: Speed) -> Speed:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Speed(*(mine + theirs for mine, theirs in pairs))
+        return Speed(*map(add, astuple(self), astuple(other)))
 
     @property
     def per_second(self) -> float:

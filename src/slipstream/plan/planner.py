@@ -30,8 +30,10 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What to plan for. `most` is the greatest gamma tried, or `gammas` are the only ones; `batches` are numbers of
-    rows that run together. Raises ValueError for what is impossible."""
+    """The settings of a plan: `most` is the greatest gamma tried, or `gammas` are the only ones.
+
+    `batches` are numbers of rows that run together. Raises ValueError for what is impossible.
+    """
 
     most: int = 10
     gammas: tuple[int, ...] = ()
@@ -44,9 +46,9 @@ class PlanSettings:
     def __post_init__(self) -> None:
         least = {"most": 1, "gammas": 1, "batches": 1, "max_new_tokens": 2, "repetitions": 1}
         for name, allowed in least.items():
-            given = getattr(self, name)
-            if min(given if isinstance(given, tuple) else (given,), default=allowed) < allowed:
-                raise ValueError(f"{name}={given} cannot be planned for: use {allowed} or more.")
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,), default=allowed) < allowed:
+                raise ValueError(f"{name}={value} cannot be planned for: use {allowed} or more.")
         if self.gammas:
             object.__setattr__(self, "most", max(self.gammas))
 
@@ -57,7 +59,7 @@ class PlanSettings:
 
     @property
     def outline(self) -> Outline:
-        """What predictions need to know of it."""
+        """Return the part of the settings that predictions need."""
         return Outline(self.most, self.max_new_tokens, self.seed, gammas=self.gammas)
 
 
@@ -99,7 +101,7 @@ class Verification:
 
 @dataclass
 class PlanReport:
-    """What was measured, what follows, and how it went. `outlooks` holds one Outlook per number of rows and draft."""
+    """A report of what was measured, what follows, and how it went. `outlooks` has one Outlook per rows and draft."""
 
     environment: dict[str, Any]
     settings: PlanSettings

@@ -24,7 +24,7 @@ LEVEL, REPLICATES = 0.95, 1000
 
 @dataclass(frozen=True)
 class Tally:
-    """What one prompt's rounds kept.
+    """The counts of what one prompt's rounds kept.
 
     Entry i - 1 of `tested` counts the rounds that had room for i tokens and kept i - 1, of `kept` those of them that
     kept i; a drafter that offers fewer tokens counts as refused there. `flow_tested` and `flow_kept` count the part of
@@ -215,7 +215,7 @@ def between(measured: Mapping[int, float], width: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one gamma will bring.
+    """A prediction of what one gamma will bring.
 
     `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for endless texts; `tokens_per_call` is for texts
     of the planned length. `curve` is T(gamma + 1) / T(1), `c` the time of drafting a token over T(1), and `round` the
@@ -262,7 +262,7 @@ class Outlook:
 
     @property
     def gamma(self) -> int:
-        """What to plan: the best gamma, or 0."""
+        """Return the gamma to plan: the best one, or 0."""
         return self.best.gamma if self.worth else 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Outline:
-    """What predictions are for: gammas up to `most`, and texts of `length` tokens."""
+    """The range of a prediction: gammas up to `most`, and texts of `length` tokens."""
 
     most: int
     length: int

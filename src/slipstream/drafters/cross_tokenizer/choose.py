@@ -60,8 +60,13 @@ def foreign(
     """
     if method is not None and method not in METHODS:
         raise ValueError(f"vocabulary={method!r} is not possible: choose {' or '.join(METHODS)}.")
-    ours, theirs = map(Vocabulary.of, tokenizers)
-    reader = Reader(draft, ours, theirs, Common.of(ours, theirs, (target.vocab, draft.vocab)))
+    target_vocabulary, draft_vocabulary = map(Vocabulary.of, tokenizers)
+    reader = Reader(
+        draft,
+        target_vocabulary,
+        draft_vocabulary,
+        Common.of(target_vocabulary, draft_vocabulary, (target.vocab, draft.vocab)),
+    )
     part = share(reader)
     facts = (
         f"{draft.name} has another tokenizer than {target.name}; they have {len(reader.common.wanted)} tokens in "
@@ -96,6 +101,6 @@ def share(reader: Reader) -> float:
 
 
 def _first(draft: Vocabulary) -> int:
-    """What a text of the draft begins with, if its tokenizer puts nothing before it."""
+    """Find the tokens that a text of the draft begins with, if its tokenizer puts nothing before it."""
     end = draft.role("eos")
     return end if end is not None else min(draft.ids.values())

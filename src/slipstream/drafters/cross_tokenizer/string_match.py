@@ -65,7 +65,7 @@ class StringMatch:
         return [row[:wanted] for row, wanted in zip(tokens.tolist(), steps, strict=True)]
 
     def _encode(self, text: str, written: Sequence[int]) -> list[int]:
-        """What the draft wrote after a text, in the target's tokens."""
+        """Write what the draft wrote after a text in the target's tokens."""
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))
         raw = self._draft.write(written[:end])
         new = _whole_characters(raw)

@@ -32,7 +32,7 @@ Spelling = Callable[[str], bytes | None]
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What the tokens of a tokenizer write.
+    """The tokens of a tokenizer, and the bytes that each of them writes.
 
     `pieces[id]` are a token's bytes as they stand inside a text, None for special tokens and for ids without a token.
     `ids` leads back; where two tokens write the same, it is the one that the tokenizer uses itself. `special` names
@@ -69,11 +69,11 @@ class Vocabulary:
         return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def write(self, tokens: Sequence[int]) -> bytes:
-        """What tokens write, up to the first that writes nothing."""
+        """Return the bytes that tokens write, up to the first that writes nothing."""
         return b"".join(_until_none(self.piece(token) for token in tokens))
 
     def piece(self, token: int) -> bytes | None:
-        """What a token writes; None for special tokens and ids without a token."""
+        """Return the bytes that a token writes; None for special tokens and ids without a token."""
         return self.pieces[token] if token < len(self.pieces) else None
 
     def role(self, name: str) -> int | None:
@@ -128,16 +128,16 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
     """The end of a text by its role; all others by their names."""
     names = {name: number for number, name in draft.special.items()}
     yield from ((number, names[name]) for number, name in target.special.items() if name in names)
-    ours, theirs = target.role("eos"), draft.role("eos")
-    if ours is not None and theirs is not None and target.special.get(ours) not in names:
-        yield ours, theirs
+    target_eos, draft_eos = target.role("eos"), draft.role("eos")
+    if target_eos is not None and draft_eos is not None and target.special.get(target_eos) not in names:
+        yield target_eos, draft_eos
 
 
 # ---- reading names ----------------------------------------------------------------------------------------------
 
 
 def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
-    """What ordinary tokens write, by the first way of reading their names that the tokenizer's decoding confirms."""
+    """Find the bytes that ordinary tokens write, by the first reading of their names that decoding confirms."""
     decoded = _Decoded(tokenizer, names)
     for spelling in (_byte_level, _marked):
         if decoded.confirm(spelling):
@@ -146,7 +146,7 @@ def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
 
 
 class _Decoded:
-    """What a tokenizer decodes a token to, after an ordinary word."""
+    """The text that a tokenizer decodes a token to, after an ordinary word."""
 
     def __init__(self, tokenizer: Any, names: Mapping[int, str]) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -165,10 +165,10 @@ class _Decoded:
     def confirm(self, spelling: Spelling) -> bool:
         """Whether a spelling says the same, on tokens from all over the vocabulary."""
         for number in sorted(self._names)[:: max(1, len(self._names) // PROBES)]:
-            ours, theirs = spelling(self._names[number]), self.piece(number)
-            if ours is None or (theirs is not None and theirs != ours):
+            spelled, decoded = spelling(self._names[number]), self.piece(number)
+            if spelled is None or (decoded is not None and decoded != spelled):
                 return False
-            if theirs is None and _is_text(ours):
+            if decoded is None and _is_text(spelled):
                 return False
         return bool(self._names)
 
@@ -202,7 +202,7 @@ def _marked(name: str) -> bytes | None:
 
 
 def _prefix(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a text, such as a token for its beginning."""
+    """Find the tokens that the tokenizer puts before a text, such as a token for its beginning."""
     bare, full = (tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
     return tuple(full[: next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)])
 
@@ -230,6 +230,6 @@ def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_
     """
     if target_tokenizer is None or draft_tokenizer is None:
         return abs(target.vocab - draft.vocab) <= max(1024, target.vocab // 100)
-    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    common = sum(theirs.get(token) == number for token, number in ours.items())
-    return common >= 0.99 * max(len(ours), len(theirs))
+    target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    common = sum(draft_ids.get(token) == number for token, number in target_ids.items())
+    return common >= 0.99 * max(len(target_ids), len(draft_ids))

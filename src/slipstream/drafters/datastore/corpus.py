@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What followed the longest suffix of a text: `length` tokens matched, `tokens` (n,) came most often after them.
+    """A continuation of a text's longest suffix: `length` tokens matched, `tokens` (n,) came most often after them.
 
     `chances` (n,) are the parts of the occurrences that went on with tokens[: i + 1]. Their sum is how many tokens
     would be kept on average if the text went on as its occurrences did.

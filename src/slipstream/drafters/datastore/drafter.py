@@ -20,7 +20,7 @@ from typing import Any
 from slipstream.core.draft import Draft
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context, Round
-from slipstream.drafters.copying import ByRow, ended, heard, sure
+from slipstream.drafters.copying import ByRow, ended, source_tokens, sure
 from slipstream.drafters.datastore.corpus import Corpus, Match
 from slipstream.drafters.datastore.index import Embedder
 from slipstream.drafters.datastore.memory import Limits, Memory
@@ -57,7 +57,7 @@ class DatastoreSettings:
 
 @dataclass
 class Trace:
-    """What is known of a running row: its own text, and the responses that were recalled for it."""
+    """The record of a running row: its own text, and the responses that were recalled for it."""
 
     own: SuffixAutomaton
     recalled: Corpus | None
@@ -108,7 +108,7 @@ class Datastore:
                     self._learn(row)
 
     def namespace(self, request: Request) -> str:
-        """Whose memory a request uses."""
+        """Return the namespace whose memory a request uses."""
         return self._namespace if isinstance(self._namespace, str) else self._namespace(request)
 
     def _learn(self, row: Row) -> None:
@@ -130,8 +130,8 @@ class Datastore:
         return Trace(SuffixAutomaton(), recalled)
 
     def _asked(self, row: Row) -> tuple[int, ...]:
-        """What requests are compared by: with an encoder-decoder, prompts are alike and sources differ."""
-        return heard(row, self.vocab) or row.request.prompt
+        """Return the tokens to compare requests by: with an encoder-decoder, prompts are alike and sources differ."""
+        return source_tokens(row, self.vocab) or row.request.prompt
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
         """The draft of the longest match, cut after the first end-of-text token."""
@@ -143,10 +143,10 @@ class Datastore:
         return ended([token for token, chance in pairs if chance >= self.settings.chance], row)
 
     def _matches(self, row: Row, gamma: int) -> list[Match]:
-        """What each source has for the text; of equally long matches the first is taken."""
+        """Find the match that each source has for the text; of equally long matches the first is taken."""
         trace, found = self.traces[row], list[Match]()
         if self.settings.own:
-            trace.own.follow([*heard(row, self.vocab), *row.tokens])
+            trace.own.follow([*source_tokens(row, self.vocab), *row.tokens])
             copy = trace.own.following(gamma)
             found.append(Match(trace.own.length, tuple(copy), (1.0,) * len(copy)))
         if trace.recalled is not None:

@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a namespace holds."""
+    """The size of a namespace: its entries and their bytes."""
 
     namespace: str
     entries: int
@@ -145,7 +145,7 @@ class Memory:
                 run(statement, namespace)
 
     def totals(self) -> list[Totals]:
-        """What every namespace holds."""
+        """Count what every namespace holds."""
         return [Totals(*row) for row in self._run("SELECT namespace, entries, bytes FROM totals ORDER BY namespace")]
 
     def close(self) -> None:
@@ -168,12 +168,12 @@ class Memory:
             raise OSError(f"cannot open the memory {self.path}: {error}.") from error
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{self.path} is damaged or no memory ({error}): remove it to begin a new one.") from error
-        for name, ours in self._about.items():
-            theirs = found.get(name, "")
-            if theirs != ours and (theirs and ours):
+        for name, wanted in self._about.items():
+            stored = found.get(name, "")
+            if stored != wanted and (stored and wanted):
                 connection.close()
                 raise ValueError(
-                    f"{self.path} was made with another {name} ({theirs}, here {ours}): remove it or use another."
+                    f"{self.path} was made with another {name} ({stored}, here {wanted}): remove it or use another."
                 )
         finalize(self, _close, connection, os.getpid())
         return connection
@@ -250,7 +250,7 @@ class Memory:
 
 
 def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
-    """What the namespaces of a file hold, without opening it for drafting. Raises ValueError if it is no memory."""
+    """Count what a file's namespaces hold, without opening it for drafting. Raises ValueError if it is no memory."""
     try:
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS)
         try:

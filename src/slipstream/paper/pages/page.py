@@ -97,13 +97,13 @@ def machine(facts: dict[str, Any]) -> str:
     places: dict[str, list[str]] = {}
     for task, run in facts["runs"].items():
         places.setdefault(_place(run), []).append(task)
-    told = [place if len(places) == 1 else f"{' and '.join(tasks)} {place}" for place, tasks in places.items()]
+    described = [place if len(places) == 1 else f"{' and '.join(tasks)} {place}" for place, tasks in places.items()]
     models = [
         f"{name} {count / 1e6:.2f} M {facts['dtypes'].get(name, '')}".rstrip()
         for name, count in facts["parameters"].items()
     ]
     parameters = f"; parameters: {', '.join(models)}" if models else ""
-    return f"Measured {'; '.join(told)}{parameters}."
+    return f"Measured {'; '.join(described)}{parameters}."
 
 
 def _place(run: dict[str, Any]) -> str:

@@ -98,9 +98,9 @@ def shown(cell: Cell, digits: int) -> str:
     return f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell)
 
 
-def ratio(ours: float | None, theirs: float | None) -> float | None:
+def ratio(value: float | None, reference: float | None) -> float | None:
     """Ours over the paper's, where both are known."""
-    return ours / theirs if ours is not None and theirs else None
+    return value / reference if value is not None and reference else None
 
 
 def markdown(sheet: Sheet) -> list[str]:

@@ -60,7 +60,7 @@ class Trail:
             self.lenient[lenience] += float(lenient_beta(p, q, lenience).clamp(max=1).sum())
 
     def figures(self) -> dict[str, Any]:
-        """What tables and figures are made of."""
+        """Return the figures that tables and plots are made of."""
         positions = sum(map(len, self.betas))
         pairs = [(math.fsum(betas), len(betas)) for betas in self.betas if betas]
         one = walks.endless(self.chances)

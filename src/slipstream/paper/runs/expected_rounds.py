@@ -1,4 +1,4 @@
-"""What chances of acceptance along a text say: cost of every gamma and of an oracle, and how far betas are i.i.d.
+"""Predictions from chances of acceptance along a text: costs of gammas and of an oracle, how far betas are i.i.d.
 
 A chance is min(1, q(x)/p(x)) at a token x that the target wrote (greedy: whether the draft's choice is x). Given the
 text, tests are independent coins with these chances (Algorithm 1), so sums over them are exact for that text: no i.i.d.

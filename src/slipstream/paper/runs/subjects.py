@@ -1,4 +1,4 @@
-"""What is measured: a target, its drafts from the smallest on, and the texts they are asked to continue."""
+"""The subjects of measurements: a target, its drafts from the smallest on, and the texts they are asked to continue."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Subject:
 
     @property
     def models(self) -> dict[str, dict[str, Any]]:
-        """What a report tells of every model, by name."""
+        """Return the facts of every model that a report names."""
         scorers = {"target": self.engine.decoder.target, **self.drafts}
         found = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
         return {

@@ -27,12 +27,12 @@ def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: in
     screens = [Console(file=io.StringIO(), width=WIDTH, record=True, color_system=None, markup=False, highlight=False)]
     screens.append(Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, markup=False))
     (request,) = subject.requests(temperature, [0], seed)
-    told = [Explanation(subject.engine.decode, screen) for screen in screens]
+    explanations = [Explanation(subject.engine.decode, screen) for screen in screens]
     for round in rounds(subject.drafted(draft, gamma), [request]):
-        for each in told:
+        for each in explanations:
             each(round)
         (row,) = round.rows
-    for each in told:
+    for each in explanations:
         each.finish()
     return {
         "subject": subject.name,

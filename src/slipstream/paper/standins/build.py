@@ -39,7 +39,7 @@ class Recipe:
     )
     longest: int = 64  # tokens of what the target says
     crossed: int = 25_000  # sources of two halves, behind the others: the target did not learn them by heart
-    heard: dict[float, slice] = field(  # by temperature, the sources whose answers the drafts learn from
+    answered: dict[float, slice] = field(  # by temperature, the sources whose answers the drafts learn from
         default_factory=lambda: {0.0: slice(14_000, 49_000), 1.0: slice(29_000, 54_000)}
     )
     copying: Plan | None = None  # of random tokens, before all else: for tasks that say parts of the source again
@@ -59,7 +59,7 @@ RECIPES = {
             "large": (DRAFTS["large"], Plan(10, batch=32, rate=2e-3)),
         },
         crossed=0,
-        heard={0.0: slice(3_000), 1.0: slice(3_000, 6_000)},
+        answered={0.0: slice(3_000), 1.0: slice(3_000, 6_000)},
         longest=96,
     ),
 }
@@ -75,7 +75,7 @@ def tiny(longest: int, inner: int = 512) -> Recipe:
         {name: (size, replace(plan, epochs=4.0)) for name, size in sizes.items()},
         longest,
         crossed=0,
-        heard={0.0: slice(1_000), 1.0: slice(1_000, 2_000)},
+        answered={0.0: slice(1_000), 1.0: slice(1_000, 2_000)},
     )
 
 
@@ -99,13 +99,13 @@ def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
     if not (folder / "target" / "config.json").exists():
         standins.save(_target(examples, len(tokenizer), work, recipe, say), tokenizer, folder / "target")
     texts = [source for source, _ in pairs.train]
-    heard = tokenizer([*texts, *crossed(texts, recipe.crossed)])["input_ids"]
-    told = _told(folder / "target", [*map(tuple, heard)], work / "answers.pt", recipe, say)
+    encoded = tokenizer([*texts, *crossed(texts, recipe.crossed)])["input_ids"]
+    labelled = _labelled(folder / "target", [*map(tuple, encoded)], work / "answers.pt", recipe, say)
     for name, (size, plan) in recipe.drafts.items():
         if not (folder / name / "config.json").exists():
             draft = standins.new_model(size, len(tokenizer), dropout=0.0)
             _copy(draft, name, recipe.copying and replace(recipe.copying, rate=plan.rate), work, say)
-            train(draft, told, plan, work / f"{name}.safetensors", _watch(name, say))
+            train(draft, labelled, plan, work / f"{name}.safetensors", _watch(name, say))
             standins.save(draft, tokenizer, folder / name)
 
 
@@ -126,35 +126,35 @@ def _target(examples: list[Example], vocab: int, work: Path, recipe: Recipe, say
 
 
 def _copy(model: T5ForConditionalGeneration, name: str, plan: Plan | None, work: Path, say: Say) -> None:
-    """What the recipe has before all else."""
+    """Train a model to copy random texts, if the recipe begins with that."""
     if plan:
         examples = copies(COPIES, model.config.vocab_size)
         train(model, examples, plan, work / f"{name}-copying.safetensors", _watch(f"{name}, copying", say))
 
 
-def _told(target: Path, heard: Sequence[tuple[int, ...]], file: Path, recipe: Recipe, say: Say) -> list[Example]:
-    """What the target says to sources, greedily or sampled, and by which laws; kept in a file."""
+def _labelled(target: Path, encoded: Sequence[tuple[int, ...]], file: Path, recipe: Recipe, say: Say) -> list[Example]:
+    """Make examples of what the target answers to sources, with its laws; they are kept in a file."""
     if file.exists():
-        return [Example(*told) for told in torch.load(file, weights_only=True)]
+        return [Example(*labelled) for labelled in torch.load(file, weights_only=True)]
     sources, texts = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    for temperature, part in recipe.heard.items():
-        sources += heard[part]
-        texts += answers(target, heard[part], temperature, recipe.longest, say)
+    for temperature, part in recipe.answered.items():
+        sources += encoded[part]
+        texts += answers(target, encoded[part], temperature, recipe.longest, say)
 
     def watch(done: int, of: int) -> None:
         say(f"laws of answers: {done} of {of}")
 
     model = T5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
-    told = with_laws(model, sources, texts, watch=watch)
+    labelled = with_laws(model, sources, texts, watch=watch)
     with atomic_write(file) as written:
-        torch.save([(example.source, example.target, example.laws) for example in told], written)
-    return told
+        torch.save([(example.source, example.target, example.laws) for example in labelled], written)
+    return labelled
 
 
 def answers(
     target: Path, sources: Sequence[tuple[int, ...]], temperature: float, most: int, say: Say = print
 ) -> list[tuple[int, ...]]:
-    """What the model in a folder says to every source, in bfloat16. Sampled unless `temperature` is 0."""
+    """Let the model in a folder answer every source, in bfloat16. Sampled unless `temperature` is 0."""
     engine, done = load(target, dtype="bfloat16", batch_size=TOGETHER), 0
 
     def watch(round: Round) -> None:

@@ -109,7 +109,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def save(model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """As `from_pretrained` reads it. The folder appears when it is whole."""
+    """Save a model and its tokenizer as `from_pretrained` reads them. The folder appears when it is whole."""
     part = folder.with_name(f"{folder.name}.part")
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)

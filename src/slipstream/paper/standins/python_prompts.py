@@ -1,4 +1,4 @@
-"""What the embedded pair is measured on: Python's standard library, which stands for lm1b."""
+"""The prompts on which the embedded pair is measured: Python's standard library, which stands for lm1b."""
 
 from __future__ import annotations
 
