@@ -25,6 +25,9 @@ MARGIN = 4
 """Near-ties may be so many times the measured rounding: 2 since two scores move, 2 for processors that scale them."""
 
 
+# ---- scores and choices -----------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Rounding:
     """How far the scores of a round are from those of plain steps, in logits.
@@ -158,6 +161,9 @@ def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng |
         low, high = (low, middle) if won else (middle, high)
     heat = float(getattr(row.request.sampler, "temperature", 1.0))
     return best, float(ours[0, 0, emission.token]), high * heat
+
+
+# ---- endings ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

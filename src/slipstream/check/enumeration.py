@@ -26,6 +26,9 @@ Topology = tuple[int, ...]
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 
+# ---- processes made of pairs of laws ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Pair:
     """p and q of one position in cells (cells,), float64, and p after the drafted token. `copied`: q is one-hot."""
@@ -162,6 +165,9 @@ def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, weights: Tensor
         total.view(-1, cells).index_add_(0, prefix, weights[rows, None] * following[rows])
 
 
+# ---- every outcome of the draws ---------------------------------------------------------------------------------------
+
+
 class TooMany(Exception):
     """A draw of a token among too many."""
 
@@ -207,6 +213,9 @@ def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor
         verdict = run(replay)
         yield verdict, replay.chance
         choices = replay.following()
+
+
+# ---- distances --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

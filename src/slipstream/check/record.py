@@ -81,6 +81,9 @@ class Drawn:
     chances: list[list[float]] | None = None
 
 
+# ---- listening to a decoder -------------------------------------------------------------------------------------------
+
+
 class _Tap:
     """A decoder that keeps what passed between its parts in the current round."""
 
@@ -174,6 +177,9 @@ def watch(
     return observed
 
 
+# ---- one row of one round ---------------------------------------------------------------------------------------------
+
+
 class _View:
     """One row of one round. Position 0 stands after the text, position n + 1 after node n of the draft."""
 
@@ -226,6 +232,9 @@ class _View:
         if law.probs is not None:
             return law.probs[self.place, node]
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), vocab)
+
+
+# ---- laws that are reported, and laws that are drawn from -------------------------------------------------------------
 
 
 def _compare_draws(observed: Observations, round: Round, tap: _Tap) -> None:

@@ -33,6 +33,9 @@ Found = dict[str, Any]
 """What the lab measured."""
 
 
+# ---- the sheets -------------------------------------------------------------------------------------------------------
+
+
 def table2(lab: Lab) -> Sheet:
     """Table 2: measured speed."""
     rows, measured = list[Row](), list[Found]()
@@ -195,6 +198,9 @@ def bleu(lab: Lab) -> Sheet:
     return _sheet(
         lab, "bleu", "BLEU of the target's translations, plain and speculative", columns, rows, notes, [found]
     )
+
+
+# ---- their parts ------------------------------------------------------------------------------------------------------
 
 
 def _races(lab: Lab) -> Iterator[tuple[str, int, dict[str, Any]]]:

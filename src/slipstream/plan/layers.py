@@ -40,6 +40,9 @@ Watch = Callable[[str], None]
 """Called with a line about each piece of work done."""
 
 
+# ---- what is found ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Trial:
     """A choice of layers at a gamma: what was measured, and what that predicts for its best gamma.
@@ -100,6 +103,9 @@ class Search:
         }
 
 
+# ---- the search -------------------------------------------------------------------------------------------------------
+
+
 def search_exit(
     decoder: Decoder,
     requests: Sequence[Request],
@@ -153,6 +159,9 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
     """Let the target write -> the length of each prompt, and the whole text."""
     return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
 
 
 def _count(target: HasModel) -> int:

@@ -31,6 +31,9 @@ Step = Callable[[str], None]
 """Told the name of what begins."""
 
 
+# ---- a drafter in its turns -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A controller that asks for the most in every third round and for 1, 2, ... in turn in the others.
@@ -198,6 +201,9 @@ def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most:
 def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int) -> Decoder:
     """The decoder with another drafter, controller and batch size."""
     return replace(decoder, drafter=drafter, controller=controller, batch_size=rows)
+
+
+# ---- whole runs -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ Progress = Callable[[int, int, str], None]
 """Told before every run: how many are done, how many there are, and what begins."""
 
 
+# ---- records ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PlanSettings:
     """The settings of a plan: `most` is the greatest gamma tried, or `gammas` are the only ones.
@@ -153,6 +156,9 @@ class PlanReport:
             "interrupted": self.interrupted,
         }
         return json.loads(json_text(found))
+
+
+# ---- measuring and verifying ------------------------------------------------------------------------------------------
 
 
 def make(

@@ -22,6 +22,9 @@ from slipstream.theory import expected_tokens, tokens_per_round
 LEVEL, REPLICATES = 0.95, 1000
 
 
+# ---- acceptance -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Tally:
     """The counts of what one prompt's rounds kept.
@@ -123,6 +126,9 @@ def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], 
     return found[0][length]
 
 
+# ---- costs ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PlanCosts:
     """Rounds of one drafter at one number of rows, and those of plain decoding beside them.
@@ -211,6 +217,9 @@ def between(measured: Mapping[int, float], width: int) -> float:
         return measured[above if below is None else below]  # type: ignore[index]
     share = (width - below) / (above - below)
     return measured[below] + share * (measured[above] - measured[below])
+
+
+# ---- predictions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

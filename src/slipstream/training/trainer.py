@@ -18,6 +18,9 @@ from slipstream.text.jsontext import json_text
 KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin anew")
 
 
+# ---- how long, how fast -----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a training is: steps taken, the seconds they took, and the tokens they read."""
@@ -86,6 +89,9 @@ Watch = Callable[[Progress, float], object]
 """(progress, loss): called after every step."""
 
 
+# ---- the state --------------------------------------------------------------------------------------------------------
+
+
 class Diverged(FloatingPointError):
     """The error to raise when a training can never go on, since its loss or gradient is no finite number."""
 
@@ -116,6 +122,9 @@ class Checkpoint:
                 "give the same settings to resume it, or another folder."
             )
         return tensors, Progress(**json.loads(about["progress"]))
+
+
+# ---- the training -----------------------------------------------------------------------------------------------------
 
 
 class Trainer:

@@ -249,6 +249,9 @@ class Memory:
         return loaded
 
 
+# ---- memories that nobody drafts from ---------------------------------------------------------------------------------
+
+
 def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
     """Count what a file's namespaces hold, without opening it for drafting. Raises ValueError if it is no memory."""
     try:
@@ -280,6 +283,9 @@ def forget(path: str | os.PathLike[str], namespace: str) -> None:
         raise OSError(f"cannot use the memory {path}: {error}.") from error
     finally:
         connection.close()
+
+
+# ---- the file ---------------------------------------------------------------------------------------------------------
 
 
 def _close(connection: sqlite3.Connection, process: int) -> None:
