@@ -25,7 +25,7 @@ MARGIN = 4
 """Near-ties may be so many times the measured rounding: 2 since two scores move, 2 for processors that scale them."""
 
 
-# ---- scores and choices -----------------------------------------------------------------------------------------------
+# ---- scores and choices ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng |
     return best, float(ours[0, 0, emission.token]), high * heat
 
 
-# ---- endings ----------------------------------------------------------------------------------------------------------
+# ---- endings ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

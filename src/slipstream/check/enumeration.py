@@ -26,7 +26,7 @@ Topology = tuple[int, ...]
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 
-# ---- processes made of pairs of laws ----------------------------------------------------------------------------------
+# ---- processes made of pairs of laws ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, weights: Tensor
         total.view(-1, cells).index_add_(0, prefix, weights[rows, None] * following[rows])
 
 
-# ---- every outcome of the draws ---------------------------------------------------------------------------------------
+# ---- every outcome of the draws --------------------------------------------------------------------------------------
 
 
 class TooMany(Exception):
@@ -215,7 +215,7 @@ def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor
         choices = replay.following()
 
 
-# ---- distances --------------------------------------------------------------------------------------------------------
+# ---- distances -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

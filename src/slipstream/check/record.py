@@ -81,7 +81,7 @@ class Drawn:
     chances: list[list[float]] | None = None
 
 
-# ---- listening to a decoder -------------------------------------------------------------------------------------------
+# ---- listening to a decoder ------------------------------------------------------------------------------------------
 
 
 class _Tap:
@@ -177,7 +177,7 @@ def watch(
     return observed
 
 
-# ---- one row of one round ---------------------------------------------------------------------------------------------
+# ---- one row of one round --------------------------------------------------------------------------------------------
 
 
 class _View:
@@ -234,7 +234,7 @@ class _View:
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), vocab)
 
 
-# ---- laws that are reported, and laws that are drawn from -------------------------------------------------------------
+# ---- laws that are reported, and laws that are drawn from ------------------------------------------------------------
 
 
 def _compare_draws(observed: Observations, round: Round, tap: _Tap) -> None:

@@ -96,7 +96,9 @@ def serve(
     from slipstream.serve.state import ServerState
 
     limits = Limits(body_bytes=parse_bytes("--max-body", max_body))
-    room = Room(max_rows, parse_bytes("--cache-bytes", cache_bytes), memory and parse_bytes("--memory", memory))
+    room = Room(
+        max_rows, parse_bytes("--cache-bytes", cache_bytes), None if memory is None else parse_bytes("--memory", memory)
+    )
     keys = read_keys(api_key_file) if api_key_file else {}
     template = chat_template.read_text(encoding="utf-8") if chat_template else None
     log = AccessLog(_log(access_log))

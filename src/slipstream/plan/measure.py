@@ -31,7 +31,7 @@ Step = Callable[[str], None]
 """Told the name of what begins."""
 
 
-# ---- a drafter in its turns -------------------------------------------------------------------------------------------
+# ---- a drafter in its turns ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int)
     return replace(decoder, drafter=drafter, controller=controller, batch_size=rows)
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------------------
+# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

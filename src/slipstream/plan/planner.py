@@ -28,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 """Told before every run: how many are done, how many there are, and what begins."""
 
 
-# ---- records ----------------------------------------------------------------------------------------------------------
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class PlanReport:
         return json.loads(json_text(found))
 
 
-# ---- measuring and verifying ------------------------------------------------------------------------------------------
+# ---- measuring and verifying -----------------------------------------------------------------------------------------
 
 
 def make(

@@ -22,7 +22,7 @@ from slipstream.theory import expected_tokens, tokens_per_round
 LEVEL, REPLICATES = 0.95, 1000
 
 
-# ---- acceptance -------------------------------------------------------------------------------------------------------
+# ---- acceptance ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], 
     return found[0][length]
 
 
-# ---- costs ------------------------------------------------------------------------------------------------------------
+# ---- costs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def between(measured: Mapping[int, float], width: int) -> float:
     return measured[below] + share * (measured[above] - measured[below])
 
 
-# ---- predictions ------------------------------------------------------------------------------------------------------
+# ---- predictions -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,10 @@ class Metrics:
         return [gauge.labels(self.model) for gauge in made]
 
     def _histograms(self, name: str, help: str, buckets: Sequence[float]) -> list[Histogram]:
-        how = {"registry": self.registry, "buckets": buckets}
-        made = [Histogram(f"{prefix}:{name}", help, ["model_name"], **how) for prefix in PREFIXES]
+        made = [
+            Histogram(f"{prefix}:{name}", help, ["model_name"], registry=self.registry, buckets=buckets)
+            for prefix in PREFIXES
+        ]
         return [histogram.labels(self.model) for histogram in made]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from slipstream.serve.faults import BadRequest
 
-WIDTHS = {1: np.uint8, 2: np.dtype("<i2"), 4: np.dtype("<i4")}
+WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
+"""The number format of samples of so many bytes."""
 
 
 def read_sound(content: bytes, rate: int) -> np.ndarray:
@@ -29,7 +30,7 @@ def _read_wav(content: bytes) -> tuple[np.ndarray, int]:
         if width not in WIDTHS:
             raise BadRequest(f"the file has samples of {8 * width} bits: send 8, 16 or 32.", "file")
         whole = file.readframes(file.getnframes())
-    numbers = np.frombuffer(whole[: len(whole) // (width * channels) * width * channels], WIDTHS[width])
+    numbers = np.frombuffer(whole[: len(whole) // (width * channels) * width * channels], np.dtype(WIDTHS[width]))
     samples = numbers.astype(np.float32) - (128 if width == 1 else 0)
     return samples.reshape(-1, channels).mean(1) / float(1 << (8 * width - 1)), rate
 

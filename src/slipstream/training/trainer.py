@@ -18,7 +18,7 @@ from slipstream.text.jsontext import json_text
 KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin anew")
 
 
-# ---- how long, how fast -----------------------------------------------------------------------------------------------
+# ---- how long, how fast ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ Watch = Callable[[Progress, float], object]
 """(progress, loss): called after every step."""
 
 
-# ---- the state --------------------------------------------------------------------------------------------------------
+# ---- the state -------------------------------------------------------------------------------------------------------
 
 
 class Diverged(FloatingPointError):
@@ -124,7 +124,7 @@ class Checkpoint:
         return tensors, Progress(**json.loads(about["progress"]))
 
 
-# ---- the training -----------------------------------------------------------------------------------------------------
+# ---- the training ----------------------------------------------------------------------------------------------------
 
 
 class Trainer:

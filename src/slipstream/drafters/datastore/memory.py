@@ -249,7 +249,7 @@ class Memory:
         return loaded
 
 
-# ---- memories that nobody drafts from ---------------------------------------------------------------------------------
+# ---- memories that nobody drafts from --------------------------------------------------------------------------------
 
 
 def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
@@ -285,7 +285,7 @@ def forget(path: str | os.PathLike[str], namespace: str) -> None:
         connection.close()
 
 
-# ---- the file ---------------------------------------------------------------------------------------------------------
+# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def _close(connection: sqlite3.Connection, process: int) -> None:

@@ -81,12 +81,14 @@ def _speech(state: ServerState) -> SpeechInput:
     form = state.engine.decoder.target.source_form
     if form is None or form.features is None:
         raise BadRequest(f"{state.model} does not read sound: serve a Whisper.", "model")
+    target = state.engine.decoder.target
+    assert isinstance(target, HasModel), "what reads features is a model"
     try:
-        return _input_of(state.engine.decoder.target)
+        return _input_of(target.model)
     except ValueError as error:
         raise BadRequest(str(error), "model") from None
 
 
 @lru_cache(maxsize=1)
-def _input_of(target: HasModel) -> SpeechInput:
-    return SpeechInput.of(target.model)
+def _input_of(model: Any) -> SpeechInput:
+    return SpeechInput.of(model)

@@ -110,7 +110,7 @@ class _Answer:
     def _chunks(self, index: int, piece: Piece) -> list[answers.ChatChunkChoice]:
         deltas = self._read(index, piece)
         reason = self._reason(index, piece.completion) if piece.completion else None
-        logprobs = self._logprobs(piece.logprobs and (piece.logprobs,))
+        logprobs = self._logprobs((piece.logprobs,) if piece.logprobs else None)
         explained = self.explainer([piece])
         if not deltas and (reason or logprobs or explained):
             deltas = [answers.Delta()]

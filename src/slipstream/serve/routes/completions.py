@@ -41,8 +41,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
-    given = body.prompt
-    prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    given: Any = body.prompt
+    prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(prompts) <= limits.prompts:
         raise BadRequest(f"prompt holds {len(prompts)} prompts, but 1 to {limits.prompts} are possible.", "prompt")
     return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
@@ -106,8 +106,8 @@ class _Answer:
         choice = answers.TextChoice(
             index=index,
             text=piece.text,
-            logprobs=self._logprobs(index, piece.logprobs and (piece.logprobs,)),
-            finish_reason=piece.completion and finish_reason(piece.completion),
+            logprobs=self._logprobs(index, (piece.logprobs,) if piece.logprobs else None),
+            finish_reason=finish_reason(piece.completion) if piece.completion else None,
             explained=self.explainer([piece]),
         )
         self.offsets[index] += len(piece.text)
