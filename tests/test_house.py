@@ -90,6 +90,12 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "matplotlib": ("plan.plot", "bench.plot", "measure.pictures", "paper.pages.draw"),
     "tokenizers": ("paper.standins.models",),
     "sacrebleu": ("paper.runs.bleu",),
+    "fastapi": ("serve.*",),
+    "starlette": ("serve.*",),
+    "pydantic": ("serve.*",),
+    "uvicorn": ("serve.server",),
+    "prometheus_client": ("serve.metrics", "serve.routes.models"),
+    "soundfile": ("serve.sound",),
 }
 
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7

@@ -75,7 +75,7 @@ def test_exact_rules_pass_greedy_and_sampled(rule: Rule) -> None:
     report = check(engine(), PROMPTS, verify=rule, **FEW)
     assert report.verdict == "pass", report.text()
     assert report.greedy and report.sampling
-    assert all(control.caught_by for control in report.controls) and len(report.controls) == 5
+    assert all(control.caught_by for control in report.controls) and len(report.controls) == 6
     names = [test.name for test in report.sampling.tests]
     assert ("same seed" in names) == (rule is COUPLED)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from slipstream.check.controls import Draw, broken
+from slipstream.check.enumeration import TREE, Pair, Topology, distances, normed
 from slipstream.core.draft import Draft, Verdict
 from slipstream.core.draws import Rng
 from slipstream.core.law import Law
@@ -20,7 +23,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.drafters.model import ModelDrafter
-from toys import EXACT, PAIRS, enumerate_outcomes, plain_law, request, row, scorer, total_variation
+from slipstream.models.tables import TableScorer
+from toys import EXACT, PAIRS, WRONG, Distribution, enumerate_outcomes, plain_law, request, row, scorer, total_variation
 
 STEP = 0.02  # seconds of a plain round
 
@@ -101,3 +105,48 @@ def test_the_law_of_a_guarded_crowd_is_the_target_s(rule: Rule) -> None:
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="is not possible"):
         Guarded(**wrong)  # type: ignore[arg-type]
+
+
+# ---- the trap ---------------------------------------------------------------------------------------------------
+
+
+def counterexample(choose: Callable[[int], bool]) -> Distribution:
+    """The law of the first token where p = q = (.7, .3) and `choose(drafted)` says whether a draft is verified."""
+
+    def verify(p: Law, draft: Draft, draw: Draw) -> Verdict:
+        lengths = tuple(
+            length * choose(tokens[0]) if length else 0
+            for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)
+        )
+        return TOKEN.verify(p, replace(draft, lengths=lengths), draw)
+
+    def run(rng: Rng) -> int:
+        pair = [TableScorer(lambda prefix: (0.7, 0.3), 2, name) for name in ("target", "draft")]
+        decoder = Decoder(pair[0], ModelDrafter(pair[1]), verify, Fixed(1), rng=rng)
+        return generate(decoder, [request([0], 2)])[0].output[0]
+
+    return enumerate_outcomes(run)
+
+
+def test_control_a_budget_chosen_by_the_drafted_tokens_is_caught() -> None:
+    """Token 1 looks less likely to stand, so it is not verified: that gives .91 and .09."""
+    law = counterexample(lambda token: token == 0)
+    assert total_variation(law, {0: 0.91, 1: 0.09}) < EXACT
+    assert total_variation(law, {0: 0.7, 1: 0.3}) > WRONG
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_budget_that_was_fixed_before_leaves_the_law(verified: bool) -> None:
+    assert total_variation(counterexample(lambda token: verified), {0: 0.7, 1: 0.3}) < EXACT
+
+
+@pytest.mark.parametrize("parents", [None, TREE])
+def test_the_certificate_notices_a_budget_chosen_by_the_drafted_tokens(parents: Topology | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    laws = [[normed(torch.rand(4, generator=generator)) for _ in range(3)] for _ in range(24)]
+    pairs = [Pair(*each) for each in laws]
+    controls = {rule.name: rule for rule in broken(TOKEN, greedy=False, sampled=True)}
+    wrong = controls["budget by the drafted tokens"]
+    assert all(found.joint > WRONG for found in distances(wrong.verify, pairs, parents is not None))
+    assert all(found.joint < 1e-6 for found in distances(TOKEN.verify, pairs, parents is not None))
+    assert len(broken(TOKEN, greedy=False)) == len(controls) - 1, "a copied draft leaves nothing to choose by"

@@ -153,6 +153,30 @@ def test_a_draft_does_not_read_the_text_of_a_row_that_asks_for_no_drafts() -> No
     assert len(rows[2].stats.drafted_by_position) == 2 and len(rows[1].stats.drafted_by_position) == 3
 
 
+def test_a_draft_reads_nothing_that_it_is_not_asked_for() -> None:
+    """Neither while all rounds are plain, nor for the rows that are given no drafts."""
+
+    class Some(Fixed):
+        """Drafts for the first row only, every third round."""
+
+        def init(self) -> int:  # type: ignore[override]
+            return 0
+
+        def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:  # type: ignore[override]
+            return [self.tokens * (state % 3 == 2 and row.index == 0) for row in rows]
+
+        def update(self, state: int, round: Round) -> int:  # type: ignore[override]
+            return state + 1
+
+    requests, draft = [request([number] * 50, 12, GREEDY, key=number) for number in range(3)], Counting()
+    rows = generate(replace(pair(), drafter=ModelDrafter(draft), controller=Some(2)), requests)
+    assert rows[0].stats.drafted > 0 and 50 <= sum(draft.read) < 100
+    assert [row.output for row in rows] == alone(lambda: pair(gamma=0), requests)
+    idle = Counting()
+    generate(replace(pair(gamma=0), drafter=ModelDrafter(idle)), requests)
+    assert idle.lengths == [] and idle.read == []
+
+
 # ---- coming and going -------------------------------------------------------------------------------------------
 
 

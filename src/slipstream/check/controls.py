@@ -15,11 +15,17 @@ from slipstream.decoding.rules import TOKEN, Rule
 Draw = Callable[..., Tensor]
 
 
-def broken(rule: Rule, greedy: bool) -> list[Rule]:
-    """The controls of a rule: they draw as it does, except the one that breaks token verification itself."""
+def broken(rule: Rule, greedy: bool, sampled: bool = False) -> list[Rule]:
+    """The controls of a rule: they draw as it does, except those that break token verification itself.
+
+    `sampled` drafts have one more: what is verified of them is chosen by the drafted tokens.
+    """
     everything = Rule("accept everything", _everything(rule.verify), rule.rng)
     first = Rule("first draft token unverified", _first(rule.verify), rule.rng)
-    return [everything, first] if greedy else [everything, first, Rule("correction from p", _from_p)]
+    if greedy:
+        return [everything, first]
+    controls = [everything, first, Rule("correction from p", _from_p)]
+    return [*controls, Rule("budget by the drafted tokens", _by_these_tokens)] if sampled else controls
 
 
 def _everything(verify: Verifier) -> Verifier:
@@ -70,6 +76,17 @@ def _from_p(p: Law, draft: Draft, draw: Draw) -> Verdict:
         return replace(verdict, law=p.at(verdict.accepted))
     last = verdict.path.gather(1, (verdict.accepted - 1).clamp(min=0)[:, None])[:, 0]
     return replace(verdict, law=p.at(torch.where(verdict.accepted > 0, last + 1, 0)))
+
+
+def _by_these_tokens(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Token verification of the drafts that promise most: one whose first token is not the draft's likeliest is left
+    out, as if it had never been sampled (arXiv 2607.05147, section 3.2.2, is about this trap)."""
+    if draft.law is None or draft.law.point:
+        return TOKEN.verify(p, draft, draw)
+    q = draft.law.dense[:, 0]
+    promising = (q.gather(1, draft.tokens[:, :1].clamp(min=0))[:, 0] >= q.amax(1)).tolist()
+    lengths = tuple(length * kept for length, kept in zip(draft.lengths, promising, strict=True))
+    return TOKEN.verify(p, replace(draft, lengths=lengths), draw)
 
 
 def _dense(law: Law, like: Law) -> Law:

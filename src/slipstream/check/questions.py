@@ -61,7 +61,9 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     tests = [about_rule(case.rule, observed), about_samples(_samples(case, sampler, case.rule, moved))]
     tests += [about_choices("same seed", case, found)] if coupled else []
     tests += [about_scores(found), about_wiring(observed), about_endings(endings(case.decoder, observed.texts))]
-    controls = tuple(_sampling_control(case, sampler, rule, observed) for rule in broken(case.rule, greedy=False))
+    sampled = any(not pair.copied for pair in observed.pairs)
+    wrong = broken(case.rule, greedy=False, sampled=sampled)
+    controls = tuple(_sampling_control(case, sampler, rule, observed) for rule in wrong)
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
     name = f"sampling, temperature {sampler.temperature:g}"
     enough = max(CheckSettings.samples, 4 * case.settings.samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,13 +135,9 @@ def _log(path: str | None) -> Any:
 
 def needed() -> None:
     """Raises ValueError, which tells how to install them, if the server's libraries are not there."""
-    try:
-        import fastapi
-        import prometheus_client
-        import uvicorn
-    except ImportError as error:
-        raise ValueError(f"the server needs {error.name}: pip install 'slipstream[serve]'.") from None
-    assert fastapi and prometheus_client and uvicorn
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client", "multipart") if not find_spec(name)]
+    if missing:
+        raise ValueError(f"the server needs {', '.join(missing)}: pip install 'slipstream[serve]'.")
 
 
 def parse_bytes(name: str, text: str) -> int:

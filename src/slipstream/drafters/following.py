@@ -30,7 +30,9 @@ class Follower:
         self.starts: list[int] = []  # where each row's window begins in its text
         self._rows: list[Row] = []
         self._known: list[int] = []  # how many tokens of each row are stored for others
-        self._late: list[bool] = []  # rows that read a piece of their text in this round instead of being drafted for
+        self._late: list[
+            bool
+        ] = []  # rows that are drafted nothing in this round, and at most read a piece of their text
 
     def follow(self, rows: Sequence[Row]) -> None:
         """Make our rows those of the context: free those that left, add the new.
@@ -74,9 +76,15 @@ class Follower:
         texts = self._texts_behind()
         wanted = [bool(gamma) and row.request.gamma != 0 for row, gamma in zip(self._rows, gammas, strict=True)]
         late = [want and len(text) > PREFILL_CHUNK for want, text in zip(wanted, texts, strict=True)]
+        # What nobody asks for is not read until somebody does; a token or two are fed along, which costs nothing.
+        idle = [
+            not want and row.request.gamma != 0 and len(text) > FED
+            for want, row, text in zip(wanted, self._rows, texts, strict=True)
+        ]
         if not any(late) or late == wanted:
+            self._late = idle
             return list(gammas)
-        self._late = late
+        self._late = [is_late or is_idle for is_late, is_idle in zip(late, idle, strict=True)]
         self.scorer.prefill(
             [text[:PREFILL_CHUNK] if is_late else [] for is_late, text in zip(late, texts, strict=True)]
         )

@@ -14,6 +14,7 @@ from slipstream.serve.faults import BadRequest
 from slipstream.serve.schema import ChatRequest, Tool, ToolChoice
 from slipstream.serve.state import ServerState
 from slipstream.text.detokenize import Detokenizer
+from slipstream.text.jsontext import json_text
 
 
 class Reader(Protocol):
@@ -58,7 +59,7 @@ class ManyCalls:
         self._text += piece.text
         found = []
         while (call := self._next()) is not None:
-            found.append(_call(call["name"], json.dumps(call["parameters"]), self._count))
+            found.append(_call(call["name"], json_text(call["parameters"]), self._count))
             self._count += 1
         return [answers.Delta(tool_calls=found)] if found else []
 
@@ -96,7 +97,7 @@ class ByTemplate:
         if event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
             arguments = function["arguments"]
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            written = arguments if isinstance(arguments, str) else json_text(arguments)
             self._count += 1
             return answers.Delta(tool_calls=[_call(function["name"], written, self._count - 1)])
         if event["type"] != "region_chunk" or event.get("dirty") or not event.get("text"):

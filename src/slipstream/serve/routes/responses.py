@@ -9,11 +9,19 @@ from fastapi import APIRouter, Request, Response
 
 from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Chat
-from slipstream.serve import answers
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.grammars import constraint
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, STREAMS, answered, completed, finish_reason
+from slipstream.serve.response_answers import (
+    Incomplete,
+    InputDetails,
+    OutputMessage,
+    OutputText,
+    ResponseAnswer,
+    ResponseEvent,
+    ResponseUsage,
+)
 from slipstream.serve.schema import Decoding, JsonSchema, ResponseFormat, ResponsesRequest
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import EventStream, event
@@ -21,7 +29,7 @@ from slipstream.serve.stream import EventStream, event
 router = APIRouter(tags=["text"])
 
 
-@router.post("/v1/responses", responses={**ERRORS, 200: STREAMS}, response_model=answers.ResponseAnswer)
+@router.post("/v1/responses", responses={**ERRORS, 200: STREAMS}, response_model=ResponseAnswer)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a chat."""
     state = state_of(request)
@@ -74,33 +82,33 @@ class _Answer:
         self.item = Heading.new("msg", state.model).id
         self.count = 0  # of events so far
 
-    async def whole(self) -> answers.ResponseAnswer:
+    async def whole(self) -> ResponseAnswer:
         """Wait for the answer."""
         [pieces] = await self.call.collect()
         return self._done(completed(pieces))
 
-    def _done(self, completion: Completion) -> answers.ResponseAnswer:
+    def _done(self, completion: Completion) -> ResponseAnswer:
         cut = finish_reason(completion) == "length"
         status = "incomplete" if cut else "completed"
         about, usage = self.call.about(speculation(_decoding(self.body))), self.call.usage
-        tokens = answers.ResponseUsage(
+        tokens = ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=answers.InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+            input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
         )
         return self._response(
             status,
             output=[self._message(status, completion.text)],
-            incomplete_details=answers.Incomplete(reason="max_output_tokens") if cut else None,
+            incomplete_details=Incomplete(reason="max_output_tokens") if cut else None,
             usage=tokens,
             metrics=about["metrics"],
             timings=about["timings"],
         )
 
-    def _response(self, status: str, **fields: Any) -> answers.ResponseAnswer:
+    def _response(self, status: str, **fields: Any) -> ResponseAnswer:
         body = self.body
-        return answers.ResponseAnswer(
+        return ResponseAnswer(
             id=self.heading.id,
             created_at=self.heading.created,
             model=self.heading.model,
@@ -113,9 +121,9 @@ class _Answer:
             **{"output": [], **fields},
         )
 
-    def _message(self, status: str, text: str | None) -> answers.OutputMessage:
-        content = [] if text is None else [answers.OutputText(text=text)]
-        return answers.OutputMessage(id=self.item, status=status, content=content)
+    def _message(self, status: str, text: str | None) -> OutputMessage:
+        content = [] if text is None else [OutputText(text=text)]
+        return OutputMessage(id=self.item, status=status, content=content)
 
     async def events(self) -> AsyncIterator[str]:
         """The events of one message, as its text is written."""
@@ -124,7 +132,7 @@ class _Answer:
             yield self._event(kind, response=self._response("in_progress").as_json())
         started = self._message("in_progress", None).as_json()
         yield self._event("output_item.added", output_index=0, item=started)
-        yield self._event("content_part.added", **place, part=answers.OutputText(text="").as_json())
+        yield self._event("content_part.added", **place, part=OutputText(text="").as_json())
         completion: Completion | None = None
         async for _, piece in self.call.pieces():
             if piece.text:
@@ -142,4 +150,4 @@ class _Answer:
     def _event(self, kind: str, **fields: Any) -> str:
         self.count += 1
         name = f"response.{kind}"
-        return event(answers.ResponseEvent(type=name, sequence_number=self.count - 1, **fields), name)
+        return event(ResponseEvent(type=name, sequence_number=self.count - 1, **fields), name)

@@ -1,0 +1,94 @@
+"""What /v1/responses answers: the objects of the newer form of OpenAI's interface."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from slipstream.serve.answers import Answer, Error, Metrics, Timings
+
+
+class OutputText(Answer):
+    """A text in the output of /v1/responses."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class OutputMessage(Answer):
+    """A message in the output of /v1/responses."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: str
+    content: list[OutputText]
+
+
+class InputDetails(Answer):
+    """Where the tokens of the input came from."""
+
+    cached_tokens: int
+
+
+class OutputDetails(Answer):
+    """What the tokens of the output are."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Answer):
+    """Tokens that were read and written, under the names of /v1/responses."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = Field(default_factory=OutputDetails)
+    total_tokens: int
+
+
+class Incomplete(Answer):
+    """Why a response ended before it was complete."""
+
+    reason: str
+
+
+class ResponseAnswer(Answer):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputMessage]
+    error: Error | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    parallel_tool_calls: bool = True
+    temperature: float
+    tool_choice: Literal["none"] = "none"
+    tools: list[Any] = Field(default_factory=list)
+    top_p: float
+    max_output_tokens: int | None = None
+    store: bool = False
+    usage: ResponseUsage | None = None
+    metrics: Metrics | None = None
+    timings: Timings | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as a JSON object; clients look for the error and what is incomplete also where that is nothing."""
+        return {"error": None, "incomplete_details": None, "instructions": None, **super().as_json()}
+
+
+class ResponseEvent(Answer):
+    """An event of a streamed response."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
