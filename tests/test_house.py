@@ -338,7 +338,11 @@ def test_json_checker_catches(source: str) -> None:
     assert len(json_faults("engine.load", source)) == 1
 
 
-DISTRIBUTIONS = {"faiss": "faiss-cpu", "sentence_transformers": "sentence-transformers"}
+DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "sentence_transformers": "sentence-transformers",
+    "prometheus_client": "prometheus-client",
+}
 """Where a package is published under another name than it is imported by."""
 
 
