@@ -62,9 +62,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Engine, "generate", lambda self, *given, **options: real(self, *given, processors=[stuck], **options)
     )
-    stream = Engine.stream
+    stream = Engine.stream_batch
     monkeypatch.setattr(
-        Engine, "stream", lambda self, *given, **options: stream(self, *given, processors=[stuck], **options)
+        Engine, "stream_batch", lambda self, *given, **options: stream(self, *given, processors=[stuck], **options)
     )
 
 

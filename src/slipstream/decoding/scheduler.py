@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Self
 
 from slipstream.cache.prefixes import PrefixCache, recalling
@@ -111,7 +112,7 @@ class Scheduler:
         gammas = [gamma if row.request.gamma is None else row.request.gamma for row, gamma in chosen]
         round = play_round(self.decoder, self.running, gammas)
         self._state = controller.update(self._state, round)
-        self._end_full_rows()
+        self._end_at_limits()
         self._dismiss()
         return round
 
@@ -154,13 +155,18 @@ class Scheduler:
             if here and not self._room.fits([*here, self.waiting[0]]):
                 break
             here.append(self.waiting.pop(0))
+            here[-1].started = here[-1].started or monotonic()  # a row that had to leave has begun before
             self._reader.add(here[-1])
 
-    def _end_full_rows(self) -> None:
-        """A row that fills the target's context, or all memory, has ended."""
-        full = self.decoder.target.context
+    def _end_at_limits(self) -> None:
+        """A row that fills the target's context, or all memory, or whose time is over, has ended."""
+        context = self.decoder.target.context
         for row in self.running:
-            if not row.finish_reason and ((full and len(row.tokens) >= full) or not self._room.fits([row])):
+            if row.finish_reason:
+                continue
+            full = (context and len(row.tokens) >= context) or not self._room.fits([row])
+            row.timed_out = row.late and not full
+            if full or row.timed_out:
                 row.finish_reason = "length"
 
     def _dismiss(self) -> None:
