@@ -36,6 +36,12 @@ class Server(uvicorn.Server):
         _say("ending: what was begun is finished; once more to end at once.")
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close everything. uvicorn leaves the worker running where the end was forced."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def run_to_end(self) -> int:
         """Serve until a signal comes or the worker dies -> the exit code."""
         self.run(sockets=[self.listener])

@@ -10,6 +10,7 @@ from itertools import count
 from time import monotonic
 from typing import Protocol
 
+from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.round import Round
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.engine import Engine
@@ -108,14 +109,14 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, room: Room, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
-        self.engine, self.max_queue, self.listeners = engine, max_queue, tuple(listeners)
+        self.engine, self.room, self.max_queue, self.listeners = engine, room, max_queue, tuple(listeners)
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], object] = lambda: None
         self.on_death: Callable[[], object] = lambda: None
         self.ready = False
         self._tickets: dict[int, Ticket] = {}  # of what has not ended, by the index of the row
         self._numbers = count()
-        self._scheduler = Scheduler(engine.decoder)
+        self._scheduler = self._new_scheduler()
         self._wake, self._ending, self._draining = threading.Event(), False, False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-worker", daemon=True)
@@ -189,9 +190,14 @@ class Worker:
 
     # ---- in the thread ----
 
+    def _new_scheduler(self) -> Scheduler:
+        prefixes = PrefixCache(self.room.cache_bytes) if self.room.cache_bytes else None
+        return Scheduler(self.engine.decoder, prefix_cache=prefixes, memory=self.room.memory)
+
     def _run(self) -> None:
         try:
             self.engine.warm_up()
+            self._scheduler = self._new_scheduler()  # warming up had schedulers of its own
             self.ready = True
             self._call(self.on_ready)
             with self._scheduler:
