@@ -1,0 +1,110 @@
+"""Drafts from predictions: what is copied and from where, that fewer calls are made, and the law stays the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from slipstream.core.draft import Draft
+from slipstream.core.draws import Rng
+from slipstream.core.law import Law
+from slipstream.core.request import Row
+from slipstream.core.round import Context
+from slipstream.decoding import rules
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.drafters.prediction import Prediction
+from toys import (
+    EXACT,
+    GREEDY,
+    PAIRS,
+    VOCAB,
+    WRONG,
+    Cycle,
+    drafted,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    scorer,
+    total_variation,
+)
+
+PROMPT, PREDICTED = (0, 1), (2, 0, 1, 2)
+
+
+def row(
+    prompt: tuple[int, ...], prediction: tuple[int, ...], output: tuple[int, ...], eos: tuple[int, ...] = ()
+) -> Row:
+    """A row with a prediction that has written `output`."""
+    return Row(request(prompt, 100, prediction=prediction, eos=frozenset(eos)), 0, [*prompt, *output])
+
+
+@pytest.mark.parametrize(
+    ("output", "gamma", "want"),
+    [
+        ((), 3, [10, 11, 12]),  # nothing is written yet: the prediction's beginning
+        ((10, 11), 2, [12, 13]),  # it agrees: what comes next
+        ((10, 11, 12, 13), 0, []),
+        ((10, 99), 3, []),  # 99 stands nowhere
+        ((10, 99, 12), 2, [13, 14]),  # it found its place again, behind what was changed
+        ((10, 99, 5), 2, [6, 10]),  # the prompt is copied from as well; the prediction stands behind it
+    ],
+)
+def test_what_is_copied(output: tuple[int, ...], gamma: int, want: list[int]) -> None:
+    assert drafted(Prediction(), [row((5, 6), (10, 11, 12, 13, 14), output)], [gamma]) == [want]
+
+
+def test_rows_without_a_prediction_draft_nothing_beside_one_that_has() -> None:
+    rows = [row((5, 6, 5), (), ()), row((5, 6), (10, 11, 12), ())]
+    assert drafted(Prediction(), rows, [2, 2]) == [[], [10, 11]]
+
+
+def test_a_copy_ends_at_the_end_of_text() -> None:
+    assert drafted(Prediction(), [row((5,), (10, 2, 11), (), eos=(2,))], [3]) == [[10, 2]]
+
+
+def test_a_true_prediction_saves_target_calls_and_a_wrong_one_changes_no_token() -> None:
+    target = PAIRS["zeros"][0]
+    written = Decoder(scorer(target), Prediction())
+    want = plain(written, [request(PROMPT, 12, GREEDY)])[0].output
+    for prediction, calls in ((tuple(want), 3), (tuple((token + 1) % VOCAB for token in want), None)):
+        decoder = Decoder(scorer(target), Prediction(), rules.TOKEN.verify, Cycle((4,)))
+        (done,) = generate(decoder, [request(PROMPT, 12, GREEDY, prediction=prediction)])
+        assert done.output == want
+        assert calls is None or done.stats.target_calls == calls
+
+
+class Uniform:
+    """The control: the same copies, said to be drawn evenly from the vocabulary."""
+
+    def __init__(self) -> None:
+        self.observe, self._copies = (inner := Prediction()).observe, inner
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Its q is wrong."""
+        draft = self._copies.propose(context, gammas)
+        even = torch.full((*draft.tokens.shape, VOCAB), 1 / VOCAB, dtype=torch.float64)
+        return draft if draft.law is None else Draft(draft.tokens, Law(probs=even), draft.lengths)
+
+
+def distance(pair: str, rule: rules.Rule, make: Callable[[], Prediction | Uniform]) -> float:
+    """Total variation of the first three tokens from the target's law."""
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle((2, 0, 3)), rng=rng)
+        stream = rounds(decoder, [request(PROMPT, 4, prediction=PREDICTED)])
+        return tuple(next(r.rows[0] for r in stream if len(r.rows[0].output) >= 3).output[:3])
+
+    return total_variation(enumerate_outcomes(run, 60_000), plain_law(PAIRS[pair][0], PROMPT, 3))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK, rules.MATCH], ids=lambda rule: rule.name)
+def test_the_law_is_the_target_s(rule: rules.Rule, pair: str) -> None:
+    assert distance(pair, rule, Prediction) < EXACT
+
+
+def test_a_wrong_law_of_the_copies_is_noticed() -> None:
+    assert max(distance(pair, rules.TOKEN, Uniform) for pair in PAIRS) > WRONG
