@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+import slipstream
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng
 from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
 from slipstream.core.request import Row
 from slipstream.core.round import Context
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
-from slipstream.drafters.prediction import Prediction
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.prediction import Prediction, PredictionFirst
+from slipstream.drafters.tree import TreeDrafter
 from toys import (
     EXACT,
     GREEDY,
@@ -89,7 +93,7 @@ class Uniform:
         return draft if draft.law is None else Draft(draft.tokens, Law(probs=even), draft.lengths)
 
 
-def distance(pair: str, rule: rules.Rule, make: Callable[[], Prediction | Uniform]) -> float:
+def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter]) -> float:
     """Total variation of the first three tokens from the target's law."""
 
     def run(rng: Rng) -> tuple[int, ...]:
@@ -108,3 +112,51 @@ def test_the_law_is_the_target_s(rule: rules.Rule, pair: str) -> None:
 
 def test_a_wrong_law_of_the_copies_is_noticed() -> None:
     assert max(distance(pair, rules.TOKEN, Uniform) for pair in PAIRS) > WRONG
+
+
+@pytest.mark.parametrize("pair", list(PAIRS)[:3])
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK, rules.MATCH], ids=lambda rule: rule.name)
+def test_the_law_is_the_target_s_in_front_of_a_model(rule: rules.Rule, pair: str) -> None:
+    def make() -> Drafter:
+        return PredictionFirst(ModelDrafter(scorer(PAIRS[pair][1])))
+
+    assert distance(pair, rule, make) < EXACT
+
+
+def test_a_text_is_the_same_beside_texts_with_predictions() -> None:
+    target, draft = PAIRS["zeros"]
+    alone = [request(PROMPT, 20, seed=3), request((1,), 20, seed=4)]
+    beside = [request(PROMPT, 20, seed=5, prediction=PREDICTED * 4), *alone]
+    for settings in (rules.TOKEN, rules.COUPLED):
+        decoder = Decoder(
+            scorer(target),
+            PredictionFirst(ModelDrafter(scorer(draft))),
+            settings.verify,
+            Cycle((3,)),
+            rng=settings.rng,
+        )
+        want = [row.output for row in generate(decoder, alone)]
+        rows = generate(decoder, beside)
+        assert [row.output for row in rows[1:]] == want
+        assert rows[0].stats.predicted >= rows[0].stats.predicted_accepted > 0
+        assert not rows[1].stats.predicted
+
+
+def test_a_tree_cannot_stand_behind_predictions() -> None:
+    with pytest.raises(ValueError, match="leave the tree out"):
+        PredictionFirst(TreeDrafter(scorer(PAIRS["zeros"][1]), (2, 1)))
+
+
+def test_a_prediction_of_a_call_is_copied_whatever_the_draft(engine: slipstream.Engine) -> None:
+    prompt = "def add(a, b):\n    return"
+    [plainly] = engine.generate(prompt, max_new_tokens=24, plain=True)
+    for options in ({}, {"gamma": 3}):
+        [done] = engine.generate(prompt, max_new_tokens=24, prediction=plainly.text, **options)
+        assert done.text == plainly.text and done.stats.predicted_accepted > 12
+    [none] = engine.generate(prompt, max_new_tokens=24, prediction=plainly.text, plain=True)
+    assert none.text == plainly.text and not none.stats.drafted
+
+
+@pytest.fixture(scope="module")
+def engine() -> slipstream.Engine:
+    return slipstream.load()

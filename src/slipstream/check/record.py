@@ -255,7 +255,7 @@ def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...],
         return
     if draft.parts:
         for part in draft.parts:
-            within = (*scope, part.scope)
+            within = (*scope, *([part.scope] if part.scope else []))
             _compare_draft(observed, part.draft, within, tap)
             if part.verdict is not None:
                 _compare_next(observed, part.verdict, tap.draws(within, Purpose.NEXT))
@@ -303,7 +303,7 @@ def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
         laws, tokens = list[Law](), list[int]()
         for part in draft.parts:
             if row in part.rows:
-                law, new = _of_part(part, row, tap.draws((*scope, part.scope), Purpose.NEXT))
+                law, new = _of_part(part, row, tap.draws((*scope, *([part.scope] if part.scope else [])), Purpose.NEXT))
                 laws, tokens = [*laws, law], [*tokens, *new]
         assert draft.law is not None
         reported = draft.law.select(torch.tensor([row], device=draft.law.device)).first(length)

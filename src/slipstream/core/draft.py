@@ -123,7 +123,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a draft was put together from: a draft whose draws have names under `scope`.
+    """What a draft was put together from: a draft whose draws have names under `scope`, if that is not empty.
 
     If that draft was verified, as one level further in of a draft that is drafted itself, `p` is the law at each of its
     positions (see `Round.p`) and `verdict` what came of it. `rows` are the places, in the whole draft, of its rows.

@@ -14,7 +14,8 @@ class Stats:
     each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
     round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
     model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because what
-    they leave in the cache was known.
+    they leave in the cache was known. `predicted` drafted tokens were copied from the request's prediction, and
+    `predicted_accepted` of them stood.
     """
 
     emitted: int = 0
@@ -25,6 +26,8 @@ class Stats:
     target_calls: int = 0
     windowed: int = 0
     cached: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
     relaxed: int = 0
     distance: float = 0.0
     drafted_by_position: list[int] = field(default_factory=list)
@@ -90,22 +93,14 @@ class Stats:
         """The figures under their public names, for JSON."""
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
-            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "tokens_per_second"),
-            *("relaxed", "mean_distance"),
+            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "predicted"),
+            *("predicted_accepted", "tokens_per_second", "relaxed", "mean_distance"),
         )
         levels = {name: stats.as_dict() for name, stats in self.levels.items()}
         return {**{name: getattr(self, name) for name in names}, "seconds": dict(self.seconds), "levels": levels}
 
 
 COUNTS = (
-    "emitted",
-    "accepted",
-    "drafted",
-    "tested",
-    "beta",
-    "target_calls",
-    "windowed",
-    "cached",
-    "relaxed",
-    "distance",
+    *("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "cached", "predicted"),
+    *("predicted_accepted", "relaxed", "distance"),
 )

@@ -21,6 +21,8 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler, check_requests
+from slipstream.drafters.prediction import MOST, PredictionFirst
+from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, read_options, sampling
@@ -215,6 +217,7 @@ class Engine:
             priority=asked.priority,
             cache_salt=asked.cache_salt,
             prediction=prediction,
+            gamma=MOST if prediction and asked.gamma is None and not asked.plain else None,
             grammar=asked.grammar,
             max_time=asked.max_time,
         )
@@ -224,7 +227,15 @@ class Engine:
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         own = None if asked.verify is None else rule(asked.verify)
-        return replace(template, rule=own, gamma=asked.own_gamma)
+        gamma = template.gamma if asked.own_gamma is None else asked.own_gamma
+        return replace(template, rule=own, gamma=gamma)
+
+    @property
+    def shared_decoder(self) -> Decoder:
+        """What decodes a batch that several calls share: it copies from the predictions of those that have one."""
+        if isinstance(self.decoder.drafter, TreeDrafter):
+            return self.decoder
+        return replace(self.decoder, drafter=PredictionFirst(self.decoder.drafter))
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
         """One shape for the whole call, the same with `plain` as without."""
@@ -239,6 +250,8 @@ class Engine:
         decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
+        if asked.prediction:
+            decoder = replace(decoder, drafter=PredictionFirst(decoder.drafter))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
 
 

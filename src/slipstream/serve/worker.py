@@ -79,7 +79,10 @@ class Ticket:
     @property
     def predicted(self) -> tuple[int, int]:
         """Tokens that were drafted from the request's prediction: accepted ones, and refused ones."""
-        return getattr(self.generation.row, "predicted", (0, 0))
+        if self.generation.row is None:
+            return 0, 0
+        stats = self.generation.row.stats
+        return stats.predicted_accepted, stats.predicted - stats.predicted_accepted
 
     @property
     def cached(self) -> int:
@@ -192,7 +195,7 @@ class Worker:
 
     def _new_scheduler(self) -> Scheduler:
         prefixes = PrefixCache(self.room.cache_bytes) if self.room.cache_bytes else None
-        return Scheduler(self.engine.decoder, prefix_cache=prefixes, memory=self.room.memory)
+        return Scheduler(self.engine.shared_decoder, prefix_cache=prefixes, memory=self.room.memory)
 
     def _run(self) -> None:
         try:
