@@ -24,6 +24,7 @@ from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Row
 from slipstream.core.round import Round
 from slipstream.decoding.adaptive import Adaptive, Learned
+from slipstream.decoding.budget import Guarded
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
@@ -409,8 +410,8 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
 
 def test_what_users_give_becomes_a_controller() -> None:
     assert controller(3) == Fixed(3)
-    assert controller("auto") == Adaptive()
-    assert controller("auto", most=2) == Adaptive(2, 2, 2)
+    assert controller("auto") == Guarded(Adaptive())
+    assert controller("auto", most=2) == Guarded(Adaptive(2, 2, 2))
     assert controller(Planned({1: 2})).most == 2
     with pytest.raises(ValueError, match=r'^gamma=\'some\' is not possible: give a number of tokens, "auto" or'):
         controller("some")

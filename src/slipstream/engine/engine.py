@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -141,13 +142,19 @@ class Engine:
         check_requests(self.decoder.target, [job.generations[0].request])
         return job
 
-    def warm_up(self) -> None:
-        """Decode a few tokens of one text, with and without the draft, so that the graphs for it are made."""
-        most = self.decoder.controller.most
+    def warm_up(self, rows: Sequence[int] = (1,), temperatures: Sequence[float] = (0.0,)) -> None:
+        """Decode a few tokens, with and without the draft, so that the graphs for it are made.
+
+        `rows` are how many texts run together: one, and any other number, have graphs of their own; so have greedy and
+        sampled drafts.
+        """
+        most, form = self.decoder.controller.most, self.decoder.target.source_form
+        source = None if form is None else form.example()
         for decoder in (self.decoder, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
-            form = decoder.target.source_form
-            source = None if form is None else form.example()
-            deque(rounds(decoder, [Request((0, 0), Sampling(), 2 + most, source=source)]), maxlen=0)
+            for count, temperature in product(rows, temperatures):
+                sampler = Sampling(temperature=temperature)
+                requests = [Request((0, 0), sampler, 2 + most, key=key, source=source) for key in range(count)]
+                deque(rounds(decoder, requests), maxlen=0)
 
     def encode(self, prompt: Prompt | Mapping[str, Any]) -> tuple[int, ...]:
         """The prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError if it cannot be one:

@@ -199,7 +199,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.engine.warm_up()
+            batches = (1, 2) if self.engine.decoder.batch_size > 1 else (1,)
+            self.engine.warm_up(batches, temperatures=(0.0, 1.0))  # no graph is to be made while requests wait
             self._scheduler = self._new_scheduler()  # warming up had schedulers of its own
             self.ready = True
             self._call(self.on_ready)
