@@ -17,7 +17,7 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test format figures clean
+.PHONY: help demo serve test format figures clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ demo: $(STAMPS)/demo ## Watch one prompt being drafted and verified, then measur
 	@$(BIN)/slipstream generate "$$DEMO_PROMPT" --max-new-tokens 64 --explain
 	@printf '\n== slipstream bench --quick: with and without a draft, counted by the same code\n'
 	@$(BIN)/slipstream bench --quick
+
+serve: $(STAMPS)/serve ## Serve the embedded pair behind OpenAI's interface, with a page at http://127.0.0.1:8000
+	@$(BIN)/slipstream serve
 
 test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in CI)
 	@echo '== ruff check'
@@ -73,8 +76,13 @@ $(STAMPS)/demo: pyproject.toml constraints.txt $(STAMPS)/torch
 	@$(PIP) --editable .
 	@touch $@
 
-# The test extra contains all that the demo needs, so its stamp serves both.
+$(STAMPS)/serve: pyproject.toml constraints.txt $(STAMPS)/torch
+	@echo "Installing slipstream, transformers, the command line and the server into $(VENV)"
+	@$(PIP) --editable '.[serve]'
+	@touch $(STAMPS)/demo $@
+
+# The test extra contains all that the others need, so its stamp serves them too.
 $(STAMPS)/test: pyproject.toml constraints.txt $(STAMPS)/torch
 	@echo "Installing slipstream, transformers, the command line and the test tools into $(VENV)"
 	@$(PIP) --editable '.[test]'
-	@touch $(STAMPS)/demo $@
+	@touch $(STAMPS)/demo $(STAMPS)/serve $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -231,3 +232,17 @@ def test_metrics_count_what_was_served(server: ServerProcess) -> None:
         assert sum(by_position) == accepted
         assert values[f"{prefix}:time_to_first_token_seconds_count{label}"] >= 1
         assert f"{prefix}:num_requests_waiting{label}" in values
+
+
+def test_the_dashboard_asks_for_series_that_are_there(server: ServerProcess) -> None:
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = {
+        name for panel in board["panels"] for target in panel["targets"] for name in SERIES.findall(target["expr"])
+    }
+    with server.http() as http:
+        http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
+        found = set(SERIES.findall(http.get("/metrics").text))
+    assert len(asked) > 8 and asked <= found
+
+
+SERIES = re.compile(r"slipstream:\w+")
