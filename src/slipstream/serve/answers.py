@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """A JSON object that the server writes."""
+    """A JSON object that the server writes. What may be nothing has a default: it is left out then."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -60,8 +60,8 @@ class Usage(Answer):
 class SpeculativeDecoding(Answer):
     """What drafts did for one answer, under the names that vLLM and its tools use."""
 
-    mean_acceptance_length: float | None
-    draft_acceptance_rate: float | None
+    mean_acceptance_length: float | None = None
+    draft_acceptance_rate: float | None = None
     acceptance_histogram: list[int]
     acceptance_histogram_by_draft_length: dict[str, list[int]]
     num_spec_steps: int
@@ -75,12 +75,12 @@ class SpeculativeDecoding(Answer):
 class Metrics(Answer):
     """Times of one answer, in milliseconds, and what drafts did for it."""
 
-    time_to_first_token_ms: float | None
-    generation_time_ms: float | None
-    queue_time_ms: float | None
-    mean_itl_ms: float | None
-    tokens_per_second: float | None
-    speculative_decoding: SpeculativeDecoding | None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None
+    speculative_decoding: SpeculativeDecoding | None = None
 
 
 class Timings(Answer):
@@ -103,7 +103,7 @@ class Explained(Answer):
     """A token, where it came from, and what the draft had proposed in its place where that was refused."""
 
     text: str
-    token: int | None
+    token: int | None = None
     source: str
     refused: list[str] = Field(default_factory=list)
 
@@ -113,7 +113,7 @@ class TopLogprob(Answer):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int] | None = None
 
 
 class TokenLogprob(TopLogprob):
@@ -125,7 +125,7 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(Answer):
     """Log probabilities of a chat's answer, under the law that was really sampled."""
 
-    content: list[TokenLogprob] | None
+    content: list[TokenLogprob] | None = None
     refusal: None = None
 
 
@@ -135,7 +135,7 @@ class TextLogprobs(Answer):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class Common(Answer):
@@ -253,7 +253,7 @@ class Model(Answer):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
-    max_model_len: int | None
+    max_model_len: int | None = None
 
 
 class Models(Answer):
@@ -267,7 +267,7 @@ class Tokenized(Answer):
     """The tokens of a text."""
 
     count: int
-    max_model_len: int | None
+    max_model_len: int | None = None
     tokens: list[int]
     token_strs: list[str] | None = None
 
@@ -294,18 +294,18 @@ class Properties(Answer):
     """What runs: the models, how drafts are made and accepted, and what was noted while loading."""
 
     target: str
-    draft: str | None
+    draft: str | None = None
     rule: str
     lossless: bool
     gamma: int
     max_rows: int
-    max_model_len: int | None
+    max_model_len: int | None = None
     vocabulary: int
     encoder_decoder: bool
     chat: bool
     notes: list[str]
     acceptance_by_position: list[float]
-    recommended_gamma: int | None
+    recommended_gamma: int | None = None
     running: int
     waiting: int
     version: str

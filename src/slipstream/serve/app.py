@@ -10,18 +10,45 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from slipstream.serve.answers import ChatChunk, CompletionAnswer
 from slipstream.serve.call import ClientGone
 from slipstream.serve.faults import ServeError, error_body
 from slipstream.serve.gate import AccessLog, Gate
+from slipstream.serve.response_answers import ResponseEvent
 from slipstream.serve.routes import audio, chat, completions, models, page, responses
 from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
 CLIENT_CLOSED = 499
 """The status in the log of a request whose client hung up; nobody receives it."""
+
+
+CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent)
+REFERENCE = "#/components/schemas/{model}"
+"""What events of streams hold, and where the description keeps the schemas of it."""
+
+
+class Application(FastAPI):
+    """FastAPI's application with a description of what it really answers."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The description: without the 422 in whose place `_invalid` answers, with chunks and ids."""
+        found = super().openapi()
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+                for response in operation["responses"].values():
+                    response.setdefault("headers", {})["X-Request-Id"] = {"schema": {"type": "string"}}
+        schemas = found["components"]["schemas"]
+        _, chunks = models_json_schema([(model, "serialization") for model in CHUNKS], ref_template=REFERENCE)
+        schemas |= chunks["$defs"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        return found
 
 
 def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
@@ -35,7 +62,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
         finally:
             state.worker.stop()
 
-    app = FastAPI(
+    app = Application(
         title="Slipstream",
         version=__version__,
         description="Speculative decoding behind OpenAI's interface.",

@@ -12,6 +12,9 @@ from slipstream.serve.answers import Answer, ErrorAnswer
 from slipstream.serve.faults import ServeError
 from slipstream.text.jsontext import json_text
 
+DONE = "[DONE]"
+"""What the last event of a stream holds."""
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
@@ -25,11 +28,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 """What may go wrong, for the description of the interface."""
+ERRORS[401]["headers"] = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
+ERRORS[429]["headers"] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
 
-STREAMS: dict[str, Any] = {
-    "description": "The answer, or with `stream` its chunks as server-sent events.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
-}
+
+def streams(chunk: type[Answer]) -> dict[str, Any]:
+    """The description of an answer that comes as a whole or, with `stream`, in chunks as server-sent events."""
+    forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (chunk, ErrorAnswer)]
+    payload = {"contentMediaType": "application/json", "contentSchema": {"anyOf": forms}}
+    data = {"type": "string", "anyOf": [{"const": DONE}, payload]}
+    each = {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
+    return {
+        "description": "The answer, or with `stream` its chunks as server-sent events.",
+        "content": {"text/event-stream": {"itemSchema": each}},
+    }
 
 
 def answered(answer: Answer) -> Response:

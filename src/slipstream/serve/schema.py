@@ -15,9 +15,9 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A JSON object whose unknown fields are errors."""
+    """A JSON object whose unknown fields are errors, as are values of other types: true is no number, "1" is none."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Body):

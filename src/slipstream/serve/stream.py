@@ -10,9 +10,10 @@ from starlette.types import Receive, Scope, Send
 from slipstream.serve.answers import Answer
 from slipstream.serve.call import Call
 from slipstream.serve.faults import ServeError, error_body
+from slipstream.serve.output import DONE
 from slipstream.text.jsontext import json_text
 
-DONE = "data: [DONE]\n\n"
+LAST = f"data: {DONE}\n\n"
 """The last event of a stream."""
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back

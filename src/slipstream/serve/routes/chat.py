@@ -16,16 +16,18 @@ from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint, tool_constraint
 from slipstream.serve.logprobs import for_chat
 from slipstream.serve.options import engine_options, speculation
-from slipstream.serve.output import ERRORS, STREAMS, answered, completed, finish_reason
+from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.schema import ChatRequest, StreamOptions
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import DONE, EventStream, event
+from slipstream.serve.stream import LAST, EventStream, event
 from slipstream.serve.tools import Tools, as_message
 
 router = APIRouter(tags=["text"])
 
+OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 
-@router.post("/v1/chat/completions", responses={**ERRORS, 200: STREAMS}, response_model=answers.ChatAnswer)
+
+@router.post("/v1/chat/completions", responses=OUTCOMES, response_model=answers.ChatAnswer)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     state = state_of(request)
@@ -95,7 +97,7 @@ class _Answer:
                 yield self._event([choice], usage=asked.continuous_usage_stats, ended=choice.finish_reason is not None)
         if asked.include_usage:
             yield self._event([], usage=True, ended=True)
-        yield DONE
+        yield LAST
 
     def _event(self, choices: list[answers.ChatChunkChoice], usage: bool = False, ended: bool = False) -> str:
         about = self.call.about(speculation(self.body)) if usage or ended else {}

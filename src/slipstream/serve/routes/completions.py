@@ -15,19 +15,25 @@ from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint
 from slipstream.serve.logprobs import for_text
 from slipstream.serve.options import engine_options, speculation
-from slipstream.serve.output import ERRORS, STREAMS, answered, completed, finish_reason
+from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.schema import CompletionRequest, StreamOptions
 from slipstream.serve.settings import Limits
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import DONE, EventStream, event
+from slipstream.serve.stream import LAST, EventStream, event
 
 DEFAULT_TOKENS = 16
 """The length of a completion for which none was given, as OpenAI has it."""
 
 router = APIRouter(tags=["text"])
 
+OUTCOMES = {**ERRORS, 200: streams(answers.CompletionAnswer)}
 
-@router.post("/v1/completions", responses={**ERRORS, 200: STREAMS}, response_model=answers.CompletionAnswer)
+
+@router.post(
+    "/v1/completions",
+    responses=OUTCOMES,
+    response_model=answers.CompletionAnswer,
+)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state = state_of(request)
@@ -95,7 +101,7 @@ class _Answer:
                 yield self._event([self._chunk(index, piece)], asked.continuous_usage_stats, bool(piece.completion))
         if asked.include_usage:
             yield self._event([], usage=True, ended=True)
-        yield DONE
+        yield LAST
 
     def _event(self, choices: list[answers.TextChoice], usage: bool, ended: bool) -> str:
         about = self.call.about(speculation(self.body)) if usage or ended else {}

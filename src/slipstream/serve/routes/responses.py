@@ -12,7 +12,7 @@ from slipstream.engine.requests import Chat
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.grammars import constraint
 from slipstream.serve.options import engine_options, speculation
-from slipstream.serve.output import ERRORS, STREAMS, answered, completed, finish_reason
+from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.response_answers import (
     Incomplete,
     InputDetails,
@@ -28,8 +28,10 @@ from slipstream.serve.stream import EventStream, event
 
 router = APIRouter(tags=["text"])
 
+OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
 
-@router.post("/v1/responses", responses={**ERRORS, 200: STREAMS}, response_model=ResponseAnswer)
+
+@router.post("/v1/responses", responses=OUTCOMES, response_model=ResponseAnswer)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a chat."""
     state = state_of(request)

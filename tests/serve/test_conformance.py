@@ -1,0 +1,162 @@
+"""The server against its own /openapi.json: generated requests, valid and invalid, and what may come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serve.conftest import ServerProcess
+
+CHECKS: Any = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+LENGTHS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+"""Paths that write text, and the field that limits it."""
+SHORT = 4
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+def interface(server: ServerProcess) -> dict[str, Any]:
+    """What the server says about itself."""
+    return httpx.get(f"{server.url}/openapi.json").json()
+
+
+def operations(description: dict[str, Any]) -> list[Any]:
+    """All operations of an interface."""
+    return [found.ok() for found in schemathesis.openapi.from_dict(description).get_all_operations()]
+
+
+def shortened(case: Any) -> Any:
+    """The same request with a text of a few tokens at most, from the model that is served."""
+    body, field = case.body, LENGTHS.get(case.path)
+    if field is None or not isinstance(body, dict):
+        return case
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n"):
+        if isinstance(body.get(name), int) and body[name] > SHORT:
+            body[name] = SHORT
+    if (body.get("max_tokens") is None and field != "max_tokens") or field not in body:
+        body[field] = SHORT
+    if isinstance(body.get("model"), str):
+        body["model"] = "embedded"
+    return case
+
+
+def fuzz(server: ServerProcess, operation: Any, mode: GenerationMode, cases: int) -> Counter[int]:
+    """Send generated requests and check every answer -> how often each status came. Raises what schemathesis finds.
+
+    A schema cannot tell which tokens there are or which rules exist: the field that an error names is left out, and the
+    rest of the request is sent again, until it is answered.
+    """
+    statuses = Counter[int]()
+
+    @settings(max_examples=cases, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        case = shortened(case)
+        while True:
+            answer = case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=60)
+            statuses[answer.status_code] += 1
+            named = answer.json()["error"]["param"] if answer.status_code == 400 else None
+            if mode is GenerationMode.NEGATIVE or not isinstance(case.body, dict) or named not in case.body:
+                return
+            del case.body[named]
+
+    send()
+    return statuses
+
+
+def fuzz_all(server: ServerProcess, cases: int) -> dict[str, Counter[int]]:
+    """Fuzz every operation, with valid requests and, where there is something to get wrong, with invalid ones."""
+    found = {}
+    for operation in operations(interface(server)):
+        found[operation.label] = fuzz(server, operation, GenerationMode.POSITIVE, cases)
+        if operation.method == "post":
+            found[operation.label] += fuzz(server, operation, GenerationMode.NEGATIVE, cases)
+    return found
+
+
+def check_variety(found: dict[str, Counter[int]]) -> None:
+    """The fuzzing saw texts and refusals of every operation that writes texts."""
+    for path in LENGTHS:
+        statuses = found[f"POST {path}"]
+        assert statuses[200] and statuses[400], (path, statuses)
+
+
+def test_generated_requests_get_described_answers(server: ServerProcess) -> None:
+    check_variety(fuzz_all(server, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_thousand_generated_requests_get_described_answers(server: ServerProcess) -> None:
+    found = fuzz_all(server, 130)
+    check_variety(found)
+    assert sum(found.values(), Counter()).total() >= 2000
+
+
+def without_metrics(description: dict[str, Any]) -> None:
+    """A description that forbids what is really answered."""
+    del description["components"]["schemas"]["CompletionAnswer"]["properties"]["metrics"]
+
+
+def without_refusals(description: dict[str, Any]) -> None:
+    """A description in which nothing is ever wrong."""
+    del description["paths"]["/v1/completions"]["post"]["responses"]["400"]
+
+
+def with_another_type(description: dict[str, Any]) -> None:
+    """A description in which texts are no JSON."""
+    answered = description["paths"]["/v1/completions"]["post"]["responses"]["200"]
+    answered["content"] = {"text/html": {"schema": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("spoil", [without_metrics, without_refusals, with_another_type])
+def test_a_wrong_description_is_found(server: ServerProcess, spoil: Callable[[dict[str, Any]], None]) -> None:
+    description = interface(server)
+    spoil(description)
+    operation = next(each for each in operations(description) if each.label == "POST /v1/completions")
+    with pytest.raises(FailureGroup):
+        fuzz(server, operation, GenerationMode.POSITIVE, 10)
+
+
+def test_other_methods_are_a_405_that_names_the_right_one(server: ServerProcess) -> None:
+    paths = interface(server)["paths"]
+    with server.http() as http:
+        for path, described in paths.items():
+            for method in METHODS:
+                if method.lower() not in described:
+                    answer = http.request(method, path.replace("{name}", "embedded"))
+                    assert answer.status_code == 405, (method, path)
+                    assert answer.headers["Allow"].lower() in described
+                    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_description_knows_no_status_that_never_comes(server: ServerProcess) -> None:
+    described = interface(server)
+    assert all("422" not in each["responses"] for path in described["paths"].values() for each in path.values())
+    assert "HTTPValidationError" not in described["components"]["schemas"]
