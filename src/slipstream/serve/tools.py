@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
+from slipstream.core.protocols import HasModel
 from slipstream.engine.generation import Piece
+from slipstream.models.response_format import response_parser
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.schema import ChatRequest, Tool, ToolChoice
 from slipstream.serve.state import ServerState
-from slipstream.text.detokenize import Detokenizer
+from slipstream.text.detokenize import Decode, Detokenizer
 from slipstream.text.jsontext import json_text
 
 
@@ -73,23 +76,22 @@ class ManyCalls:
         return call if isinstance(call, dict) else None
 
 
-class ByTemplate:
-    """Reads reasoning, content and calls with transformers' own parser for the model's family.
+class ByFamily:
+    """Reads reasoning, content and calls in the form of the model's family, with a parser of transformers.
 
-    The parser looks for marks that may be special tokens, so it gets the tokens' text with those.
+    The parser looks for marks that may be special tokens, so `decode` writes those too.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None) -> None:
-        self._parser = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt), tools=tools)
-        self._texts = Detokenizer(lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        self._count = 0
+    def __init__(self, parser: Any, decode: Decode) -> None:
+        self._parser, self._texts, self._count = parser, Detokenizer(decode), 0
 
     def read(self, piece: Piece) -> list[answers.Delta]:
         """What the parser is certain of."""
         text = self._texts.push(piece.token) if piece.token is not None else ""
         events = self._parser.feed(text + (self._texts.flush() if piece.completion else ""))
         if piece.completion:
-            events = [*events, *self._parser.finalize()[1]]
+            with suppress(ValueError):  # a text that was cut may lack parts that the family's texts have
+                events = [*events, *self._parser.finalize()[1]]
         return [delta for event in events if (delta := self._delta(event))]
 
     def _delta(self, event: dict[str, Any]) -> answers.Delta | None:
@@ -114,7 +116,7 @@ class Tools:
     tools: tuple[Tool, ...]
     choice: str | ToolChoice
     parallel: bool
-    tokenizer: Any
+    state: ServerState
 
     @staticmethod
     def of(body: ChatRequest, state: ServerState) -> Tools:
@@ -127,7 +129,7 @@ class Tools:
             raise BadRequest(f"tool_choice names {choice.function.name!r}, which is none of the tools.", "tool_choice")
         if choice == "required" and (body.response_format or body.structured_outputs):
             raise BadRequest("tool_choice decides what the answer is: leave the other format out.", "tool_choice")
-        return Tools(tools, choice, body.parallel_tool_calls is not False, state.engine.tokenizer)
+        return Tools(tools, choice, body.parallel_tool_calls is not False, state)
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """The tools as chat templates take them; None if the model is not to know of any."""
@@ -160,9 +162,12 @@ class Tools:
             return OneCall(self.choice.function.name)
         if self.choice == "required":
             return ManyCalls()
-        if getattr(self.tokenizer, "response_template", None):
-            return ByTemplate(self.tokenizer, prompt, self.for_template())
-        return Verbatim()
+        target, tokenizer = self.state.engine.decoder.target, self.state.engine.tokenizer
+        assert isinstance(target, HasModel), "a chat is answered by a model"
+        parser = response_parser(target.model, tokenizer, prompt, self.for_template())
+        if parser is None:
+            return Verbatim()
+        return ByFamily(parser, lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:

@@ -1,0 +1,29 @@
+"""How a model's family writes reasoning and calls of tools, as transformers knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+
+def response_parser(
+    model: PreTrainedModel, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None
+) -> Any:
+    """Transformers' own parser for what follows a prompt of these token ids; None if it knows no form for the model.
+
+    The form is the tokenizer's `response_template`, else the one that transformers keeps for the model's type.
+    """
+    template = getattr(tokenizer, "response_template", None) or _of_family(model, tokenizer)
+    if template is None:
+        return None
+    return tokenizer.get_response_parser(template, prefix=tokenizer.decode(list(prompt)), tools=tools)
+
+
+def _of_family(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any] | None:
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:  # older versions of transformers, or one without what its server needs
+        return None
+    return get_response_template(tokenizer, model)
