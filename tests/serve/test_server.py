@@ -141,7 +141,26 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["tenant"] == "alice" and lines[-1]["status"] == 200 and lines[-1]["seconds"] > 0
     assert [line["status"] for line in lines].count(401) == 5
+    assert lines[-1]["completion_tokens"] == 2 and lines[-1]["finish_reasons"] == ["length"]
     assert "private" not in log.read_text()
+
+
+def test_prompts_are_logged_where_that_is_wanted(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with ServerProcess.start("--access-log", str(log), "--log-prompts") as server, server.http() as http:
+        text = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).json()["choices"][0]["text"]
+        assert server.stop() == 0
+    [line] = [json.loads(line) for line in log.read_text().splitlines()]
+    assert line["prompts"] == [PROMPT] and line["answers"] == [text]
+
+
+def test_a_full_disk_ends_the_log_and_not_the_server() -> None:
+    with ServerProcess.start("--access-log", "/dev/full") as server, server.http() as http:
+        for _ in range(2):
+            assert http.get("/health").status_code == 200
+        assert server.stop() == 0
+        server.close()
+        assert sum("the access log cannot be written" in line for line in server.lines) == 1
 
 
 def test_a_full_queue_is_a_429() -> None:

@@ -109,6 +109,21 @@ class Call:
         for ticket in self.tickets:
             ticket.cancel()
 
+    def log_fields(self, texts: bool) -> dict[str, Any]:
+        """What the access log tells of the call: counts, and with `texts` also prompts and answers."""
+        usage, engine = self.usage, self.tickets[0].worker.engine
+        fields: dict[str, Any] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "finish_reasons": [ticket.generation.completion.finish_reason for ticket in self.tickets],
+        }
+        if texts:
+            requests = [ticket.generation.request for ticket in self.tickets[:: self.samples]]
+            fields["prompts"] = [engine.decode(request.prompt) for request in requests]
+            fields["answers"] = [ticket.generation.completion.text for ticket in self.tickets]
+        return fields
+
     # ---- what an answer tells besides its text ----
 
     def about(self, asked: Speculation) -> dict[str, Any]:

@@ -94,8 +94,10 @@ class ServerState:
             version=__version__,
         )
 
-    async def call(self, prompts: Sequence[Prompt], options: dict[str, Any], field: str) -> Call:
-        """Queue a request's prompts -> the call. `field` is the one that errors about prompts name.
+    async def call(self, request: Request, prompts: Sequence[Prompt], options: dict[str, Any], field: str) -> Call:
+        """Queue a request's prompts -> the call, which the access log will tell of.
+
+        `field` is the one that errors about prompts name.
 
         Raises a ServeError for whatever cannot be.
         """
@@ -107,7 +109,8 @@ class ServerState:
             raise
         except (ValueError, TypeError) as error:
             raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
-        return Call(tickets, options.get("n") or 1)
+        request.state.call = call = Call(tickets, options.get("n") or 1)
+        return call
 
 
 def recommended_gamma(stats: Stats) -> int | None:

@@ -67,7 +67,7 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
         "max_new_tokens": state.longest - len(begin) - 1,
         "cache_salt": tenant_of(request),
     }
-    call = await state.call(windows, options, "file")
+    call = await state.call(request, windows, options, "file")
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
     for completion in done:
         finish_reason(completion)

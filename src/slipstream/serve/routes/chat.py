@@ -36,7 +36,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     options = _options(body, state, tenant_of(request)) | tool_constraint(tools, state)
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
     chat = Chat(messages, tools.for_template(), body.chat_template_kwargs)
-    call = await state.call([chat], options, "messages")
+    call = await state.call(request, [chat], options, "messages")
     answer = _Answer(state, body, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)

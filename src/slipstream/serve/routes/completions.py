@@ -39,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     state = state_of(request)
     state.check_model(body.model)
     options = _options(body, state, tenant_of(request))
-    call = await state.call(_prompts(body, state.settings.limits), options, "prompt")
+    call = await state.call(request, _prompts(body, state.settings.limits), options, "prompt")
     answer = _Answer(state, body, call)
     if body.stream:
         return EventStream(answer.events(), call)

@@ -39,7 +39,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     options = engine_options(_decoding(body), state.settings, tenant_of(request))
     options["max_new_tokens"] = body.max_output_tokens or state.longest
     options |= constraint(_decoding(body), state)
-    call = await state.call([_prompt(body, state)], options, "input")
+    call = await state.call(request, [_prompt(body, state)], options, "input")
     answer = _Answer(state, body, call)
     if body.stream:
         return EventStream(answer.events(), call)
