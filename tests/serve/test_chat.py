@@ -34,7 +34,7 @@ def test_an_answer_and_its_stream_are_the_same(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == whole.choices[0].message.content
     assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
 
 
 def test_the_template_is_what_the_model_reads(client: openai.OpenAI) -> None:

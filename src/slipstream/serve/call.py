@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import asdict, dataclass
 from time import time
@@ -14,6 +13,7 @@ from starlette.requests import Request
 
 from slipstream.engine.generation import Piece
 from slipstream.serve import answers
+from slipstream.serve.faults import Unavailable
 from slipstream.serve.schema import Speculation
 from slipstream.serve.worker import Ticket
 from slipstream.version import __version__
@@ -69,39 +69,26 @@ class Call:
         self.tickets, self.samples = list(tickets), samples
 
     async def collect(self) -> list[list[Piece]]:
-        """Wait for all -> their pieces; whoever stops waiting cancels them."""
+        """Wait for the end -> the pieces of each ticket, the last of which has the completion."""
+        found: list[list[Piece]] = [[] for _ in self.tickets]
+        async for place, pieces in self.rounds():
+            found[place] += pieces
+        return found
+
+    async def rounds(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """What every round gives to a ticket, with the ticket's place; whoever stops iterating cancels all.
+
+        Raises Unavailable if the worker dies.
+        """
+        left = len(self.tickets)
         try:
-            return list(await asyncio.gather(*(ticket.collect() for ticket in self.tickets)))
-        finally:
-            self.cancel()
-
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """All pieces with the index of their ticket, as they come; whoever stops iterating cancels all."""
-        queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
-
-        async def forward(index: int, ticket: Ticket) -> None:
-            try:
-                async for piece in ticket:
-                    queue.put_nowait((index, piece))
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)
-
-        tasks = [asyncio.ensure_future(forward(*each)) for each in enumerate(self.tickets)]
-        try:
-            left = len(tasks)
             while left:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                left -= item is None
-                if item is not None:
-                    yield item
+                delivery = await self.tickets[0].deliveries.get()
+                if isinstance(delivery, Unavailable):
+                    raise delivery
+                left -= delivery[1][-1].completion is not None
+                yield delivery
         finally:
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
             self.cancel()
 
     def cancel(self) -> None:
@@ -116,7 +103,9 @@ class Call:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "finish_reasons": [ticket.generation.completion.finish_reason for ticket in self.tickets],
+            "finish_reasons": [
+                ticket.generation.row and ticket.generation.row.finish_reason for ticket in self.tickets
+            ],
         }
         if texts:
             requests = [ticket.generation.request for ticket in self.tickets[:: self.samples]]
@@ -133,14 +122,15 @@ class Call:
     @property
     def usage(self) -> answers.Usage:
         """Tokens read and written so far; a prompt counts once, however many answers it has."""
-        done = [ticket.generation.completion for ticket in self.tickets]
-        prompt = sum(completion.prompt_tokens for completion in done[:: self.samples])
-        written = sum(len(completion.tokens) for completion in done)
+        prompt = sum(ticket.prompt_tokens for ticket in self.tickets[:: self.samples])
+        written = sum(ticket.completion_tokens for ticket in self.tickets)
         return answers.Usage(
             prompt_tokens=prompt,
             completion_tokens=written,
             total_tokens=prompt + written,
-            prompt_tokens_details=answers.PromptDetails(cached_tokens=sum(ticket.cached for ticket in self.tickets)),
+            prompt_tokens_details=answers.PromptDetails(
+                cached_tokens=sum(ticket.stats.cached for ticket in self.tickets)
+            ),
             completion_tokens_details=answers.CompletionDetails(
                 accepted_prediction_tokens=sum(ticket.predicted[0] for ticket in self.tickets),
                 rejected_prediction_tokens=sum(ticket.predicted[1] for ticket in self.tickets),
@@ -152,7 +142,7 @@ class Call:
         if len(self.tickets) != 1:
             return None
         [ticket] = self.tickets
-        times, written = ticket.times, len(ticket.generation.completion.tokens)
+        times, written = ticket.times, ticket.completion_tokens
         if times.first is None or times.last is None or times.started is None:
             return None
         span = times.last - times.first
@@ -170,14 +160,13 @@ class Call:
         if len(self.tickets) != 1:
             return None
         [ticket] = self.tickets
-        completion, times = ticket.generation.completion, ticket.times
-        prefill = completion.stats.seconds.get("prefill", 0.0)
-        rounds = completion.stats.total_seconds - prefill
-        read, written = completion.prompt_tokens - ticket.cached, len(completion.tokens)
-        if times.first is None:
+        prefill = ticket.stats.seconds.get("prefill", 0.0)
+        rounds = ticket.stats.total_seconds - prefill
+        read, written = ticket.prompt_tokens - ticket.stats.cached, ticket.completion_tokens
+        if ticket.times.first is None:
             return None
         return answers.Timings(
-            cache_n=ticket.cached,
+            cache_n=ticket.stats.cached,
             prompt_n=read,
             prompt_ms=1e3 * prefill,
             prompt_per_token_ms=1e3 * prefill / max(1, read),
@@ -186,8 +175,8 @@ class Call:
             predicted_ms=1e3 * rounds,
             predicted_per_token_ms=1e3 * rounds / max(1, written),
             predicted_per_second=written / rounds if rounds else 0.0,
-            draft_n=completion.stats.drafted,
-            draft_n_accepted=completion.stats.accepted,
+            draft_n=ticket.stats.drafted,
+            draft_n_accepted=ticket.stats.accepted,
         )
 
 

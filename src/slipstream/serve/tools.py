@@ -170,6 +170,17 @@ class Tools:
         return ByFamily(parser, lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
+def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
+    """The same parts in fewer deltas: contents that follow each other become one."""
+    found: list[answers.Delta] = []
+    for delta in deltas:
+        if found and delta.content is not None and found[-1].content is not None:
+            found[-1] = answers.Delta(content=found[-1].content + delta.content)
+        else:
+            found.append(delta)
+    return found
+
+
 def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:
     """A whole message from what its pieces added."""
     content = [delta.content for delta in deltas if delta.content is not None]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Protocol
 
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.round import Round
+from slipstream.core.stats import Stats
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Generation, Piece
@@ -45,30 +47,22 @@ class Listener(Protocol):
         ...
 
 
+Delivery = tuple[int, list[Piece]] | Unavailable
+"""The place of a ticket in its call and what a round has given it; or the end of everything."""
+
+
 @dataclass(eq=False)
 class Ticket:
-    """One generation in the worker's hands: iterate over it for its pieces; `cancel` it when nobody wants it.
+    """One generation in the worker's hands, the one at `place` in its call; `cancel` it when nobody wants it.
 
-    Belongs to the event loop in which it was made. Raises Unavailable while being iterated if the worker dies.
+    What it gets is put into `deliveries`, the queue of the call, in the event loop.
     """
 
     generation: Generation
+    place: int
     worker: Worker
     times: Times
-    _pieces: asyncio.Queue[Piece | Unavailable] = field(default_factory=asyncio.Queue)
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while True:
-            piece = await self._pieces.get()
-            if isinstance(piece, Unavailable):
-                raise piece
-            yield piece
-            if piece.completion:
-                return
-
-    async def collect(self) -> list[Piece]:
-        """Wait for the end -> all pieces, the last of which has the completion."""
-        return [piece async for piece in self]
+    deliveries: asyncio.Queue[Delivery]
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,17 +71,19 @@ class Ticket:
         return len(request.prompt if request.source is None else request.source)
 
     @property
-    def predicted(self) -> tuple[int, int]:
-        """Tokens that were drafted from the request's prediction: accepted ones, and refused ones."""
-        if self.generation.row is None:
-            return 0, 0
-        stats = self.generation.row.stats
-        return stats.predicted_accepted, stats.predicted - stats.predicted_accepted
+    def completion_tokens(self) -> int:
+        """Tokens that were written so far."""
+        return len(self.generation.row.output) if self.generation.row else 0
 
     @property
-    def cached(self) -> int:
-        """Tokens of the prompt that were taken from the prefix cache."""
-        return self.generation.row.stats.cached if self.generation.row else 0
+    def stats(self) -> Stats:
+        """What was counted so far."""
+        return self.generation.row.stats if self.generation.row else Stats()
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens that were drafted from the request's prediction: accepted ones, and refused ones."""
+        return self.stats.predicted_accepted, self.stats.predicted - self.stats.predicted_accepted
 
     @property
     def ended(self) -> bool:
@@ -97,11 +93,6 @@ class Ticket:
     def cancel(self) -> None:
         """End the request, wherever it is; nothing happens to one that has ended."""
         self.worker.cancel(self)
-
-    def deliver(self, pieces: Sequence[Piece | Unavailable]) -> None:
-        """Hand over pieces, in the event loop."""
-        for piece in pieces:
-            self._pieces.put_nowait(piece)
 
 
 class Worker:
@@ -141,8 +132,8 @@ class Worker:
             raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
         for generation in generations:
             self._scheduler.check(generation.request)
-        now = monotonic()
-        tickets = [Ticket(generation, self, Times(now)) for generation in generations]
+        now, deliveries = monotonic(), asyncio.Queue[Delivery]()
+        tickets = [Ticket(each, place, self, Times(now), deliveries) for place, each in enumerate(generations)]
         for ticket in tickets:
             number = next(self._numbers)
             self._tickets[number] = ticket  # first, for the thread may run the row at once
@@ -256,12 +247,12 @@ class Worker:
         for listener in self.listeners:
             listener.on_end(ticket, now)
 
-    def _send(self, found: Sequence[tuple[Ticket, Sequence[Piece | Unavailable]]]) -> None:
+    def _send(self, found: Sequence[tuple[Ticket, list[Piece]]]) -> None:
         """Hand pieces over to the event loop, all of a round at once."""
 
         def deliver() -> None:
             for ticket, pieces in found:
-                ticket.deliver(pieces)
+                ticket.deliveries.put_nowait((ticket.place, pieces))
 
         self._call(deliver)
 
@@ -275,5 +266,6 @@ class Worker:
         why = Unavailable("the thread that runs the models has failed: the server has to be started again.")
         left = list(self._tickets.values())
         self._tickets = {}
-        self._send([(ticket, [why]) for ticket in left])
+        for queue in {ticket.deliveries for ticket in left}:
+            self._call(partial(queue.put_nowait, why))
         self._call(self.on_death)

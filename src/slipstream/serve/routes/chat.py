@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -20,7 +20,7 @@ from slipstream.serve.output import ERRORS, answered, completed, finish_reason, 
 from slipstream.serve.schema import ChatRequest, StreamOptions
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import LAST, EventStream, event
-from slipstream.serve.tools import Tools, as_message
+from slipstream.serve.tools import Tools, as_message, joined
 
 router = APIRouter(tags=["text"])
 
@@ -92,8 +92,8 @@ class _Answer:
         asked = self.body.stream_options or StreamOptions()
         for index in range(len(self.call.tickets)):
             yield self._event([answers.ChatChunkChoice(index=index, delta=answers.Delta(role="assistant", content=""))])
-        async for index, piece in self.call.pieces():
-            for choice in self._chunks(index, piece):
+        async for index, pieces in self.call.rounds():
+            for choice in self._chunks(index, pieces):
                 yield self._event([choice], usage=asked.continuous_usage_stats, ended=choice.finish_reason is not None)
         if asked.include_usage:
             yield self._event([], usage=True, ended=True)
@@ -109,11 +109,12 @@ class _Answer:
         self.called[index] |= any(delta.tool_calls for delta in deltas)
         return deltas
 
-    def _chunks(self, index: int, piece: Piece) -> list[answers.ChatChunkChoice]:
-        deltas = self._read(index, piece)
-        reason = self._reason(index, piece.completion) if piece.completion else None
-        logprobs = self._logprobs((piece.logprobs,) if piece.logprobs else None)
-        explained = self.explainer([piece])
+    def _chunks(self, index: int, pieces: Sequence[Piece]) -> list[answers.ChatChunkChoice]:
+        deltas = joined([delta for piece in pieces for delta in self._read(index, piece)])
+        completion = pieces[-1].completion
+        reason = self._reason(index, completion) if completion else None
+        logprobs = self._logprobs(tuple(piece.logprobs for piece in pieces if piece.logprobs) or None)
+        explained = self.explainer(pieces)
         if not deltas and (reason or logprobs or explained):
             deltas = [answers.Delta()]
         choices = [answers.ChatChunkChoice(index=index, delta=delta) for delta in deltas]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -96,9 +96,10 @@ class _Answer:
     async def events(self) -> AsyncIterator[str]:
         """Chunks as tokens come, then the usage if it was asked for."""
         asked = self.body.stream_options or StreamOptions()
-        async for index, piece in self.call.pieces():
-            if piece.text or piece.completion or piece.logprobs or self.explainer.wanted:
-                yield self._event([self._chunk(index, piece)], asked.continuous_usage_stats, bool(piece.completion))
+        async for index, pieces in self.call.rounds():
+            chunk, ended = self._chunk(index, pieces), pieces[-1].completion is not None
+            if chunk.text or ended or chunk.logprobs or chunk.explained:
+                yield self._event([chunk], asked.continuous_usage_stats, ended)
         if asked.include_usage:
             yield self._event([], usage=True, ended=True)
         yield LAST
@@ -108,15 +109,17 @@ class _Answer:
         found = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
         return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **found))
 
-    def _chunk(self, index: int, piece: Piece) -> answers.TextChoice:
+    def _chunk(self, index: int, pieces: Sequence[Piece]) -> answers.TextChoice:
+        completion = pieces[-1].completion
+        logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
         choice = answers.TextChoice(
             index=index,
-            text=piece.text,
-            logprobs=self._logprobs(index, (piece.logprobs,) if piece.logprobs else None),
-            finish_reason=finish_reason(piece.completion) if piece.completion else None,
-            explained=self.explainer([piece]),
+            text="".join(piece.text for piece in pieces),
+            logprobs=self._logprobs(index, logprobs or None),
+            finish_reason=finish_reason(completion) if completion else None,
+            explained=self.explainer(pieces),
         )
-        self.offsets[index] += len(piece.text)
+        self.offsets[index] += len(choice.text)
         return choice
 
     def _logprobs(self, index: int, found: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:

@@ -136,10 +136,10 @@ class _Answer:
         yield self._event("output_item.added", output_index=0, item=started)
         yield self._event("content_part.added", **place, part=OutputText(text="").as_json())
         completion: Completion | None = None
-        async for _, piece in self.call.pieces():
-            if piece.text:
-                yield self._event("output_text.delta", **place, delta=piece.text, logprobs=[])
-            completion = piece.completion
+        async for _, pieces in self.call.rounds():
+            if text := "".join(piece.text for piece in pieces):
+                yield self._event("output_text.delta", **place, delta=text, logprobs=[])
+            completion = pieces[-1].completion
         assert completion is not None, "the last piece has the completion"
         response = self._done(completion)
         [message] = response.output
