@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from serve.conftest import ServerProcess
+from slipstream.serve.schema import Speculation
 
 CHECKS: Any = [
     not_a_server_error,
@@ -37,6 +38,13 @@ LENGTHS = {
     "/v1/responses": "max_output_tokens",
 }
 """Paths that write text, and the field that limits it."""
+PLAIN: dict[str | None, Any] = {
+    "prompt": "x",
+    "messages": [{"role": "user", "content": "x"}],
+    "tokens": [1],
+    "input": "x",
+}
+"""What is in place of required fields that a server cannot serve."""
 SHORT = 4
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
@@ -54,23 +62,32 @@ def operations(description: dict[str, Any]) -> list[Any]:
 def shortened(case: Any) -> Any:
     """The same request with a text of a few tokens at most, from the model that is served."""
     body, field = case.body, LENGTHS.get(case.path)
-    if field is None or not isinstance(body, dict):
-        return case
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n"):
-        if isinstance(body.get(name), int) and body[name] > SHORT:
-            body[name] = SHORT
-    if (body.get("max_tokens") is None and field != "max_tokens") or field not in body:
-        body[field] = SHORT
-    if isinstance(body.get("model"), str):
+    if isinstance(body, dict) and isinstance(body.get("model"), str):
         body["model"] = "embedded"
+    if isinstance(body, dict) and field is not None:
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n"):
+            if isinstance(body.get(name), int) and body[name] > SHORT:
+                body[name] = SHORT
+        if body.get(field) is None and body.get("max_tokens") is None:
+            body[field] = SHORT
     return case
+
+
+def made_plain(body: Any, answer: Any) -> bool:
+    """Put something plain in the place of the field that an error names, or leave it out -> whether that was done."""
+    named = answer.json()["error"]["param"]
+    holder = body.get("speculative") if isinstance(body, dict) and named in Speculation.model_fields else body
+    if not isinstance(holder, dict) or holder.get(named) in (None, PLAIN.get(named)):
+        return False
+    holder[named] = PLAIN.get(named)
+    return True
 
 
 def fuzz(server: ServerProcess, operation: Any, mode: GenerationMode, cases: int) -> Counter[int]:
     """Send generated requests and check every answer -> how often each status came. Raises what schemathesis finds.
 
-    A schema cannot tell which tokens there are or which rules exist: the field that an error names is left out, and the
-    rest of the request is sent again, until it is answered.
+    A schema cannot tell which tokens there are or which rules exist: the field that an error names is made plain, and
+    the request is sent again, until it is answered.
     """
     statuses = Counter[int]()
 
@@ -81,10 +98,8 @@ def fuzz(server: ServerProcess, operation: Any, mode: GenerationMode, cases: int
         while True:
             answer = case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=60)
             statuses[answer.status_code] += 1
-            named = answer.json()["error"]["param"] if answer.status_code == 400 else None
-            if mode is GenerationMode.NEGATIVE or not isinstance(case.body, dict) or named not in case.body:
+            if mode is GenerationMode.NEGATIVE or answer.status_code != 400 or not made_plain(case.body, answer):
                 return
-            del case.body[named]
 
     send()
     return statuses

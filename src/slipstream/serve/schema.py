@@ -93,7 +93,7 @@ class Decoding(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=1 << 31)
     bad_words: list[Text] | None = None
     ignore_eos: bool | None = None

@@ -127,7 +127,7 @@ def recommended_gamma(stats: Stats) -> int | None:
 
 def _field_of(message: str, names: Sequence[str]) -> str | None:
     """The field that a sentence begins with or names, for clients that show it."""
-    if message.startswith("prompt "):
+    if message.startswith(("prompt ", "the prompt ", "messages of ", "the chat template ")):
         return names[-1]
     return next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
 

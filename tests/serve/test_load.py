@@ -1,0 +1,170 @@
+"""Many streams at a time: none is lost, none is mixed up with another; and memory stays what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import slipstream
+from serve.conftest import ServerProcess
+from serve.test_server import running, until
+
+TOKENS = (6, 11, 24)
+LEAVE = 5
+"""One stream of so many hangs up."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One stream: its prompt, length and seed (None: greedy), and after how many events it hangs up (None: never)."""
+
+    prompt: str
+    tokens: int
+    seed: int | None
+    leaves: int | None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request."""
+        decoding = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
+        return {"prompt": self.prompt, "max_tokens": self.tokens, "stream": True, **decoding}
+
+    def alone(self, engine: slipstream.Engine) -> str:
+        """The text of the library for it, with nothing beside it."""
+        if self.seed is None:
+            return engine.generate(self.prompt, max_new_tokens=self.tokens)[0].text
+        options = {"temperature": 1.0, "seed": self.seed, "verify": "coupled"}
+        return engine.generate(self.prompt, max_new_tokens=self.tokens, **options)[0].text
+
+
+@dataclass(frozen=True)
+class Got:
+    """What came of a stream: its text so far, and whether it was whole."""
+
+    text: str
+    whole: bool
+
+
+def mixed(count: int) -> list[Asked]:
+    """Greedy and seeded streams of several lengths; each prompt is another one."""
+    rng = random.Random(0)
+    asked = []
+    for i in range(count):
+        leaves = rng.randrange(8) if i % LEAVE == 0 else None
+        asked.append(Asked(f"def task_{i}(values, {'ab'[i % 2]}):\n", rng.choice(TOKENS), i if i % 2 else None, leaves))
+    return asked
+
+
+async def events(server: ServerProcess, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any] | None]:
+    """The events of a stream, of which the last one is None; whoever stops iterating hangs up."""
+    place = urlsplit(server.url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: {len(content)}\r\n"
+        writer.write(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + content)
+        await writer.drain()
+        while line := await reader.readline():  # the framing of chunks stands on lines of its own
+            if line.startswith(b"data: [DONE]"):
+                yield None
+            elif line.startswith(b"data: "):
+                yield json.loads(line[6:])
+    finally:
+        writer.close()
+
+
+async def stream(server: ServerProcess, asked: Asked, delay: float) -> Got:
+    """Read a stream, to its end or until it hangs up."""
+    await asyncio.sleep(delay)
+    text, seen = "", 0
+    found = events(server, asked.body)
+    try:
+        while seen != asked.leaves:
+            event = await anext(found)
+            if event is None:
+                return Got(text, True)
+            text += event["choices"][0]["text"]
+            seen += 1
+        return Got(text, False)
+    except StopAsyncIteration:
+        return Got(text, False)
+    finally:
+        await found.aclose()
+
+
+async def stream_all(server: ServerProcess, asked: Sequence[Asked], seconds: float) -> list[Got]:
+    """All streams together, begun within so many seconds."""
+    rng = random.Random(1)
+    return list(await asyncio.gather(*(stream(server, one, rng.uniform(0, seconds)) for one in asked)))
+
+
+def faults(asked: Sequence[Asked], got: Sequence[Got], texts: Sequence[str]) -> list[str]:
+    """Streams that were lost or mixed up; one that hung up has the beginning of its text."""
+    found = []
+    for one, came, text in zip(asked, got, texts, strict=True):
+        if one.leaves is None and not came.whole:
+            found.append(f"{one.prompt!r} was lost after {came.text!r}")
+        elif came.text != text if came.whole else not text.startswith(came.text):
+            found.append(f"{one.prompt!r} is {came.text!r}, alone {text!r}")
+    return found
+
+
+def check_load(server: ServerProcess, engine: slipstream.Engine, count: int, seconds: float) -> None:
+    """Serve so many streams at a time, compare each with the library's text, and see that nothing is left over."""
+    asked = mixed(count)
+    got = asyncio.run(stream_all(server, asked, seconds))
+    assert faults(asked, got, [one.alone(engine) for one in asked]) == []
+    assert sum(came.whole for came in got) >= count - count // LEAVE
+    with server.http() as http:
+        until(lambda: running(http) == (0, 0))
+
+
+def test_streams_are_not_lost_and_not_mixed_up(server: ServerProcess, engine: slipstream.Engine) -> None:
+    check_load(server, engine, 60, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_streams_are_not_lost_and_not_mixed_up(engine: slipstream.Engine) -> None:
+    with ServerProcess.start() as server:
+        check_load(server, engine, 1000, 2)
+
+
+def test_lost_and_mixed_up_streams_are_found() -> None:
+    asked = [Asked("a", 4, None, None), Asked("b", 4, 1, None), Asked("c", 4, None, 2)]
+    texts = ["one", "two", "three"]
+    right = [Got("one", True), Got("two", True), Got("th", False)]
+    assert faults(asked, right, texts) == []
+    for place, wrong in ((0, Got("two", True)), (0, Got("one", False)), (1, Got("tw", True)), (2, Got("tw", False))):
+        assert len(faults(asked, [wrong if i == place else came for i, came in enumerate(right)], texts)) == 1
+
+
+def resident(server: ServerProcess) -> int:
+    """Memory of the server's process, in KiB."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_after_ten_thousand_requests_is_that_after_one_thousand() -> None:
+    with ServerProcess.start("--cache-bytes", "16M") as server, server.http() as http, ThreadPoolExecutor(16) as pool:
+
+        def ask(number: int) -> int:
+            body = {"prompt": f"def task_{number}(values):\n", "max_tokens": 4, "temperature": number % 2}
+            return http.post("/v1/completions", json=body).status_code
+
+        assert set(pool.map(ask, range(1000))) == {200}
+        early = resident(server)
+        assert set(pool.map(ask, range(1000, 10_000))) == {200}
+        assert resident(server) <= 1.05 * early, (early, resident(server))
