@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ class Request:
     `rule` and `gamma` are the request's own, in place of the decoder's; with gamma 0 nothing is drafted for it.
     Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
-    drafters that copy. `grammar` says which texts are allowed. The row ends after the round in which `max_time`
-    seconds have passed since it got a place in the batch.
+    drafters that copy. The row ends after the round in which `max_time` seconds have passed since it got a place in
+    the batch.
     """
 
     prompt: tuple[int, ...]
@@ -93,7 +93,6 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     prediction: tuple[int, ...] = ()
-    grammar: Any = None
     max_time: float | None = None
 
 

@@ -89,7 +89,7 @@ class Reader:
 
     def _pieces(self, others_wait: bool, have: Sequence[int]) -> list[list[int]]:
         """What to read of every text now."""
-        left = [len(group.text) - known for group, known in zip(self.groups, have, strict=True)]
+        left = [max(0, len(group.text) - known) for group, known in zip(self.groups, have, strict=True)]
         if others_wait:
             counts, room = [0] * len(left), self.piece
             eldest = min(range(len(left)), key=lambda place: self.groups[place].rows[0].turn)
@@ -105,7 +105,7 @@ class Reader:
         """Put the rows that are read in front of the others, each with a copy of its own -> those rows."""
         have = self.target.lengths[first:]
         places = {id(group): first + place for place, group in enumerate(self.groups)}
-        done = [group for group, known in zip(self.groups, have, strict=True) if known == len(group.text)]
+        done = [group for group, known in zip(self.groups, have, strict=True) if known >= len(group.text)]
         if not done:
             return []
         for group in done:

@@ -21,6 +21,7 @@ from transformers.generation import logits_process as hf
 from slipstream.core.law import Fault, Law, RowFailure, wide
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.values import is_finite, is_real, is_whole
+from slipstream.decoding.grammar import Grammar, GrammarMask
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
@@ -72,7 +73,8 @@ class Sampling:
 
     `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
     `typical_p` 1, `no_repeat_ngram_size` 0 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos`
-    are the tokens that end a text, which `min_new_tokens` forbids at first. `processors` are the user's own, e.g. a
+    are the tokens that end a text, which `min_new_tokens` forbids at first. `grammar` says which outputs are allowed,
+    before anything else changes the logits. `processors` are the user's own, e.g. a
     `LogitsProcessorList`: each is called with `(input_ids (1, length), scores (1, vocab))` for one row and position at
     a time. Raises ValueError in one sentence for what cannot be.
     """
@@ -90,6 +92,7 @@ class Sampling:
     min_new_tokens: int = 0
     no_repeat_ngram_size: int = 0
     eos: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
     processors: Sequence[Processor] = ()
     _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
 
@@ -100,6 +103,8 @@ class Sampling:
             if whole or not (is_finite(value) and fits(value)):
                 raise ValueError(f"{name}={value!r} is not possible: it must be {whole}{allowed}.")
         _check_bias(self.logit_bias)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar={self.grammar!r} is not possible: give one that `engine.grammars` has made.")
         for word in self.bad_words:
             if isinstance(word, str) or not word or not all(is_whole(token) and token >= 0 for token in word):
                 raise ValueError(f"bad_words holds {word!r}, but a word is a list of one or more token ids.")
@@ -131,6 +136,8 @@ class Sampling:
 
     def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:
         chain: list[Processor] = []
+        if self.grammar is not None:
+            chain.append(GrammarMask(self.grammar, prompt_length))
         if self.logit_bias:
             chain.append(
                 hf.SequenceBiasLogitsProcessor([[[int(token)], float(bias)] for token, bias in self.logit_bias.items()])

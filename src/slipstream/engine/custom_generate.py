@@ -199,11 +199,13 @@ def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) ->
 def _after(
     read: ReadPrompt | None, decoder: Decoder, requests: Sequence[Request], rows: Sequence[int] | None = None
 ) -> Decoder:
-    """The decoder, if its target goes on from a prompt that has been read; `requests` are those of `rows`."""
+    """The decoder, if its target goes on from a prompt that has been read; `requests` are those of `rows`, whose texts
+    have grown since (None: of all, which have not)."""
     if read is None:
         return decoder
     counts = [len(request.prompt) for request in requests]
-    target = Continued(cast(CausalScorer, decoder.target), read, rows or range(len(requests)), counts)
+    places = range(len(requests)) if rows is None else rows
+    target = Continued(cast(CausalScorer, decoder.target), read, places, counts, all=rows is None)
     return replace(decoder, target=target)
 
 

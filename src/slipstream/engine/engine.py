@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from slipstream.core.source import Frame, framed, numbers
 from slipstream.decoding.controllers import Fixed, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
+from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler, check_requests
@@ -83,7 +85,7 @@ class Engine:
         - `gamma`, `verify` (a `Rule` or its name), `lossless` (refuse every lossy rule), `plain` (do not speculate).
         - `logprobs`: those of every token and of so many of the most probable ones, see `TokenLogprobs`. `echo`: begin
           the texts with the prompt's. `prediction`: a text that the output is expected to resemble, for drafts that
-          copy. `grammar`: which texts are allowed.
+          copy. `grammar`: which texts are allowed, as one of those that `engine.grammars` makes.
         - `priority` (0; lower ones run first) and `cache_salt`: whose prompts may share what is cached of them.
 
         `on_completion(index, completion)` is called as soon as a text is finished, in whatever order that is. The
@@ -177,6 +179,20 @@ class Engine:
             return ""
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Makes grammars for this engine's texts: by a JSON schema, a regular expression, a choice, or Lark.
+
+        Raises ValueError without llguidance, a fast tokenizer, or an end-of-text token.
+
+        >>> engine.generate(prompt, grammar=engine.grammars.choice(["yes", "no"]))  # doctest: +SKIP
+        """
+        return self.new_grammars()
+
+    def new_grammars(self, limits: GrammarLimits | None = None) -> Grammars:
+        """Like `grammars`, with limits of one's own."""
+        return Grammars(self._encoder.needed(), self.decoder.target.vocab, self.eos, limits)
+
     @property
     def _encoder(self) -> Encoder:
         return Encoder(self.decoder.target.name, self.tokenizer, self.frame)
@@ -225,7 +241,6 @@ class Engine:
             cache_salt=asked.cache_salt,
             prediction=prediction,
             gamma=MOST if prediction and asked.gamma is None and not asked.plain else None,
-            grammar=asked.grammar,
             max_time=asked.max_time,
         )
 

@@ -137,7 +137,8 @@ class Batch:
                 samplings[kind] = self._sampling(row, away)
             eos, stop = (self.eos, None) if simple else (frozenset[int](), self._stop(row))
             key = request_key(prompt, copies[prompt])
-            requests.append(Request(prompt, samplings[kind], room, eos, seed, key, stop))
+            salt = f"row {row}"  # equal tokens may stand for different embeddings: each row is read for itself
+            requests.append(Request(prompt, samplings[kind], room, eos, seed, key, stop, cache_salt=salt))
             copies[prompt] += 1
         return requests
 

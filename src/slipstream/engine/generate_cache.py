@@ -91,17 +91,21 @@ class Continued:
     """A target whose rows begin where a `ReadPrompt` ends (see `records.Scorer` for the contract).
 
     `rows` are the places of its texts in the batch, and `counts[i]` how many tokens of text i the prompt covers. It
-    may cover more, which the loop never sees: the tokens of a user's cache before the new ones.
+    may cover more, which the loop never sees: the tokens of a user's cache before the new ones. If it covers `all` of
+    every text, also the last token, the logits of what comes next are known.
     """
 
-    def __init__(self, scorer: CausalScorer, prompt: ReadPrompt, rows: Sequence[int], counts: Sequence[int]) -> None:
-        self.scorer, self.prompt, self.rows, self.counts = scorer, prompt, rows, counts
+    def __init__(
+        self, scorer: CausalScorer, prompt: ReadPrompt, rows: Sequence[int], counts: Sequence[int], all: bool
+    ) -> None:
+        self.scorer, self.prompt, self.rows = scorer, prompt, rows
         self.name, self.vocab, self.device = scorer.name, scorer.vocab, scorer.device
         covered = [prompt.width - prompt.pads[row] for row in rows]
         self._unseen = [have - count for have, count in zip(covered, counts, strict=True)]
         self._before: list[int] = []  # the same, of the rows in the cache
         self.context = scorer.context and scorer.context - max(self._unseen)
-        self._next: Tensor | None = None  # the logits of the prompt's last token, until they have been asked for
+        # The logits of the prompt's last token, until they have been asked for.
+        self._next = prompt.logits[list(rows)].to(self.device) if all else None
 
     @property
     def source_form(self) -> SourceForm | None:
@@ -114,19 +118,16 @@ class Continued:
         return [have - before for have, before in zip(self.scorer.lengths, self._before, strict=True)]
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows: all of them at once."""
-        assert not self.scorer.lengths and rows == len(self.rows), "the rows of a read prompt come together"
+        """Append the next rows, with what was read of their texts."""
         self.scorer.add(rows, sources)
-        self._before = list(self._unseen)
+        for place in range(len(self._before), len(self._before) + rows):
+            row = self.rows[place]
+            self.scorer.fill(place, self.prompt.states(row), self.prompt.width - self.prompt.pads[row])
+            self._before.append(self._unseen[place])
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Take over the prompt, and feed what texts have beyond it."""
-        for place, row in enumerate(self.rows):
-            self.scorer.fill(place, self.prompt.states(row), self.prompt.width - self.prompt.pads[row])
-        if any(len(text) < count for text, count in zip(texts, self.counts, strict=True)):
-            self._next = self.prompt.logits[list(self.rows)].to(self.device)
-        else:
-            self.scorer.prefill([text[count:] for text, count in zip(texts, self.counts, strict=True)])
+        """Feed what texts have beyond the prompt."""
+        self.scorer.prefill(texts, first)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens -> logits (rows, n, vocab); the prompt's last token has been read and is not fed again."""

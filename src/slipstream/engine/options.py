@@ -9,6 +9,7 @@ from typing import Any, cast
 from slipstream.core.protocols import Controller
 from slipstream.core.values import is_finite, is_whole, true_or_false, whole_number
 from slipstream.decoding.controllers import controller
+from slipstream.decoding.grammar import Grammar
 from slipstream.decoding.rules import Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.requests import Encoder, listed, shown
@@ -22,9 +23,9 @@ class Options:
     """What a call may ask for besides the fields of `Sampling`. Raises ValueError for what cannot be.
 
     `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
-    beside each emitted one get their logprobs; `max_time` is in seconds. `grammar` is an object that says which texts
-    are allowed, `prediction` a text that the output is expected to resemble. `decoder_prompt` are token ids with which
-    the decoder of an encoder-decoder begins, behind its first ones, such as Whisper's for language and task.
+    beside each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
+    expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, behind
+    its first ones, such as Whisper's for language and task.
     """
 
     max_new_tokens: int = 128
@@ -41,7 +42,6 @@ class Options:
     plain: bool = False
     ignore_eos: bool = False
     prediction: str | None = None
-    grammar: Any = None
     decoder_prompt: Sequence[int] = ()
     priority: int = 0
     cache_salt: str = ""
@@ -88,8 +88,6 @@ class Options:
         for name, value in (("cache_salt", self.cache_salt), ("prediction", self.prediction or "")):
             if not isinstance(value, str):
                 raise ValueError(f"{name} is {shown(value)}, but it is a text.")
-        if isinstance(self.grammar, str):
-            raise ValueError("grammar is a text, but it is a grammar that was made of one.")
 
     @property
     def stops(self) -> list[str]:
@@ -171,6 +169,20 @@ def sampling(
     if found.min_new_tokens > asked.max_new_tokens:
         least, most = found.min_new_tokens, asked.max_new_tokens
         raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
+    if found.grammar is not None:
+        _check_grammar(found.grammar, asked, found.min_new_tokens, vocab)
     if clash := {word[0] for word in found.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):
         raise ValueError(f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one.")
     return found
+
+
+def _check_grammar(grammar: Grammar, asked: Options, least: int, vocab: int) -> None:
+    """Raises ValueError for what a grammar cannot be used with: it alone says where a text may end."""
+    if asked.ignore_eos or least:
+        name = "ignore_eos" if asked.ignore_eos else "min_new_tokens"
+        raise ValueError(f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.")
+    if grammar.vocab != vocab:
+        raise ValueError(
+            f"the grammar was made for a model of {grammar.vocab} tokens, and this one has {vocab}: make it with this "
+            "engine's `grammars`."
+        )

@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from slipstream.serve.schema import Decoding
+from slipstream.decoding.grammar import Grammar, Grammars
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.schema import Decoding, ResponseFormat, StructuredOutputs
 from slipstream.serve.state import ServerState
 from slipstream.serve.tools import Tools
 
 
 def constraint(body: Decoding, state: ServerState) -> dict[str, Any]:
+    """The engine's option for `response_format` or `structured_outputs`; none where the answer is free.
+
+    Raises BadRequest, which names the field, for a form that cannot be.
+    """
+    form, outputs = body.response_format, body.structured_outputs
+    if form is not None and form.type != "text":
+        if outputs is not None:
+            raise BadRequest("response_format and structured_outputs exclude each other.", "structured_outputs")
+        return _made("response_format", lambda grammars: _by_format(form, grammars), state)
+    if outputs is not None:
+        return _made("structured_outputs", lambda grammars: _by_outputs(outputs, grammars), state)
     return {}
 
 
 def tool_constraint(tools: Tools, state: ServerState) -> dict[str, Any]:
-    return {}
+    """The engine's option for an answer that has to be a call of a tool; none where it need not be."""
+    schema = tools.schema()
+    return {} if schema is None else _made("tools", lambda grammars: grammars.json_schema(schema), state)
+
+
+def _made(field: str, make: Callable[[Grammars], Grammar], state: ServerState) -> dict[str, Any]:
+    try:
+        return {"grammar": make(state.grammars)}
+    except ValueError as error:
+        raise BadRequest(str(error), field) from None
+
+
+def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
+    if form.type == "json_object":
+        return grammars.json_object()
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        raise ValueError("response_format of type json_schema needs json_schema.schema, the schema itself.")
+    return grammars.json_schema(form.json_schema.schema_)
+
+
+def _by_outputs(outputs: StructuredOutputs, grammars: Grammars) -> Grammar:
+    given = {name: value for name, value in vars(outputs).items() if value is not None}
+    if len(given) != 1:
+        raise ValueError(f"structured_outputs has {len(given)} forms: give one of json, regex, choice and grammar.")
+    makers: dict[str, Callable[[Any], Grammar]] = {
+        "json_": grammars.json_schema,
+        "regex": grammars.regex,
+        "choice": grammars.choice,
+        "grammar": grammars.lark,
+    }
+    [(name, value)] = given.items()
+    return makers[name](value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from time import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from slipstream.core.stats import Stats
+from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
 from slipstream.serve import answers
@@ -66,6 +68,12 @@ class ServerState:
         """Raises NotServed for the name of another model."""
         if name is not None and name not in self.settings.names:
             raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Makes grammars within the server's limits. Raises ValueError where the model cannot have any."""
+        limits = GrammarLimits(self.settings.limits.grammar_bytes, self.settings.limits.schema_depth)
+        return self.engine.new_grammars(limits)
 
     @property
     def chats(self) -> bool:

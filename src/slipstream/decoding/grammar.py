@@ -1,0 +1,218 @@
+"""Grammars: which texts are allowed, as masks of tokens, by llguidance.
+
+A mask is made after every position's own prefix, for the target's law p and for a draft's q. So the rules are exact for
+the masked law. Text is never forced by tokenizing it: a token that has to come has its chance like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from slipstream.text.jsontext import json_text
+
+MATCHERS = 64
+"""Texts of one grammar whose states are kept; another one is followed from its beginning."""
+
+
+class Grammar:
+    """Which outputs are allowed, for one tokenizer: `allowed` tells the tokens that may come after an output.
+
+    Made by `Grammars`. It remembers how far the latest texts have come, and is to be used by one thread at a time.
+    """
+
+    def __init__(self, source: str, tokens: Any, vocab: int) -> None:
+        self._source, self._tokens, self.vocab = source, tokens, vocab
+        self._states: OrderedDict[int, _State] = OrderedDict()  # by a running number, the latest used last
+        self._count = 0
+
+    def allowed(self, output: Sequence[int]) -> Tensor:
+        """The tokens that may come after an output, bool (vocab,).
+
+        After an output that is not allowed itself every token is: such a draft has been refused before that counts.
+        """
+        state = self._follow(output)
+        if state is None:
+            return torch.ones(self.vocab, dtype=torch.bool)
+        bits = np.unpackbits(np.frombuffer(state.matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return torch.from_numpy(bits[: self.vocab].view(bool))
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """The tokens in which the only text that may come next is usually written; empty if there is a choice."""
+        state = self._follow(output)
+        return [] if state is None else state.matcher.compute_ff_tokens()
+
+    def _follow(self, output: Sequence[int]) -> _State | None:
+        """The state after an output; None if the output is not allowed."""
+        tokens = list(output)
+        number, state = self._nearest(tokens)
+        self._states[number] = state
+        self._states.move_to_end(number)
+        while len(self._states) > MATCHERS:
+            self._states.popitem(last=False)
+        return state if state.move_to(tokens) else None
+
+    def _nearest(self, tokens: list[int]) -> tuple[int, _State]:
+        """The state that shares the longest beginning with a text; a new one where another text would lose its own."""
+        for number, state in reversed(self._states.items()):
+            if state.tokens == tokens[: len(state.tokens)] or tokens == state.tokens[: len(tokens)]:
+                return number, state
+        best = max(self._states.items(), key=lambda item: _shared(item[1].tokens, tokens), default=None)
+        if best and _shared(best[1].tokens, tokens) >= len(best[1].tokens) - DRAFTED:
+            return best  # it only went along with a draft
+        self._count += 1
+        return self._count, _State(self._new())
+
+    def _new(self) -> Any:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokens, self._source)
+
+
+DRAFTED = 64
+"""Tokens by which a state may have run ahead of its text, along a draft."""
+
+
+@dataclass
+class _State:
+    """A matcher and the tokens that it has taken in."""
+
+    matcher: Any
+    tokens: list[int] = field(default_factory=list)
+
+    def move_to(self, tokens: list[int]) -> bool:
+        """Roll back and go on to another text -> whether that is possible; if not, it stays where the fault is."""
+        shared = _shared(self.tokens, tokens)
+        if shared < len(self.tokens):
+            self.matcher.rollback(len(self.tokens) - shared)
+            del self.tokens[shared:]
+        rest = tokens[shared:]
+        taken = self.matcher.try_consume_tokens(rest) if rest else 0
+        self.tokens += rest[:taken]
+        return taken == len(rest)
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(place for place in range(length) if left[place] != right[place])
+
+
+class GrammarMask(LogitsProcessor):
+    """Forbids what a grammar does not allow after the output, which begins behind `prompt_length` tokens."""
+
+    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
+        self.grammar, self.prompt_length = grammar, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.shape[-1] != self.grammar.vocab:
+            return scores  # of a draft over other tokens, for which any law is exact
+        allowed = self.grammar.allowed(input_ids[0, self.prompt_length :].tolist())
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """The largest grammar that is taken: bytes of its text, and how deep a JSON schema is nested."""
+
+    size: int = 1 << 20
+    depth: int = 256
+
+
+class Grammars:
+    """Makes grammars for one tokenizer and a model of `vocab` tokens; texts end with one of the tokens `eos`.
+
+    Raises ValueError where that cannot be: without llguidance, a fast tokenizer, or an end-of-text token. Its methods
+    raise ValueError, in one sentence, for what is no grammar or above the `limits`.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, eos: frozenset[int], limits: GrammarLimits | None = None) -> None:
+        if not eos:
+            raise ValueError("a grammar needs a model that knows how texts end: it has no end-of-text token.")
+        try:
+            from llguidance import hf
+        except ImportError:
+            raise ValueError("grammars need llguidance: pip install 'slipstream[grammar]'.") from None
+        try:
+            self._tokens = hf.from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(eos))
+        except Exception as error:  # of any kind, depending on the tokenizer
+            raise ValueError(f"grammars cannot be used with this tokenizer: {_line(error)}") from error
+        self.vocab, self.limits = vocab, limits or GrammarLimits()
+
+    def json_schema(self, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """Texts that are JSON by a schema, given as an object or as its JSON text."""
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"the JSON schema is no JSON: {error}.") from None
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"a JSON schema is an object, but here is {type(schema).__name__}.")
+        if _depth(schema, self.limits.depth) > self.limits.depth:
+            raise ValueError(f"the JSON schema is nested deeper than the {self.limits.depth} levels that are taken.")
+        return self._made("JSON schema", json_text(schema), _json_grammar)
+
+    def json_object(self) -> Grammar:
+        """Texts that are any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def regex(self, pattern: str) -> Grammar:
+        """Texts that a regular expression matches as a whole (Rust's syntax, without looking around)."""
+        return self._made("regular expression", pattern, lambda matcher, text: matcher.grammar_from_regex(text))
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of several texts."""
+        texts = list(texts)
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"a choice is a list of texts, none of them empty, but here is {texts!r}.")
+        lark = "start: " + " | ".join(json_text(text) for text in texts)
+        return self._made("choice", lark, lambda matcher, text: matcher.grammar_from_lark(text))
+
+    def lark(self, grammar: str) -> Grammar:
+        """Texts of a context-free grammar in llguidance's dialect of Lark; it begins at `start`."""
+        return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
+
+    def _made(self, what: str, text: str, make: Any) -> Grammar:
+        from llguidance import LLMatcher
+
+        if len(text.encode()) > self.limits.size:
+            raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
+        try:
+            source = make(LLMatcher, text)
+            fault = LLMatcher.validate_grammar(source, self._tokens)
+        except Exception as error:
+            raise ValueError(f"the {what} cannot be used: {_line(error)}") from error
+        if fault:
+            raise ValueError(f"the {what} cannot be used: {_line(fault)}")
+        return Grammar(source, self._tokens, self.vocab)
+
+
+def _json_grammar(matcher: Any, schema: str) -> str:
+    # Without free white space: a model that is not sure could write nothing else until its limit.
+    return matcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+
+
+def _depth(value: Any, most: int) -> int:
+    """How deep a JSON value is nested, or more than `most`; without recursion."""
+    level, depth = [value], 0
+    while level and depth <= most:
+        depth += 1
+        inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
+        level = [item for each in inner if isinstance(each, list) for item in each]
+    return depth
+
+
+def _line(error: Any) -> str:
+    """What went wrong as one sentence."""
+    text = " ".join(str(error).split())
+    return text if text.endswith(".") else f"{text}."

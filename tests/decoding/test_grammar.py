@@ -1,0 +1,270 @@
+"""Grammars: the law is the target's law, masked and made whole, by enumeration; and texts fit what was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import slipstream
+from slipstream.core.draws import Rng
+from slipstream.core.protocols import Drafter
+from slipstream.decoding import rules
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.generate import generate, rounds
+from slipstream.decoding.grammar import Grammar, GrammarLimits, Grammars
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.forced import Forced
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.tree import TreeDrafter
+from toys import EXACT, PAIRS, VOCAB, WRONG, Cycle, enumerate_outcomes, plain_law, request, scorer, total_variation
+
+EOS, PROMPT = 2, (0, 1)
+TEXTS = ("ab", "ba", "aab", "b")
+
+
+def toy_grammars() -> Grammars:
+    """Grammars over the letters a and b, tokens 0 and 1, and the end of text, token 2."""
+    words = {"a": 0, "b": 1, "<end>": EOS}
+    letters = Tokenizer(models.BPE(words, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>")
+    return Grammars(tokenizer, VOCAB, frozenset({EOS}))
+
+
+def allowed(output: Sequence[int]) -> set[int]:
+    """What may come next, from the list of texts alone."""
+    text = "".join("ab"[token] for token in output)
+    letters = {"ab".index(each[len(text)]) for each in TEXTS if each.startswith(text) and len(each) > len(text)}
+    return letters | ({EOS} if text in TEXTS else set())
+
+
+def masked(pair: str) -> Callable[[tuple[int, ...]], list[float]]:
+    """The target's law without what is not allowed, made whole."""
+
+    def step(prefix: tuple[int, ...]) -> list[float]:
+        law = PAIRS[pair][0](prefix)
+        kept = [law[token] if token in allowed(prefix[len(PROMPT) :]) else 0.0 for token in range(VOCAB)]
+        return [weight / sum(kept) for weight in kept]
+
+    return step
+
+
+class Late(Grammar):
+    """The control: every mask is that of one position before."""
+
+    def allowed(self, output: Sequence[int]) -> Tensor:
+        """The mask of an output without its last token."""
+        return super().allowed(output[:-1])
+
+
+def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter], grammar: Grammar) -> float:
+    """Total variation of whole outputs from the masked law."""
+    sampler = Sampling(temperature=1.0, eos=frozenset({EOS}), grammar=grammar)
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle((2, 0, 3)), rng=rng)
+        asked = request(PROMPT, 4, sampler, eos=frozenset({EOS}))
+        return tuple(list(rounds(decoder, [asked]))[-1].rows[0].output)
+
+    return total_variation(enumerate_outcomes(run, 60_000), plain_law(masked(pair), PROMPT, 4, ends=[EOS]))
+
+
+def drafters(pair: str) -> dict[str, Callable[[], Drafter]]:
+    """Drafts of all kinds: masked ones, ones that know nothing of grammars, and what has to come."""
+    return {
+        "none": NoDraft,
+        "model": lambda: ModelDrafter(scorer(PAIRS[pair][1])),
+        "copy": Lookup,
+        "tree": lambda: TreeDrafter(scorer(PAIRS[pair][1]), (2, 1)),
+        "forced": lambda: Forced(),
+    }
+
+
+@pytest.mark.parametrize("drafter", drafters("generic"))
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK, rules.MATCH], ids=lambda rule: rule.name)
+def test_the_law_is_the_target_s_behind_the_mask(rule: rules.Rule, drafter: str) -> None:
+    for pair in ("generic", "same"):  # with the others, what is allowed may have no chance
+        grammar = toy_grammars().choice(TEXTS)
+        assert distance(pair, rule, drafters(pair)[drafter], grammar) < EXACT
+
+
+def test_a_mask_that_comes_late_is_noticed() -> None:
+    late = toy_grammars().choice(TEXTS)
+    late.__class__ = Late
+    found = [distance("generic", rules.TOKEN, drafters("generic")[name], late) for name in ("none", "model")]
+    assert min(found) > WRONG
+
+
+def test_rows_with_and_without_grammars_share_a_batch() -> None:
+    made, eos = toy_grammars(), frozenset({EOS})
+    samplers = [
+        Sampling(temperature=1.0, eos=eos, grammar=made.choice(TEXTS)),
+        Sampling(temperature=1.0, eos=eos),
+        Sampling(eos=eos, grammar=made.regex("a{3}b")),
+    ]
+    target, draft = PAIRS["generic"]
+
+    def outputs(some: Sequence[Sampling], first: int = 0) -> list[list[int]]:
+        decoder = Decoder(scorer(target), ModelDrafter(scorer(draft)), controller=Cycle((3,)))
+        asked = [request(PROMPT, 9, one, eos=eos, key=first + place) for place, one in enumerate(some)]
+        return [row.output for row in generate(decoder, asked)]
+
+    together = outputs(samplers)
+    assert together == [outputs([sampler], place)[0] for place, sampler in enumerate(samplers)]
+    assert together[2] == [0, 0, 0, 1, EOS]
+    assert "".join("ab"[token] for token in together[0][:-1]) in TEXTS
+
+
+def test_what_has_to_come_is_drafted() -> None:
+    sampler = Sampling(temperature=1.0, eos=frozenset({EOS}), grammar=toy_grammars().regex("abab"))
+    decoder = Decoder(scorer(PAIRS["generic"][0]), Forced(), controller=Cycle((8,)))
+    (row,) = generate(decoder, [request(PROMPT, 9, sampler, eos=frozenset({EOS}))])
+    assert row.output == [0, 1, 0, 1, EOS]
+    assert row.stats.drafted == row.stats.accepted == 4 and row.stats.target_calls == 1
+
+
+def test_masks_are_those_of_any_order_of_questions() -> None:
+    grammar = toy_grammars().choice(TEXTS)
+    outputs: list[list[int]] = [[0], [0, 0, 1], [], [1], [0, 1], [0, 0], [1, 0], [0]]
+    for output in [*outputs, *reversed(outputs)]:
+        assert set(torch.nonzero(grammar.allowed(output)).flatten().tolist()) == allowed(output)
+    assert grammar.allowed([1, 1]).all()  # no text begins so: what stands behind it was refused before
+
+
+# ---- with a real model ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> slipstream.Engine:
+    return slipstream.load()
+
+
+TEXT = {"type": "string", "maxLength": 4}
+KINDS: dict[str, Any] = {
+    "enum": {"enum": ["red", "green", 3, None]},
+    "const": {"const": {"a": [1, True]}},
+    "integer": {"type": "integer", "minimum": -5, "maximum": 17},
+    "number": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "text": TEXT,
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    "date": {"type": "string", "format": "date"},
+    "boolean": {"type": "boolean"},
+    "null": {"type": "null"},
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    "tuple": {"type": "array", "prefixItems": [TEXT, {"type": "boolean"}], "items": False, "minItems": 2},
+    "union": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "null"}, "maxItems": 2}]},
+    "reference": {"$ref": "#/$defs/color"},
+    "tree": {"$ref": "#/$defs/tree"},
+}
+DEFINITIONS = {
+    "color": {"enum": ["red", "blue"]},
+    "tree": {
+        "type": "object",
+        "properties": {"leaf": {"type": "boolean"}, "left": {"$ref": "#/$defs/tree"}},
+        "required": ["leaf"],
+        "additionalProperties": False,
+    },
+}
+
+
+def schema_of(number: int) -> dict[str, Any]:
+    """The schema of a number: an object of some kinds, alone, nested, or as the call of a tool."""
+    names = list(KINDS)
+    some = [names[(number * step + step) % len(names)] for step in range(1, 2 + number % 4)]
+    inner: dict[str, Any] = {
+        "type": "object",
+        "properties": {f"{name}_{place}": KINDS[name] for place, name in enumerate(some)},
+        "required": [f"{name}_{place}" for place, name in enumerate(some) if (number + place) % 3],
+        "additionalProperties": False,
+    }
+    if number % 5 == 3:
+        inner = {"type": "object", "properties": {"inner": inner}, "required": ["inner"], "additionalProperties": False}
+    if number % 5 == 4:
+        call = {"name": {"const": f"tool{number}"}, "arguments": inner}
+        inner = {"type": "object", "properties": call, "required": list(call), "additionalProperties": False}
+    return {**inner, "$defs": DEFINITIONS}
+
+
+def answers_fit(engine: slipstream.Engine, numbers: Sequence[int]) -> int:
+    """Check the answers to some schemas, greedy and sampled -> how many of them ended."""
+    ended = 0
+    for number in numbers:
+        schema = schema_of(number)
+        sampled = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        [done] = engine.generate(
+            "json = ", grammar=engine.grammars.json_schema(schema), max_new_tokens=160, stop=[], **sampled
+        )
+        assert done.error is None
+        if done.finish_reason == "stop":
+            ended += 1
+            assert jsonschema_rs.validator_for(schema).is_valid(json.loads(done.text)), (schema, done.text)
+        else:
+            grammar = engine.grammars.json_schema(schema)
+            assert not grammar.allowed(done.tokens).all()  # a beginning that can go on
+    return ended
+
+
+def test_answers_fit_their_schemas(engine: slipstream.Engine) -> None:
+    assert answers_fit(engine, range(0, 200, 20)) >= 8
+
+
+@pytest.mark.slow
+def test_answers_fit_two_hundred_schemas(engine: slipstream.Engine) -> None:
+    assert answers_fit(engine, range(200)) >= 180
+
+
+def test_samples_of_a_choice(engine: slipstream.Engine) -> None:
+    grammar = engine.grammars.choice(["yes", "no", "perhaps not"])
+    for options in ({}, {"verify": "coupled"}, {"gamma": 0}):
+        done = engine.generate("Is it?", grammar=grammar, n=4, temperature=1.5, **options)
+        assert {one.text for one in done} <= {"yes", "no", "perhaps not"}
+        assert {one.finish_reason for one in done} == {"stop"}
+
+
+def test_speculative_text_is_plain_text(engine: slipstream.Engine) -> None:
+    grammar = engine.grammars.json_schema(schema_of(7))
+    for options in ({}, {"temperature": 1.0, "verify": "coupled"}):
+        texts = {engine.generate("x", grammar=grammar, plain=plain, **options)[0].text for plain in (False, True)}
+        assert len(texts) == 1
+
+
+WRONG_ONES: dict[str, tuple[Callable[[Grammars], object], str]] = {
+    "regex": (lambda make: make.regex("("), "regular expression"),
+    "schema": (lambda make: make.json_schema({"type": "thing"}), "JSON schema"),
+    "schema text": (lambda make: make.json_schema("{"), "no JSON"),
+    "schema list": (lambda make: make.json_schema([]), "is an object"),  # type: ignore[arg-type]
+    "lark": (lambda make: make.lark("start: unknown"), "unknown"),
+    "choice": (lambda make: make.choice([]), "list of texts"),
+    "choice of nothing": (lambda make: make.choice([""]), "none of them empty"),
+    "long": (lambda make: make.regex("a" * 3000), "2000 bytes"),
+    "deep": (lambda make: make.json_schema(json.loads('{"items":' * 30 + "{}" + "}" * 30)), "9 levels"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ONES)
+def test_what_is_no_grammar(engine: slipstream.Engine, case: str) -> None:
+    wrong, says = WRONG_ONES[case]
+    with pytest.raises(ValueError, match=says) as caught:
+        wrong(engine.new_grammars(GrammarLimits(size=2000, depth=9)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", [{"ignore_eos": True}, {"min_new_tokens": 3}])
+def test_a_grammar_alone_says_where_a_text_ends(engine: slipstream.Engine, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a grammar says where a text may end"):
+        engine.generate("x", grammar=engine.grammars.choice(["a"]), **option)
+
+
+def test_a_grammar_of_another_model_is_refused(engine: slipstream.Engine) -> None:
+    for grammar, says in ((toy_grammars().regex("a"), "made for a model of 3 tokens"), ("a+", "engine.grammars")):
+        with pytest.raises(ValueError, match=says):
+            engine.generate("x", grammar=grammar)
