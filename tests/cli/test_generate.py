@@ -688,3 +688,25 @@ def test_lossless_refuses_lenience(generate: Callable[..., Result]) -> None:
     result = generate("x", "--verify", "lenient:0.5", "--lossless")
     assert result.exit_code == 2
     assert "refuses" in complaints(result)[0]
+
+
+def test_answers_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"enum": [{"a": 1}, {"b": 2}]}))
+    lark = tmp_path / "form.lark"
+    lark.write_text('start: "x" "y"+ "z"')
+    forms = {
+        ("--json-schema", str(schema)): r'\{"(a":1|b":2)\}',
+        ("--regex", "[0-9]{3}"): "[0-9]{3}",
+        ("--choice", "yes", "--choice", "no"): "yes|no",
+        ("--grammar", str(lark)): "xy+z?",
+    }
+    for form, fits in forms.items():
+        done = run("generate", "x", "--json", "--max-new-tokens", "12", *form)
+        assert done.exit_code == 0, done.stderr
+        assert re.fullmatch(fits, json.loads(done.stdout)["text"]), form
+    both = run("generate", "x", "--regex", "a", "--choice", "b")
+    assert both.exit_code == 2 and "--regex, --choice exclude each other" in both.stderr
+    schema.write_text("{")
+    assert "no JSON" in run("generate", "x", "--json-schema", str(schema)).stderr
+    assert "no such file" in run("generate", "x", "--grammar", str(tmp_path / "none")).stderr

@@ -17,8 +17,9 @@ from slipstream.core.round import Context
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.prediction import Prediction, PredictionFirst
+from slipstream.drafters.prediction import Prediction
 from slipstream.drafters.tree import TreeDrafter
 from toys import (
     EXACT,
@@ -118,7 +119,7 @@ def test_a_wrong_law_of_the_copies_is_noticed() -> None:
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK, rules.MATCH], ids=lambda rule: rule.name)
 def test_the_law_is_the_target_s_in_front_of_a_model(rule: rules.Rule, pair: str) -> None:
     def make() -> Drafter:
-        return PredictionFirst(ModelDrafter(scorer(PAIRS[pair][1])))
+        return KnownFirst(ModelDrafter(scorer(PAIRS[pair][1])))
 
     assert distance(pair, rule, make) < EXACT
 
@@ -130,7 +131,7 @@ def test_a_text_is_the_same_beside_texts_with_predictions() -> None:
     for settings in (rules.TOKEN, rules.COUPLED):
         decoder = Decoder(
             scorer(target),
-            PredictionFirst(ModelDrafter(scorer(draft))),
+            KnownFirst(ModelDrafter(scorer(draft))),
             settings.verify,
             Cycle((3,)),
             rng=settings.rng,
@@ -144,7 +145,7 @@ def test_a_text_is_the_same_beside_texts_with_predictions() -> None:
 
 def test_a_tree_cannot_stand_behind_predictions() -> None:
     with pytest.raises(ValueError, match="leave the tree out"):
-        PredictionFirst(TreeDrafter(scorer(PAIRS["zeros"][1]), (2, 1)))
+        KnownFirst(TreeDrafter(scorer(PAIRS["zeros"][1]), (2, 1)))
 
 
 def test_a_prediction_of_a_call_is_copied_whatever_the_draft(engine: slipstream.Engine) -> None:

@@ -26,6 +26,7 @@ from slipstream.cli.options import (
     Explain,
     File,
     Force,
+    FormOptions,
     Gamma,
     Json,
     Logprobs,
@@ -46,7 +47,7 @@ from slipstream.cli.options import (
     shaped,
     with_options,
 )
-from slipstream.cli.settings import answer_as_dict, call_options
+from slipstream.cli.settings import answer_as_dict, call_options, read_form
 from slipstream.core.stats import Stats
 from slipstream.engine.plan_file import Plan
 from slipstream.files import Text, check_writable
@@ -80,7 +81,7 @@ class OutputOptions:
 
 
 @app.command()
-@with_options(SamplingOptions, SampleOptions, OutputOptions)
+@with_options(SamplingOptions, FormOptions, SampleOptions, OutputOptions)
 def generate(
     context: typer.Context,
     prompts: Prompts = None,
@@ -114,11 +115,14 @@ def generate(
     params = context.params
     _check_output(params)
     items, options, engine = gather(prompts or [], file, chat), call_options(params), None
+    form = read_form(params)
     with busy(console(stderr=True), "loading"):
         if any(not item.error for item in items):
             from slipstream.engine.load import load
 
             engine = load(target, draft, progress=say, **_how(context))
+            for name, value in form.items():
+                options["grammar"] = getattr(engine.grammars, name)(value)
             items = [_encoded(engine, item) for item in items]
     tell(engine.notes if engine else ())
     samples = options.pop("n")  # equal prompts beside each other are samples, and each has a place of its own
@@ -347,7 +351,7 @@ LAW = (
 
 def _digests(params: dict[str, Any], work: Work) -> list[dict[str, str]]:
     """A digest of the settings and one of the prompt, for every prompt: a resumed run compares them."""
-    settings = digest({name: params[name] for name in LAW})
+    settings = digest({**{name: params[name] for name in LAW}, **read_form(params)})
     return [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -98,6 +99,12 @@ Logprobs = Annotated[
     int | None, _option(OUTPUT, "K", "In JSON: logprobs of each token, and of the K most probable ones.", min=0)
 ]
 Echo = Annotated[bool, _option(OUTPUT, None, "Begin the text of an answer with its prompt, in JSON too.", "--echo")]
+JsonSchemaFile = Annotated[
+    Path | None, _option(SAMPLING, "FILE", "Answers are JSON by the schema in this file.", "--json-schema")
+]
+Regex = Annotated[str | None, _option(SAMPLING, "TEXT", "Answers match this regular expression.", "--regex")]
+Choices = Annotated[list[str] | None, _option(SAMPLING, "TEXT", "Answers are one of these. Repeatable.", "--choice")]
+LarkFile = Annotated[Path | None, _option(SAMPLING, "FILE", "Answers fit the Lark grammar in this file.", "--grammar")]
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
 File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
@@ -141,6 +148,15 @@ class SamplingOptions:
     stop_token_ids: StopTokenIds = None
     min_new_tokens: MinNewTokens = 0
     max_time: MaxTime = None
+
+
+class FormOptions:
+    """The form that answers have to have: at most one of these is given."""
+
+    json_schema: JsonSchemaFile = None
+    regex: Regex = None
+    choice: Choices = None
+    lark_file: LarkFile = None
 
 
 def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

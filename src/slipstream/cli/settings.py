@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.app import flag, say
@@ -47,6 +48,29 @@ def _sampling(params: dict[str, Any]) -> dict[str, Any]:
     if Sampling(**settings).greedy and idle:
         say(f"note: --temperature 0 is greedy and ignores {', '.join(idle)}.")
     return settings
+
+
+FORMS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark_file": "lark"}
+"""Parameters that say what form answers have, and the methods of `Grammars` that read them."""
+
+
+def read_form(params: dict[str, Any]) -> dict[str, Any]:
+    """The form that a command's parameters ask for, files as their text: {"regex": "[a-z]+"}; empty if none is.
+
+    Raises ValueError for several at once, OSError for a file that cannot be read.
+    """
+    given = {name: params[name] for name in FORMS if params.get(name)}
+    if len(given) > 1:
+        names = ", ".join("--grammar" if name == "lark_file" else flag(name) for name in given)
+        raise ValueError(f"{names} exclude each other: an answer has one form.")
+    return {FORMS[name]: _text(value) if isinstance(value, Path) else value for name, value in given.items()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is no text in UTF-8.") from None
 
 
 def _biases(given: Sequence[str]) -> dict[int, float]:

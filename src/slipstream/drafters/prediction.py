@@ -6,16 +6,12 @@ The prediction stands between prompt and output for the copying, and no model ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from slipstream.core.draft import Draft, Part
-from slipstream.core.protocols import Drafter, Scorer, scorers_among
+from slipstream.core.draft import Draft
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
-from slipstream.drafters.choice import merge
 from slipstream.drafters.copying import ByRow, ended, sure
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
-from slipstream.drafters.tree import TreeDrafter
 
 MOST = 8
 """Tokens that are copied from a prediction per round, unless told otherwise."""
@@ -53,46 +49,3 @@ class Prediction:
         automaton = self.automata[row]
         automaton.follow([*row.request.prompt, *prediction, *output])
         return ended(automaton.following(gamma), row)
-
-
-class PredictionFirst:
-    """Copies from the prediction for rows that have one, and lets another drafter draft where that gives nothing.
-
-    Rounds without a prediction are the other drafter's alone, and its draws have the same names in all rounds: what
-    becomes of a text does not depend on whether others have predictions. What was copied is counted in the rows'
-    statistics. Raises ValueError for a drafter of trees, beside which chains cannot be verified.
-    """
-
-    def __init__(self, inner: Drafter) -> None:
-        if isinstance(inner, TreeDrafter):
-            raise ValueError("predictions are copied as chains, beside which a tree cannot run: leave the tree out.")
-        self.inner, self.prediction = inner, Prediction()
-        self._copied: tuple[int, ...] = ()  # rows of the present round whose draft is a copy
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The models of the other drafter."""
-        return scorers_among([self.inner])
-
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens per row, copied where that is possible."""
-        self._copied = ()
-        if not any(row.request.prediction for row in context.rows):
-            return self.inner.propose(context, gammas)
-        copies = self.prediction.propose(context, gammas)
-        self._copied = tuple(row for row, length in enumerate(copies.lengths) if length)
-        left = [0 if length else gamma for gamma, length in zip(gammas, copies.lengths, strict=True)]
-        draft = self.inner.propose(context, left)
-        drafted = tuple(row for row, length in enumerate(draft.lengths) if length)
-        if not self._copied or not drafted:
-            return copies if self._copied else draft
-        return replace(merge([copies, draft]), parts=(Part("", copies, self._copied), Part("", draft, drafted)))
-
-    def observe(self, round: Round) -> None:
-        """Count what was copied, and let both see the round."""
-        for place in self._copied:
-            stats = round.rows[place].stats
-            stats.predicted += round.draft.lengths[place]
-            stats.predicted_accepted += round.accepted[place]
-        self.prediction.observe(round)
-        self.inner.observe(round)

@@ -24,7 +24,8 @@ from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler, check_requests
-from slipstream.drafters.prediction import MOST, PredictionFirst
+from slipstream.drafters.known_first import KnownFirst
+from slipstream.drafters.prediction import MOST
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
@@ -211,6 +212,9 @@ class Engine:
             encoder.needed()  # to write the text
         template = self._template(asked, sampling(settings, asked, self.eos, encoder, self.decoder.target.vocab))
         decoder = self._decoder(asked)
+        trees = isinstance(decoder.drafter, TreeDrafter)  # whose nodes a grammar masks like any other draft
+        if not asked.plain and (asked.prediction or ("grammar" in settings and not trees)):
+            decoder = replace(decoder, drafter=KnownFirst(decoder.drafter))
         if shared:
             template, decoder = self._standing_alone(asked, template), self.decoder
         for prompt, seed in zip(prompts, asked.seeds(len(prompts)), strict=True):
@@ -254,10 +258,10 @@ class Engine:
 
     @property
     def shared_decoder(self) -> Decoder:
-        """What decodes a batch that several calls share: it copies from the predictions of those that have one."""
+        """What decodes a batch that several calls share, some of which have predictions or grammars."""
         if isinstance(self.decoder.drafter, TreeDrafter):
             return self.decoder
-        return replace(self.decoder, drafter=PredictionFirst(self.decoder.drafter))
+        return replace(self.decoder, drafter=KnownFirst(self.decoder.drafter))
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
         """One shape for the whole call, the same with `plain` as without."""
@@ -272,8 +276,6 @@ class Engine:
         decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
-        if asked.prediction:
-            decoder = replace(decoder, drafter=PredictionFirst(decoder.drafter))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
 
 

@@ -1,0 +1,64 @@
+"""Draft first what is known beforehand: a prediction, and what a grammar makes come next; then as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slipstream.core.draft import Draft, Part
+from slipstream.core.protocols import Drafter, Scorer, scorers_among
+from slipstream.core.round import Context, Round
+from slipstream.drafters.choice import merge
+from slipstream.drafters.forced import Forced, grammar_of
+from slipstream.drafters.prediction import Prediction
+from slipstream.drafters.tree import TreeDrafter
+
+
+class KnownFirst:
+    """Copies from predictions and drafts what grammars force; where that gives nothing, another drafter drafts.
+
+    Rounds of rows without either are the other drafter's alone, and its draws have the same names in all rounds: what
+    becomes of a text does not depend on what stands beside it. What was copied from predictions is counted in the
+    rows' statistics. Raises ValueError for a drafter of trees, beside which chains cannot be verified.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        if isinstance(inner, TreeDrafter):
+            raise ValueError(
+                "predictions and forced tokens are drafted as chains, beside which a tree cannot run: leave the tree "
+                "out."
+            )
+        self.inner, self.prediction, self.forced = inner, Prediction(), Forced()
+        self._copied: tuple[int, ...] = ()  # rows of the present round whose draft is a copy of their prediction
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The models of the other drafter."""
+        return scorers_among([self.inner])
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Up to `gammas[r]` tokens per row, known ones where there are some."""
+        self._copied = ()
+        if not any(row.request.prediction or grammar_of(row) for row in context.rows):
+            return self.inner.propose(context, gammas)
+        left, drafts = list(gammas), list[Draft]()
+        for drafter in (self.prediction, self.forced, self.inner):
+            drafts.append(drafter.propose(context, left))
+            left = [0 if length else gamma for gamma, length in zip(left, drafts[-1].lengths, strict=True)]
+        parts = [Part("", draft, rows) for draft in drafts if (rows := _served(draft))]
+        self._copied = _served(drafts[0])
+        return parts[0].draft if len(parts) == 1 else replace(merge(drafts), parts=tuple(parts))
+
+    def observe(self, round: Round) -> None:
+        """Count what was copied, and let the others see the round."""
+        for place in self._copied:
+            stats = round.rows[place].stats
+            stats.predicted += round.draft.lengths[place]
+            stats.predicted_accepted += round.accepted[place]
+        for drafter in (self.prediction, self.forced, self.inner):
+            drafter.observe(round)
+
+
+def _served(draft: Draft) -> tuple[int, ...]:
+    """The places of the rows for which a draft has tokens."""
+    return tuple(place for place, length in enumerate(draft.lengths) if length)
