@@ -1,0 +1,128 @@
+"""Servers as processes, and streamed completions of them with the time of every piece; used by `serving.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from time import monotonic, perf_counter, sleep
+from typing import Any
+from urllib.request import urlopen
+
+START = 900
+"""Seconds that a server may take to be ready."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs as a process, and the fields that its requests have beside the prompt and the length."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    fields: Mapping[str, Any]
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run; it stands still otherwise."""
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGSTOP)
+
+    def get(self, path: str) -> Any:
+        """What a path answers."""
+        with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return json.load(answer)
+
+
+@contextmanager
+def serving(command: Sequence[str], fields: Mapping[str, Any]) -> Iterator[Server]:
+    """Run a server as long as it is needed. Raises RuntimeError if it does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stdout=subprocess.DEVNULL)
+    server = Server(process, port, fields)
+    try:
+        wait_until_ready(server)
+        with server.awake():
+            asyncio.run(ask(server, "def warm(x):", 8))
+        yield server
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+
+def wait_until_ready(server: Server) -> None:
+    end = monotonic() + START
+    while monotonic() < end and server.process.poll() is None:
+        try:
+            server.get("/health")
+            return
+        except OSError:
+            sleep(0.2)
+    raise RuntimeError(f"the server does not start: {' '.join(map(str, server.process.args))}")  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When each piece of a text came, in seconds after it was asked for, its tokens, and the text."""
+
+    times: tuple[float, ...]
+    tokens: int
+    text: str
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between pieces."""
+        return [after - before for before, after in pairwise(self.times)]
+
+
+async def events(port: int, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed completion. Raises RuntimeError for another answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    try:
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{status.decode().strip()}: {(await reader.read()).decode()[-500:]}")
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+    finally:
+        writer.close()
+
+
+async def ask(server: Server, prompt: str | Sequence[int], tokens: int, **more: Any) -> Answer:
+    """Stream one completion."""
+    body = {"prompt": prompt, "max_tokens": tokens, **server.fields, **more}
+    began, times, texts, written = perf_counter(), list[float](), list[str](), 0
+    async for event in events(server.port, body):
+        if "error" in event:
+            raise RuntimeError(f"the server failed: {event['error']}")
+        written = (event.get("usage") or {}).get("completion_tokens", written)
+        for choice in event["choices"]:
+            if choice["text"]:
+                times.append(perf_counter() - began)
+                texts.append(choice["text"])
+    return Answer(tuple(times), written, "".join(texts))
+
+
+async def streams(server: Server, prompts: Sequence[str], count: int, tokens: int, more: Any) -> list[Answer]:
+    """All prompts, so many at a time."""
+    room = asyncio.Semaphore(count)
+
+    async def one(prompt: str) -> Answer:
+        async with room:
+            return await ask(server, prompt, tokens, **more)
+
+    return list(await asyncio.gather(*map(one, prompts)))
