@@ -198,8 +198,8 @@ class Grammars:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
-    # Without free white space: a model that is not sure could write nothing else until its limit.
-    return matcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    # One space at most: a model that is not sure could write white space alone until its limit.
+    return matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
 
 
 def _depth(value: Any, most: int) -> int:
