@@ -29,9 +29,9 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.models import causal as models
 from slipstream.models import facts
 from slipstream.models.causal import CausalScorer
-from slipstream.models.families import PROVEN
+from slipstream.models.families import PROVEN, is_proven
 from slipstream.models.loading import find_tokenizer, load_model, load_tokenizer
-from toys import FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Altered, Family, request, tiny
+from toys import BART, FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Altered, Family, request, tiny
 
 EVERY = {**FAMILIES, **PROBED}
 
@@ -48,7 +48,7 @@ def quiet_generate(model: PreTrainedModel, prompt: list[int], count: int) -> lis
 @pytest.mark.parametrize("family", EVERY)
 def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
     model = tiny(EVERY[family])
-    assert (model.config.model_type in PROVEN) == (family in FAMILIES)
+    assert is_proven(model) == (family in FAMILIES)
     assert contract(model) < TOLERANCE[torch.float32]
 
 
@@ -62,9 +62,24 @@ def test_the_text_part_of_a_model_with_vision_obeys_the_contract() -> None:
     assert contract(model) < TOLERANCE[torch.float32]
 
 
-def test_every_proven_type_is_in_the_contract() -> None:
-    families = (*FAMILIES.values(), *SEQ2SEQ.values())
-    assert {getattr(transformers, family.config).model_type for family in families} == PROVEN
+def test_every_proven_class_is_in_the_contract() -> None:
+    classes = {type(tiny(family)).__name__ for family in (*FAMILIES.values(), *SEQ2SEQ.values())}
+    assert classes | {"Gemma3ForConditionalGeneration"} == PROVEN  # which has a test of its own
+
+
+@pytest.mark.parametrize("kind", ["BartForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "PegasusForCausalLM"])
+def test_the_decoder_of_a_proven_encoder_decoder_is_tried_by_itself(kind: str) -> None:
+    """Another class of the same configuration; these count positions from the longest row."""
+    config = getattr(transformers, f"{kind.removesuffix('ForCausalLM')}Config")(**{**BART, "is_encoder_decoder": False})
+    model = getattr(transformers, kind)._from_config(config).eval()
+    assert not is_proven(model)
+    with pytest.raises(ValueError, match="other logits"):
+        CausalScorer(model, "toy")
+
+
+def test_a_class_of_others_with_a_proven_name_is_tried() -> None:
+    kind = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {})
+    assert not is_proven(kind(transformers.LlamaConfig(**LLAMA)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

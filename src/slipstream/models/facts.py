@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.execution.masks import mask_kinds
-from slipstream.models.families import PROVEN, longest_text
+from slipstream.models.families import is_proven, longest_text
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ModelFacts:
     `vocab` is the size of the logits. `context` is the longest text: `max_position_embeddings`, or the length before
     longrope would turn cached keys differently; None if there is no limit. `kinds` are the (window, chunk) of the
     layers as in `mask_kinds`. `relative`: the decoder has a bias for how far back everything lies. `proven`: the
-    model's type is covered by the contract tests. `drops_logits`: it can leave out logits that nobody wants.
+    model's class is covered by the contract tests. `drops_logits`: it can leave out logits that nobody wants.
     """
 
     vocab: int
@@ -39,7 +39,7 @@ class ModelFacts:
             dtype=model.dtype,
             kinds=mask_kinds(config),
             relative=relative,
-            proven=config.model_type in PROVEN,
+            proven=is_proven(model),
             drops_logits=model._supports_logits_to_keep(),  # looks at signatures: too slow for every pass
         )
 

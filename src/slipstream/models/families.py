@@ -17,14 +17,28 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 
 
-# Model types covered by the contract tests; any other type has to pass `probe` when it is wrapped.
+# Classes covered by the contract tests; any other one has to pass `probe` when it is wrapped. Of one configuration
+# there may be several classes, as BartForCausalLM beside BartForConditionalGeneration, with code of their own.
 PROVEN = frozenset(
     {
-        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3"),
-        *("gpt2", "gpt_neox", "opt", "falcon", "mixtral", "qwen2_moe"),
-        *("t5", "mt5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper"),
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"),
+        *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "PhiForCausalLM", "Phi3ForCausalLM"),
+        *("GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "FalconForCausalLM", "MixtralForCausalLM"),
+        *("Qwen2MoeForCausalLM", "T5ForConditionalGeneration", "MT5ForConditionalGeneration"),
+        *("UMT5ForConditionalGeneration", "BartForConditionalGeneration", "MBartForConditionalGeneration"),
+        *("MarianMTModel", "M2M100ForConditionalGeneration", "PegasusForConditionalGeneration"),
+        "WhisperForConditionalGeneration",
     }
 )
+
+LONGEST_TRIAL = 1024
+"""Tokens of a trial at most: it crosses windows up to this size."""
+
+
+def is_proven(model: PreTrainedModel) -> bool:
+    """Whether the contract tests cover the model's class, and it is transformers' own."""
+    kind = type(model)
+    return kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
 
 
 class Probed(Scorer, Protocol):
