@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from slipstream.core.source import Source
 from slipstream.execution.passes import Execution
 from slipstream.models.causal import CausalScorer
+from slipstream.models.recurrent import StateScorer
 from toys import HF_VOCAB, WINDOW
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # in standard deviations of the logits
@@ -20,7 +21,7 @@ def text(name: int, count: int) -> list[int]:
     return torch.randint(2, HF_VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist()
 
 
-def source(scorer: CausalScorer, name: int, length: int) -> Source | None:
+def source(scorer: CausalScorer | StateScorer, name: int, length: int) -> Source | None:
     """What the model's encoder reads, if it has one: a random source of `length` tokens, or features."""
     form = scorer.source_form
     if form is None:
@@ -33,8 +34,8 @@ def source(scorer: CausalScorer, name: int, length: int) -> Source | None:
 class Reference:
     """A scorer beside the texts it should hold; every step is compared with fresh forwards."""
 
-    def __init__(self, model: PreTrainedModel, execution: Execution | None = None) -> None:
-        self.scorer = CausalScorer(model, execution=execution)
+    def __init__(self, model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> None:
+        self.scorer = model if isinstance(model, StateScorer) else CausalScorer(model, execution=execution)
         self.texts: list[list[int]] = []
         self.sources: list[Source | None] = []
         self.fresh_names = itertools.count(1000)
@@ -85,7 +86,7 @@ class Reference:
         return max(gaps)
 
 
-def families(model: PreTrainedModel, execution: Execution | None = None) -> float:
+def families(model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> float:
     """Rows that fork, fork again and lose their origins -> largest difference."""
     rows = Reference(model, execution)
     rows.add(2 * WINDOW + 3, 4)
@@ -102,7 +103,7 @@ def families(model: PreTrainedModel, execution: Execution | None = None) -> floa
     return max(gaps)
 
 
-def contract(model: PreTrainedModel, execution: Execution | None = None) -> float:
+def contract(model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> float:
     """The whole contract -> largest difference. The first rows are longer than the window, the second is not."""
     rows = Reference(model, execution)
     rows.add(2 * WINDOW + 3, 3, WINDOW)

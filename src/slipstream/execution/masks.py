@@ -65,11 +65,13 @@ class PassMasks:
 def mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
     """(window, chunk) by layer type; one entry if all layers see the same."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    named = getattr(config, "layer_types", None) or ()
+    types = list(dict.fromkeys(kind for kind in named if kind not in {"mlp", "moe"}))  # which look at nothing
     if not types:
         return {"all": (window, None)}
     rules: dict[str, tuple[int | None, int | None]] = {
         "full_attention": (None, None),
+        "attention": (window, None),
         "sliding_attention": (window, None),
         "chunked_attention": (None, chunk),
     }

@@ -32,7 +32,7 @@ from slipstream.kernels.packing import shared_columns
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
-from slipstream.models.families import probe, refuse_unsupported
+from slipstream.models.families import probe, refuse_unsupported, windows_of
 from slipstream.models.memory import Memory
 from slipstream.models.pass_builder import PassBuilder
 from slipstream.models.pass_runner import PassRunner
@@ -102,6 +102,11 @@ class CausalScorer:
     def source_form(self) -> SourceForm | None:
         """What the encoder reads, if there is one."""
         return self._memory.sources.form if self._memory.sources else None
+
+    @property
+    def windows(self) -> set[int]:
+        """How many tokens back some of its layers may look."""
+        return windows_of(self.model.config.get_text_config())
 
     # ---- rows ----
 

@@ -32,9 +32,9 @@ class ModelFacts:
     @staticmethod
     def of(model: PreTrainedModel, relative: bool = False) -> ModelFacts:
         """The facts of a model; `relative` as above."""
-        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        config = model.config.get_text_config()
         return ModelFacts(
-            vocab=int(getattr(head, "out_features", None) or config.vocab_size),
+            vocab=vocabulary_of(model),
             context=longest_text(config),
             dtype=model.dtype,
             kinds=mask_kinds(config),
@@ -47,3 +47,9 @@ class ModelFacts:
     def looks_at_distance(self) -> bool:
         """Whether it matters how far back a token lies, beyond what rotated keys say by themselves."""
         return self.relative or any(map(any, self.kinds.values()))
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """The size of a model's logits."""
+    head = model.get_output_embeddings()
+    return int(getattr(head, "out_features", None) or model.config.get_text_config().vocab_size)

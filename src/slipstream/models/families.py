@@ -13,7 +13,9 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.source import Source
 from slipstream.kernels.attention import NAME as ATTENTION
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+LENGTH_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
+"""Kinds of layers that keep keys and values of every token, or nothing: they roll back by a length."""
+
 STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 
 
@@ -44,6 +46,11 @@ def is_proven(model: PreTrainedModel) -> bool:
 class Probed(Scorer, Protocol):
     """A Scorer that can also run its model without our cache."""
 
+    @property
+    def windows(self) -> set[int]:
+        """How many tokens back some of its layers may look."""
+        ...
+
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """The logits (1, n, vocab) of one text by the model's own ways."""
         ...
@@ -53,10 +60,11 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     """Raises ValueError in one sentence for models that are known not to work."""
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    alien = sorted(map(str, types - ATTENTION_LAYERS - {"attention"}))
+    alien = sorted(map(str, types - LENGTH_LAYERS))
     if alien:
         raise ValueError(f"{name} has layers of type {', '.join(alien)}, which {STATEFUL}; use another model.")
-    if getattr(model, "_is_stateful", False):
+    # transformers marks whole families, also where a model of one has no such layer; so layers that are named decide.
+    if getattr(model, "_is_stateful", False) and not types:
         raise ValueError(f"{name} ({config.model_type}) {STATEFUL}; use another model.")
     if config.model_type in {"bloom", "mpt"} or getattr(config, "alibi", False):
         raise ValueError(f"{name} uses ALiBi, whose bias cannot follow rows of different lengths; use another model.")
@@ -72,26 +80,26 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
 
 @torch.inference_mode()
 def probe(scorer: Probed, kind: str) -> None:
-    """Compare extend, rollback and ragged rows with fresh forwards on a few tokens.
+    """Compare ragged rows, wrong drafts and rollbacks with fresh forwards of each text alone.
 
-    Raises ValueError if they differ by more than rounding: the model, of type `kind`, does not obey positions, mask
-    or cache.
+    Two rows are equally long, one is longer than every window up to `LONGEST_TRIAL` tokens, and one crosses it in the
+    last tokens. Raises ValueError if logits differ by more than rounding: the model, of type `kind`, does not obey
+    positions, mask or cache.
     """
-    half = min(12, (scorer.context or 12)) // 2
-    texts = [[(7 * i + 3 * r + 1) % scorer.vocab for i in range(half + half * r)] for r in range(2)]
-    sources = [form.example(3 + half * r) if (form := scorer.source_form) else None for r in range(2)]
-    wrong = torch.zeros(2, 3, dtype=torch.long, device=scorer.device)
+    low = min(4, scorer.vocab // 2)  # the first tokens are often padding, which some models count differently
+    texts = [
+        [low + (7 * i + 3 * r) % (scorer.vocab - low) for i in range(length)]
+        for r, length in enumerate(_trial_lengths(scorer))
+    ]
+    sources = [form.example(3 + 3 * r) if (form := scorer.source_form) else None for r in range(len(texts))]
     try:
-        scorer.add(2, sources)
-        scorer.prefill([text[:-2] for text in texts])
-        scorer.extend(wrong, [1, 2])
-        scorer.rollback([len(text) - 2 for text in texts])
-        ours = scorer.extend(torch.tensor([text[-2:] for text in texts], device=scorer.device), [2, 2])
-        alone = [scorer.alone(text, source) for text, source in zip(texts, sources, strict=True)]
+        scorer.add(len(texts), sources)
+        ours = _drafted_wrong(scorer, texts)
+        alone = [scorer.alone(text, source)[:, -2:] for text, source in zip(texts, sources, strict=True)]
     except Exception as error:
         reason = f"{type(error).__name__}: {first_sentence(error)}"
         raise ValueError(f"{scorer.name} ({kind}) does not run with our cache: {reason}") from error
-    theirs = torch.cat([logits[:, -2:].to(ours.device) for logits in alone]).float()
+    theirs = torch.cat([logits.to(ours.device) for logits in alone]).float()
     gap = float((ours.float() - theirs).abs().max() / theirs.std())
     allowed = 0.01 if ours.dtype in {torch.float32, torch.float64} else 0.3
     if not gap <= allowed:
@@ -99,6 +107,39 @@ def probe(scorer: Probed, kind: str) -> None:
             f"{scorer.name} ({kind}) gives other logits with a rolled-back cache "
             f"(difference {gap:.2g} standard deviations, rounding explains {allowed}); it cannot be used."
         )
+
+
+def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
+    """The logits (rows, 2, vocab) of the last two tokens of each text, after drafts that were wrong, in the first row
+    from the beginning and in the others after a token."""
+
+    wrong = scorer.vocab - 1
+
+    def feed(rows: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+        return scorer.extend(torch.tensor(rows, device=scorer.device), counts)
+
+    scorer.prefill([text[:-3] for text in texts])
+    feed([[text[-3], wrong, wrong, wrong] for text in texts], [1, *(2 + place % 3 for place in range(1, len(texts)))])
+    scorer.rollback([len(text) - 2 for text in texts])
+    feed([[wrong, wrong] for _ in texts], [2] * len(texts))
+    scorer.rollback([len(text) - 2 for text in texts])
+    return feed([text[-2:] for text in texts], [2] * len(texts))
+
+
+def _trial_lengths(scorer: Probed) -> list[int]:
+    """Lengths of texts to be tried: short ones, and around the model's windows, within its context."""
+    windows = sorted(window for window in scorer.windows if 1 < window <= LONGEST_TRIAL)
+    lengths = [6, 12, 12, *(window + 1 for window in windows), *(window + 9 for window in windows[-1:])]
+    return [min(length, scorer.context or length) for length in lengths]
+
+
+def windows_of(config: Any) -> set[int]:
+    """Every number of tokens that some layer may look back at, by what such numbers are called."""
+    return {
+        value
+        for name, value in config.to_dict().items()
+        if isinstance(value, int) and ("window" in name or name in {"attention_chunk_size", "local_attention"})
+    }
 
 
 def longest_text(config: Any) -> int | None:

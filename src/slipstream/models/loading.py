@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import can_pack, packed
 from slipstream.models.causal import CausalScorer
+from slipstream.models.families import refuse_unsupported
 from slipstream.models.load_faults import (
     has_tokenizer,
     model_fault,
@@ -30,6 +32,7 @@ from slipstream.models.load_faults import (
     tokenizer_fault,
     usable_device,
 )
+from slipstream.models.recurrent import StateScorer
 
 
 def source_name(source: Any) -> str | None:
@@ -74,20 +77,41 @@ def load_scorer(
     device: str | None = None,
     mode: Mode = EAGER,
     **kwargs: Any,
-) -> CausalScorer:
-    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`."""
+) -> CausalScorer | StateScorer:
+    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`.
+
+    What cannot be rolled back by a length is tried with states.
+    """
     name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
     model = load_model(source, dtype, device, **kwargs)
-    pack = mode.packed
-    if pack is None:  # of a model that we loaded ourselves nobody holds the plain weights, so they can go
-        pack = mode.compiled or not isinstance(source, PreTrainedModel)
-    if pack and can_pack(model):
+    name = name or model.config.name_or_path or type(model).__name__
+    try:
+        return _causal(model, name, mode, mine=not isinstance(source, PreTrainedModel))
+    except ValueError as error:
+        return _stateful(model, name, mode, error)
+
+
+def _causal(model: PreTrainedModel, name: str, mode: Mode, mine: bool) -> CausalScorer:
+    """The Scorer of a model that rolls back by a length; of one that is `mine` nobody holds the plain weights, so they
+    can go."""
+    refuse_unsupported(model, name)
+    if (mode.compiled or mine if mode.packed is None else mode.packed) and can_pack(model):
         # inductor takes what BART and Marian add to oneDNN's head for the bias of one that it packed, and stops
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed(model, keep=model.get_output_embeddings() if biased else None)
-    scorer = CausalScorer(model, name, execution(model, name or type(model).__name__, mode))
+    scorer = CausalScorer(model, name, execution(model, name, mode))
     if mode.compiled and mode.ahead is not None and model.device.type == "cpu":
         scorer.make_draft_graphs(mode.ahead, mode.progress)
+    return scorer
+
+
+def _stateful(model: PreTrainedModel, name: str, mode: Mode, error: ValueError) -> StateScorer:
+    """The Scorer of a model with states. Raises ValueError, the first one if it says more, where that is inexact."""
+    if model.config.is_encoder_decoder:
+        raise error
+    scorer = StateScorer(model, name)
+    if mode.compiled:
+        warnings.warn(f"{name} runs eagerly: it keeps a state.", RuntimeWarning, stacklevel=4)
     return scorer
 
 

@@ -1,0 +1,118 @@
+"""`StateCache`: states that sum up texts, with earlier ones of each row to go back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+State = TypeVar("State")
+
+MOST_KEPT = 64
+"""Earlier states of a row at most: more than a round ever makes."""
+
+
+@dataclass
+class _Row(Generic[State]):
+    """The length of a row, and its states by the lengths that they sum up, the newest last."""
+
+    length: int = 0
+    states: list[tuple[int, State]] = field(default_factory=list)
+
+
+class StateCache(Generic[State]):
+    """A `Cache` of one state per row, whatever a state is; `size` says how many bytes one takes.
+
+    A state cannot forget tokens, so every pass leaves a new one, and those before it stay until `rollback`. If that
+    goes to a length between two states, the row has the older one and lacks some tokens, which have to be read again
+    before the next pass: `known` says how many tokens its state holds. States are never written to, so rows that fork
+    share them. They take no part in the prefix cache: what is stored there are blocks of tokens, and a state cannot be
+    cut into blocks.
+    """
+
+    bytes_per_token = 0  # a state has one size; what else a model keeps counts in `bytes_in_use`
+
+    def __init__(self, size: Callable[[State], int]) -> None:
+        self._size = size
+        self._rows: list[_Row[State]] = []
+        self._part = slice(0, 0)
+        self._written: dict[int, State] = {}  # by this pass, by row
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row, whether its state holds them or has yet to read some of them again."""
+        return [row.length for row in self._rows]
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What all states take that are kept; those that rows share count once."""
+        states = {id(state): state for row in self._rows for _, state in row.states}
+        return sum(map(self._size, states.values()))
+
+    # ---- rows ----
+
+    def add(self, rows: int) -> None:
+        """Append empty rows."""
+        self._rows += [_Row() for _ in range(rows)]
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order; a row may be named several times."""
+        self._rows += [_Row(self._rows[row].length, list(self._rows[row].states)) for row in rows]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others move up and keep their order."""
+        gone = set(rows)
+        self._rows = [each for row, each in enumerate(self._rows) if row not in gone]
+
+    # ---- one pass ----
+
+    def known(self, row: int) -> int:
+        """How many tokens the newest state of a row sums up: fewer than its length after some rollbacks."""
+        states = self._rows[row].states
+        return states[-1][0] if states else 0
+
+    def state(self, row: int) -> State | None:
+        """The newest state of a row; None if nothing was read."""
+        states = self._rows[row].states
+        return states[-1][1] if states else None
+
+    def reserve(self, count: int, first: int = 0, stop: int | None = None) -> None:
+        """Begin a pass over the rows first..stop (None: all from `first` on); states need no room for tokens."""
+        self._part, self._written = slice(first, len(self._rows) if stop is None else stop), {}
+
+    def write(self, row: int, state: State) -> None:
+        """Give a row the state behind the tokens that this pass brings it."""
+        self._written[row] = state
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit the pass: row first + r has `counts[r]` more tokens, and a state for them that was written."""
+        for number, count in enumerate(counts, self._part.start):
+            if count:
+                row = self._rows[number]
+                assert self.known(number) == row.length, "what was rolled back has to be read again first"
+                row.length += count
+                row.states = [*row.states, (row.length, self._written.pop(number))][-MOST_KEPT:]
+
+    def bring_forward(self, row: int, state: State) -> None:
+        """Give a row the state of all of its tokens, after those that it lacked were read again."""
+        assert self.known(row) < self._rows[row].length, "the row lacks nothing"
+        self._rows[row].states = [(self._rows[row].length, state)]
+
+    # ---- going back ----
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are. Of what
+        is left only the newest state is kept."""
+        assert len(lengths) <= len(self._rows), "one length per row, of the first rows"
+        for row, length in zip(self._rows, lengths, strict=False):
+            assert 0 <= length <= row.length, "rollback only shortens"
+            row.length = length
+            row.states = [(known, state) for known, state in row.states if known <= length][-1:]
+
+    def scrub(self) -> None:
+        """Nothing is left of tokens that were rolled back: their states are gone."""
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move nothing, for a path whose tokens follow each other. Raises ValueError for any other one."""
+        if any(list(path) != list(range(len(path))) for path in paths):
+            raise ValueError("a state cannot take tokens out of the middle of a text: draft chains instead of trees.")

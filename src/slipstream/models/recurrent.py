@@ -1,0 +1,271 @@
+"""Models whose memory cannot be rolled back by a length, as Scorers: recurrent, convolutional and hybrid ones, and those
+that transformers' own cache alone can serve.
+
+Every row has a state of its own, in whatever cache transformers makes for the model. Rows run together where they have
+read equally many tokens and get equally many, so that no padding ever touches a state. After a rollback a row's state
+from before the round is brought forward by one more pass over the accepted tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.cache.recurrent import StateCache
+from slipstream.core.draft import Tree
+from slipstream.core.protocols import Shape
+from slipstream.core.source import Source, SourceForm
+from slipstream.models.facts import vocabulary_of
+from slipstream.models.families import longest_text, probe, windows_of
+from slipstream.models.states import STATE_NAMES, apart, copied, empty_state, joined, size
+
+PREFILL_TOKENS = 512
+"""Tokens of one prefill pass: bounds the memory of activations for long prompts."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model can be run exactly: with how many tokens at a time behind others (None: any number), with several
+    rows in one pass, and with positions given. Found out by trying, since models do not tell."""
+
+    width: int | None = None
+    together: bool = True
+    positions: bool = True
+
+    def __str__(self) -> str:
+        return "state" if self.width is None else "state, token by token"
+
+
+WAYS = tuple(
+    Way(width, together, positions) for width in (None, 1) for together in (True, False) for positions in (True, False)
+)
+"""From the fastest to the slowest."""
+
+
+class StateScorer:
+    """A causal language model with a state per row (see `core.protocols.Scorer` for the contract and the shapes).
+
+    Chains only: a state follows one line of tokens. Passes run eagerly. A state takes no part in the prefix cache (see
+    `StateCache`). Raises ValueError if the model is exact in no way that was tried.
+    """
+
+    execution = None
+    source_form: SourceForm | None = None
+
+    def __init__(self, model: PreTrainedModel, name: str | None = None) -> None:
+        self.name = name or model.config.name_or_path or type(model).__name__
+        self.model: Any = model.eval()
+        self.device = model.device
+        self.vocab, self.context = vocabulary_of(model), longest_text(model.config.get_text_config())
+        self._accepts = inspect.signature(model.forward).parameters
+        self._alone = False  # whether every token is fed by itself, so that no bit depends on its company
+        self._costs: tuple[int, int] | None = None
+        self.clear()
+        self.way = self._find_way()
+
+    @property
+    def windows(self) -> set[int]:
+        """How many tokens back some of its layers may look."""
+        return windows_of(self.model.config.get_text_config())
+
+    def _find_way(self) -> Way:
+        """The first way in which the model is exact."""
+        faults = []
+        for self.way in WAYS:
+            if self.way.positions and "position_ids" not in self._accepts:
+                continue
+            try:
+                probe(self, type(self.model).__name__)
+                return self.way
+            except ValueError as error:
+                faults.append(error)
+            finally:
+                self.clear()
+        raise faults[0]
+
+    def clear(self) -> None:
+        """Begin anew, without rows."""
+        self._cache: StateCache[Any] = StateCache(size)
+        self._texts: list[list[int]] = []  # of every row, to read again what a state has to forget
+
+    def sharing_rows(self, model: Any, name: str) -> StateScorer:
+        """Raises ValueError: what some layers of a model add to its states could not be taken back from the others."""
+        raise ValueError(f"{self.name} keeps a state, which its own layers cannot draft on; use a model of its own.")
+
+    # ---- rows ----
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return self._cache.lengths
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows."""
+        self._cache.add(rows)
+        self._texts += [[] for _ in range(rows)]
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order; a row may be named several times."""
+        self._cache.fork(rows)
+        self._texts += [list(self._texts[row]) for row in rows]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        gone = set(rows)
+        self._cache.free(rows)
+        self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        self._cache.rollback(lengths)
+        for text, length in zip(self._texts, lengths, strict=False):
+            del text[length:]
+
+    def scrub(self) -> None:
+        """Nothing is left of what was rolled back."""
+        self._cache.scrub()
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Do nothing for chains. Raises ValueError for the path of a tree that leaves tokens out."""
+        self._cache.keep(starts, paths)
+
+    # ---- memory ----
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes that one more token takes, in layers that attend; 0 before it was measured."""
+        return self._costs[1] if self._costs else 0
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """What states of texts of these lengths take: two of each row, one from before the round."""
+        fixed, each = self._measure()
+        return sum(2 * (fixed + each * length) for length in lengths)
+
+    def _measure(self) -> tuple[int, int]:
+        """The bytes of a state, and those that every token adds, by those of two short texts."""
+        if self._costs is None:
+            short, long = (size(self._read(None, [0] * count)) for count in (1, 9))
+            self._costs = short - (long - short) // 8, (long - short) // 8
+        return self._costs
+
+    @torch.inference_mode()
+    def _read(self, state: Any, tokens: list[int]) -> Any:
+        """The state behind tokens of one row."""
+        return self._run([state], 0, torch.tensor([tokens], device=self.device), 1)[1][0]
+
+    # ---- passes ----
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Feed every token after the prefill by itself, so that no bit of the logits depends on its company; None: as
+        many at a time as there are, which is faster."""
+        self._alone = shape is not None
+
+    @torch.inference_mode()
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed `counts[r]` of tokens (rows, n) to the rows from `first` on -> logits (rows, n, vocab). Those of padding,
+        which is not fed, are 0."""
+        if tree is not None:
+            raise ValueError(f"{self.name} keeps a state, which follows one line of tokens: draft chains, not trees.")
+        fed = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
+        found = self._feed(fed, first, keep=0)
+        logits = next(iter(found.values())).new_zeros(*tokens.shape, self.vocab) if found else self._blank(tokens)
+        for place, some in found.items():
+            logits[place, : some.shape[0]] = some
+        return logits
+
+    def _blank(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(*tokens.shape, self.vocab, dtype=self.model.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed texts to the rows from `first` on, behind what they hold, in passes of bounded width."""
+        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
+            self._feed([list(text[start : start + PREFILL_TOKENS]) for text in texts], first, keep=1)
+        # Nobody goes back into a prompt by a few tokens, so its earlier states would lie there for nothing.
+        self._cache.rollback(self._cache.lengths[: first + len(texts)])
+
+    def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
+        """Feed each row its tokens -> logits (count, vocab) of those that got some, by place."""
+        for place, tokens in enumerate(fed):
+            if tokens:
+                self._bring_forward(first + place)
+        self._cache.reserve(max(map(len, fed), default=0), first, first + len(fed))
+        found: dict[int, Tensor] = {}
+        for places in self._groups(fed, first):
+            rows = [first + place for place in places]
+            states, known = [self._cache.state(row) for row in rows], self._cache.known(rows[0])
+            tokens = torch.tensor([fed[place] for place in places], device=self.device)
+            logits, behind = self._run(states, known, tokens, keep)
+            for place, row, state, some in zip(places, rows, behind, logits, strict=True):
+                self._cache.write(row, state)
+                self._texts[row] += fed[place]
+                found[place] = some
+        self._cache.advance([len(tokens) for tokens in fed])
+        return found
+
+    def _bring_forward(self, row: int) -> None:
+        """Read again what a row kept of tokens that its state had to forget with others."""
+        known = self._cache.known(row)
+        if lost := self._texts[row][known:]:
+            tokens = torch.tensor([lost], device=self.device)
+            _, (state,) = self._run([self._cache.state(row)], known, tokens, 1)
+            self._cache.bring_forward(row, state)
+
+    def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
+        """Places whose rows can share a pass: equally long, and fed equally many tokens."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        apart = self._alone or not self.way.together
+        for place, tokens in enumerate(fed):
+            if tokens:
+                length = self._cache.lengths[first + place]
+                groups.setdefault((length, len(tokens), *([place] if apart else [])), []).append(place)
+        yield from groups.values()
+
+    def _run(self, states: Sequence[Any], known: int, tokens: Tensor, keep: int) -> tuple[Tensor, list[Any]]:
+        """Tokens (rows, n) behind states of `known` tokens -> logits (rows, n, vocab), and the states behind them."""
+        state = joined(states) if known else None
+        width = 1 if self._alone and not keep else self.way.width
+        logits = []
+        while tokens.shape[1]:
+            # What comes first can be read at once also where later tokens have to be fed one by one.
+            step = tokens[:, : width if width and (known or self._alone) else None]
+            out = self._call(step, known, state, keep)
+            state = self._state_in(out)
+            logits.append(out.logits)
+            known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
+        return torch.cat(logits, 1), apart(state, len(states))
+
+    def _call(self, tokens: Tensor, known: int, state: Any, keep: int) -> Any:
+        handed: dict[str, Any] = {"use_cache": True}
+        if state is None and "past_key_values" in self._accepts:
+            handed["past_key_values"] = empty_state(self.model)
+        elif state is not None:
+            handed[self._state_name] = state
+        if self.way.positions:
+            places = torch.arange(known, known + tokens.shape[1], device=self.device)
+            handed["position_ids"] = places.expand(len(tokens), -1)
+        if "logits_to_keep" in self._accepts:
+            handed["logits_to_keep"] = keep
+        return self.model(input_ids=tokens, **{name: each for name, each in handed.items() if each is not None})
+
+    @property
+    def _state_name(self) -> str:
+        return next((name for name in STATE_NAMES if name in self._accepts), STATE_NAMES[0])
+
+    def _state_in(self, out: Any) -> Any:
+        """What the model remembers. Raises ValueError if it hands out nothing."""
+        state = getattr(out, self._state_name, None)
+        if state is None:
+            raise ValueError(f"{self.name} hands out no state, so nothing can be rolled back; use another model.")
+        return state
+
+    @torch.inference_mode()
+    def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
+        """The logits (1, n, vocab) of one text by the model's own ways, without a state."""
+        return self.model(torch.tensor([text], device=self.device), use_cache=False).logits

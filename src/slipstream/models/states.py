@@ -1,0 +1,86 @@
+"""States of transformers' models, whatever is in them: copied, joined for rows that run together, and taken apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedConfig
+
+
+def copied(state: Any) -> Any:
+    """A state of its own, which a pass may write to."""
+    return _rebuilt([state], lambda same: same[0].clone())
+
+
+def joined(states: Sequence[Any]) -> Any:
+    """One state of several rows, from those of each; all have read equally many tokens."""
+    return _rebuilt(states, torch.cat) if len(states) > 1 else copied(states[0])
+
+
+def apart(state: Any, rows: int) -> list[Any]:
+    """The states of each of some rows that ran together."""
+    if rows == 1:
+        return [state]
+    return [_rebuilt([state], _of_row(row)) for row in range(rows)]
+
+
+def _of_row(row: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    return lambda same: same[0][row : row + 1].clone()
+
+
+def _rebuilt(same: Sequence[Any], tensors: Callable[[Sequence[Tensor]], Tensor]) -> Any:
+    """An object like the first, where every tensor is what `tensors` makes of those that stand there in all."""
+    first = same[0]
+    if isinstance(first, Tensor):
+        return tensors(same) if first.dim() else first
+    if isinstance(first, dict):
+        return type(first)((name, _rebuilt([each[name] for each in same], tensors)) for name in first)
+    if isinstance(first, list | tuple):
+        return type(first)([_rebuilt(parts, tensors) for parts in zip(*same, strict=True)])
+    if not _has_parts(first):
+        return first
+    new = copy.copy(first)
+    for name in vars(first):
+        vars(new)[name] = _rebuilt([vars(each)[name] for each in same], tensors)
+    return new
+
+
+def _has_parts(thing: Any) -> bool:
+    """Whether this is an object of a cache, and none of a model, a configuration or Python itself."""
+    alien = isinstance(thing, nn.Module | PreTrainedConfig | type) or callable(thing)
+    return not alien and hasattr(thing, "__dict__") and type(thing).__module__.startswith("transformers")
+
+
+def size(state: Any) -> int:
+    """The bytes of a state's tensors."""
+    return sum(tensor.nbytes for tensor in _tensors(state))
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    parts: Iterable[Any] = ()
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        parts = thing.values()
+    elif isinstance(thing, list | tuple):
+        parts = thing
+    elif _has_parts(thing):
+        parts = vars(thing).values()
+    for part in parts:
+        yield from _tensors(part)
+
+
+STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
+"""How models call what they hand from pass to pass, in their arguments and in what they return."""
+
+
+def empty_state(model: Any) -> Cache | None:
+    """An empty cache of the kind that a model's layers need, where transformers can tell; else the model makes it."""
+    try:
+        return DynamicCache(config=model.config)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
