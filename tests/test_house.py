@@ -78,6 +78,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "decoding.sampling",
         "decoding.grammar",
         "bench.peers",
+        "check.families",
         "drafters.early_exit",
         "drafters.heads",
         "training.*",

@@ -11,6 +11,7 @@ from slipstream.cli import draft as draft
 from slipstream.cli import exits as exits
 from slipstream.cli import generate as generate
 from slipstream.cli import heads as heads
+from slipstream.cli import models as models
 from slipstream.cli import ngram as ngram
 from slipstream.cli import paper as paper
 from slipstream.cli import plan as plan

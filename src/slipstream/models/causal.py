@@ -32,7 +32,7 @@ from slipstream.kernels.packing import shared_columns
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
-from slipstream.models.families import probe, refuse_unsupported, windows_of
+from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
 from slipstream.models.memory import Memory
 from slipstream.models.pass_builder import PassBuilder
 from slipstream.models.pass_runner import PassRunner
@@ -46,6 +46,8 @@ class CausalScorer:
 
     Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
     """
+
+    way = "length"  # how it rolls back
 
     def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
@@ -244,11 +246,10 @@ class CausalScorer:
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """The logits (1, n, vocab) of one text by the model's own ways, without our cache."""
-        tokens = torch.tensor([text], device=self.device)
         if self._decoder:
             assert source is not None
-            return self._decoder.alone(tokens, source)
-        return self.model(tokens, use_cache=False).logits
+            return self._decoder.alone(torch.tensor([text], device=self.device), source)
+        return logits_alone(self.model, text)
 
     # ---- drafts by graphs ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ PROVEN = frozenset(
     }
 )
 
-LONGEST_TRIAL = 1024
-"""Tokens of a trial at most: it crosses windows up to this size."""
+LONGEST_TRIAL = 2304
+"""Tokens of a trial at most: it crosses windows, and choices of the best keys, up to about this size."""
 
 
 def is_proven(model: PreTrainedModel) -> bool:
@@ -133,13 +134,27 @@ def _trial_lengths(scorer: Probed) -> list[int]:
     return [min(length, scorer.context or length) for length in lengths]
 
 
+LOOKS_BACK = {"attention_chunk_size", "local_attention", "index_topk", "indexer_budget"}
+"""Numbers of tokens that have no window in their names."""
+
+
 def windows_of(config: Any) -> set[int]:
     """Every number of tokens that some layer may look back at, by what such numbers are called."""
     return {
         value
         for name, value in config.to_dict().items()
-        if isinstance(value, int) and ("window" in name or name in {"attention_chunk_size", "local_attention"})
+        if isinstance(value, int) and ("window" in name or name in LOOKS_BACK)
     }
+
+
+def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
+    """The logits (1, n, vocab) of one text by a causal model itself, without cache, called as `generate` calls it: some
+    models count positions from another number where none are given."""
+    tokens = torch.tensor([text], device=model.device)
+    places = torch.arange(len(text), device=model.device)[None]
+    takes = inspect.signature(model.forward).parameters
+    given = {"position_ids": places} if "position_ids" in takes else {}
+    return model(tokens, use_cache=False, **given).logits
 
 
 def longest_text(config: Any) -> int | None:

@@ -71,13 +71,17 @@ def load_model(
     return model if placed else model.to(place)
 
 
+AnyScorer = CausalScorer | StateScorer
+"""What a model is wrapped as."""
+
+
 def load_scorer(
     source: str | Path | PreTrainedModel,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     mode: Mode = EAGER,
     **kwargs: Any,
-) -> CausalScorer | StateScorer:
+) -> AnyScorer:
     """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`.
 
     What cannot be rolled back by a length is tried with states.

@@ -22,8 +22,8 @@ from slipstream.core.draft import Tree
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import longest_text, probe, windows_of
-from slipstream.models.states import STATE_NAMES, apart, copied, empty_state, joined, size
+from slipstream.models.families import logits_alone, longest_text, probe, windows_of
+from slipstream.models.states import STATE_NAMES, apart, joined, size
 
 PREFILL_TOKENS = 512
 """Tokens of one prefill pass: bounds the memory of activations for long prompts."""
@@ -243,16 +243,14 @@ class StateScorer:
 
     def _call(self, tokens: Tensor, known: int, state: Any, keep: int) -> Any:
         handed: dict[str, Any] = {"use_cache": True}
-        if state is None and "past_key_values" in self._accepts:
-            handed["past_key_values"] = empty_state(self.model)
-        elif state is not None:
+        if state is not None:
             handed[self._state_name] = state
         if self.way.positions:
             places = torch.arange(known, known + tokens.shape[1], device=self.device)
             handed["position_ids"] = places.expand(len(tokens), -1)
         if "logits_to_keep" in self._accepts:
             handed["logits_to_keep"] = keep
-        return self.model(input_ids=tokens, **{name: each for name, each in handed.items() if each is not None})
+        return self.model(input_ids=tokens, **handed)
 
     @property
     def _state_name(self) -> str:
@@ -268,4 +266,4 @@ class StateScorer:
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """The logits (1, n, vocab) of one text by the model's own ways, without a state."""
-        return self.model(torch.tensor([text], device=self.device), use_cache=False).logits
+        return logits_alone(self.model, text)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 
 def copied(state: Any) -> Any:
@@ -77,10 +77,3 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
 STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 """How models call what they hand from pass to pass, in their arguments and in what they return."""
 
-
-def empty_state(model: Any) -> Cache | None:
-    """An empty cache of the kind that a model's layers need, where transformers can tell; else the model makes it."""
-    try:
-        return DynamicCache(config=model.config)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None

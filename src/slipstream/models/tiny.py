@@ -28,7 +28,7 @@ NAMES: dict[int, str] = {
     128: "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
     "max_target_positions original_max_position_embeddings",
     20: "max_source_positions",
-    16: "q_lora_rank kv_lora_rank qk_head_dim index_head_dim_unused mamba_dt_rank attention_head_dim prompt_mid_dim "
+    16: "index_n_heads q_lora_rank kv_lora_rank qk_head_dim mamba_dt_rank attention_head_dim prompt_mid_dim "
     "mamba_chunk_size chunk_size block_size hc_lowrank ple_embed_per_layer",
     8: "head_dim d_kv d_head dim_head qk_rope_head_dim qk_nope_head_dim v_head_dim kv_channels linear_head_dim "
     "linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size query_pre_attn_scalar "
@@ -38,8 +38,8 @@ NAMES: dict[int, str] = {
     "local_attention keep_window_size local_attention_window_len swa_window_size attention_window",
     4: "num_hidden_layers n_layer n_layers num_attention_heads n_head n_heads num_heads decoder_attention_heads "
     "encoder_attention_heads attention_heads num_encoder_attention_heads num_decoder_attention_heads rotary_dim "
-    "num_experts n_routed_experts num_local_experts moe_num_experts index_n_heads linear_num_value_heads "
-    "linear_num_heads mamba_d_conv conv_kernel swa_num_attention_heads num_blocks index_topk_unused index_topk_blocks "
+    "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads "
+    "linear_num_heads mamba_d_conv conv_kernel swa_num_attention_heads num_blocks index_topk_blocks "
     "num_layers index_block_size",
     2: "num_key_value_heads num_kv_heads encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
     "num_experts_per_tok num_experts_per_token moe_topk linear_num_key_heads swa_num_key_value_heads moe_k "
@@ -60,6 +60,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
+ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention"] * 2},
@@ -71,12 +72,28 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 48}},
     "zaya": {"num_experts_per_tok": 1},
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16)},
+    "zamba": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"], **ZAMBA},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "qwen4_exp_text": {
+        **{"indexer_compress_ratio": 4, "indexer_budget": 12, "indexer_n_heads": 4, "indexer_kv_heads": 2},
+        "indexer_head_dim": 8,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "led": {"attention_window": 8},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "bailing_hybrid": {"layer_group_size": 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 1, "n_mamba_heads": 8, **ZAMBA},
 }
 """Values of a model type that have to fit each other."""
 
@@ -97,7 +114,7 @@ def _small(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> dict[str, A
     for name, token in TOKENS.items():
         if isinstance(given.get(name), int) and given[name] >= VOCAB:
             small[name] = token
-    if "decoder_start_token_id" in given:
+    if "decoder_start_token_id" in given or getattr(default, "is_encoder_decoder", False):
         small["decoder_start_token_id"] = 2
     for name in getattr(kind, "sub_configs", None) or {}:
         if isinstance(part := getattr(default, name, None), PreTrainedConfig):

@@ -1,0 +1,217 @@
+"""Which architectures of the installed transformers work: tiny random models of each are made, run and compared.
+
+Three ragged prompts together, drafts of four tokens of which every other round's are wrong, greedy, against
+transformers' own `generate` of each prompt alone. Every architecture runs in a process of its own, so that a crash or
+one that never ends is seen as such.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
+from slipstream.core.request import Request
+from slipstream.core.round import Context, Round
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.model import ModelDrafter
+from slipstream.models.families import first_sentence
+from slipstream.models.loading import load_scorer
+from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
+
+TOKENS, GAMMA = 12, 4
+SECONDS = 60.0
+"""How long one architecture may take."""
+
+VERDICTS = ("works", "refused", "differs", "fails", "not tried")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class of models that writes text, with its configuration."""
+
+    config: Any
+    kind: Any
+
+    @property
+    def family(self) -> str:
+        """The type that transformers calls it by."""
+        return self.config.model_type
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.kind.__name__
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an architecture. The verdict is one of `VERDICTS`; `way` is how it rolls back, `why` the reason
+    where it does not work, in one sentence."""
+
+    family: str
+    name: str
+    encoder: bool
+    verdict: str
+    way: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+
+def architectures(names: Sequence[str] = ()) -> list[Architecture]:
+    """All of the installed transformers, or those of these families or classes. Raises ValueError for unknown names."""
+    found = []
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        for config, kinds in mapping.items():
+            found += [Architecture(config, kind) for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+    known = {name.lower() for each in found for name in (each.family, each.name)}
+    if unknown := [name for name in names if name.lower() not in known]:
+        raise ValueError(
+            f"{', '.join(unknown)}: transformers has no such model for texts; name a type, such as qwen3_next, or a "
+            "class, such as LlamaForCausalLM."
+        )
+    wanted = {name.lower() for name in names}
+    return [each for each in found if not wanted or {each.family.lower(), each.name.lower()} & wanted]
+
+
+def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[Outcome]:
+    """Try each in a process of its own, for at most so many seconds."""
+    ways = multiprocessing.get_all_start_methods()
+    processes = multiprocessing.get_context("fork" if "fork" in ways else None)
+    for each in chosen:
+        ours, its = processes.Pipe()
+        started = perf_counter()
+        process = processes.Process(target=_send, args=(each, its))
+        process.start()
+        its.close()
+        try:
+            outcome = ours.recv() if ours.poll(seconds) else _failed(each, f"it did not end within {seconds:g} seconds")
+        except EOFError:
+            outcome = _failed(each, "its process died")
+        process.kill()
+        process.join()
+        yield replace(outcome, seconds=round(perf_counter() - started, 1))
+
+
+def _send(architecture: Architecture, answers: Connection) -> None:
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        answers.send(attempt(architecture))
+
+
+def attempt(architecture: Architecture) -> Outcome:
+    """Try one, in this process."""
+    blank = _failed(architecture, "")
+    try:
+        model = tiny_model(architecture.kind, tiny_config(architecture.config))
+        asked = _requests(bool(model.config.is_encoder_decoder))
+        wanted = [_generated(model, each) for each in asked]
+    except Exception as error:  # of any kind: what a family needs beside small sizes
+        return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
+    try:
+        target = load_scorer(model)
+        decoder = Decoder(target, EveryOther(ModelDrafter(load_scorer(model))), controller=Fixed(GAMMA))
+        rows = generate(decoder, asked)
+        same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, asked)]
+    except ValueError as error:
+        return replace(blank, verdict="refused", why=first_sentence(error))
+    except Exception as error:
+        return replace(blank, why=f"{type(error).__name__}: {first_sentence(error)}")
+    some = 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+    why = "" if same and some else "its texts are others" if some else "all drafts were accepted, or none"
+    return replace(blank, verdict="differs" if why else "works", way=str(target.way), why=why)
+
+
+def _failed(architecture: Architecture, why: str) -> Outcome:
+    encoder = architecture.config in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    encoder = encoder and MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[architecture.config] is architecture.kind
+    return Outcome(architecture.family, architecture.name, encoder, "fails", why=why)
+
+
+def _text(name: int, count: int) -> tuple[int, ...]:
+    """A random text without the first tokens, which are padding, begin and end."""
+    return tuple(torch.randint(4, VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist())
+
+
+def _requests(encoder: bool) -> list[Request]:
+    """Three prompts of different lengths, across the window of a tiny model, and with an encoder sources beside."""
+    lengths, sources = (15, 3, 9), (6, 17, 2)
+    return [
+        Request(
+            (*((2,) if encoder else ()), *_text(place, length)),  # a decoder begins with its own token
+            Sampling(),
+            TOKENS,
+            source=_text(10 + place, sources[place]) if encoder else None,
+        )
+        for place, length in enumerate(lengths)
+    ]
+
+
+def _generated(model: Any, request: Request) -> list[int]:
+    """The tokens of transformers' own greedy decoding. Raises ValueError if they end early."""
+    for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
+        setattr(model.generation_config, name, None)
+    prompt, source = torch.tensor([request.prompt]), request.source
+    given = {"inputs": prompt, "attention_mask": torch.ones_like(prompt)}
+    if source is not None:
+        read = torch.tensor([source])
+        given = {"inputs": read, "attention_mask": torch.ones_like(read), "decoder_input_ids": prompt}
+    text = model.generate(**given, do_sample=False, num_beams=1, max_new_tokens=TOKENS, pad_token_id=0)[0].tolist()
+    if len(text) != prompt.shape[1] + TOKENS:
+        raise ValueError(f"generate gave {len(text) - prompt.shape[1]} tokens instead of {TOKENS}")
+    return text[prompt.shape[1] :]
+
+
+class EveryOther:
+    """Drafts of another drafter, which are wrong from the second token on in every other round, in every other row."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self._turns = inner, itertools.count()
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The drafts, or wrong ones."""
+        draft = self.inner.propose(context, gammas)
+        if not next(self._turns) % 2:
+            return draft
+        tokens = draft.tokens.clone()
+        tokens[::2, 1:2] = (tokens[::2, 1:2] + 1) % VOCAB
+        return replace(draft, tokens=tokens, law=draft.law and Law(tokens=tokens))
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.inner.observe(round)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as a table in Markdown, with how many there are of each."""
+    lines = ["| type | class | verdict | way, or why not |", "|---|---|---|---|"]
+    for each in sorted(outcomes, key=lambda each: (each.encoder, each.family, each.name)):
+        why = " ".join(each.why.split()).replace("|", "/")
+        lines.append(f"| {each.family} | {each.name} | {each.verdict} | {why or each.way} |")
+    return "\n".join([counted(outcomes), "", *lines])
+
+
+def counted(outcomes: Sequence[Outcome]) -> str:
+    """How many outcomes there are of each kind, in a sentence or two."""
+    parts = []
+    for encoder, what in ((False, "causal"), (True, "encoder-decoder")):
+        some = [each.verdict for each in outcomes if each.encoder == encoder]
+        if some:
+            counts = [f"{some.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in some]
+            parts.append(f"{len(some)} {what} architectures: {', '.join(counts)}.")
+    return " ".join(parts)
