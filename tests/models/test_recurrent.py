@@ -84,7 +84,7 @@ def fresh(scorer: StateScorer) -> StateScorer:
     return scorer
 
 
-# ---- the contract ---------------------------------------------------------------------------------------------------
+# ---- the contract --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -153,7 +153,7 @@ def test_a_row_can_go_back_to_any_length() -> None:
     assert rows.scorer.lengths == [12, 2] or max(rows.scorer.lengths) < 20
 
 
-# ---- texts ------------------------------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------------------------
 
 
 def spoiled(inner: ModelDrafter) -> Altered:
@@ -194,7 +194,7 @@ def test_rows_that_join_and_leave_change_nothing() -> None:
     assert [row.output for row in generate(replace(decoder, batch_size=3), requests)] == single
 
 
-# ---- the law ----------------------------------------------------------------------------------------------------------
+# ---- the law -------------------------------------------------------------------------------------------------------
 
 THREE = 3
 PROMPT = (0, 2, 1)
@@ -245,7 +245,7 @@ def test_control_the_law_is_another_if_one_layer_is_not_restored(monkeypatch: py
     assert total_variation(law(target, draft), want) > WRONG
 
 
-# ---- the certificate --------------------------------------------------------------------------------------------------
+# ---- the certificate -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("target", "draft"), [("qwen3_5", "qwen3_5"), ("lfm2", "lfm2")])
@@ -262,7 +262,7 @@ def test_the_certificate_fails_if_one_layer_is_not_restored(monkeypatch: pytest.
     assert check(engine, [text(1, 9), text(2, 4)], samples=256, max_new_tokens=12).verdict == "fail"
 
 
-# ---- what is refused, and what is loaded ----------------------------------------------------------------------------
+# ---- what is refused, and what is loaded ---------------------------------------------------------------------------
 
 
 def test_trees_are_refused_in_one_sentence() -> None:

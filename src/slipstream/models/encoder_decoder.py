@@ -273,7 +273,9 @@ def source_form(model: PreTrainedModel) -> SourceForm:
         frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
         return SourceForm(0, None, (config.num_mel_bins, frames))
     longest = getattr(config, "max_position_embeddings", None)
-    return SourceForm(model.get_encoder().get_input_embeddings().num_embeddings, longest)
+    # FSMT's encoder is a plain module, which does not tell.
+    embeddings = getattr(model.get_encoder(), "get_input_embeddings", model.get_input_embeddings)()
+    return SourceForm(embeddings.num_embeddings, longest)
 
 
 def _projections(decoder: nn.Module) -> list[_Projections]:

@@ -91,8 +91,8 @@ def load_scorer(
     name = name or model.config.name_or_path or type(model).__name__
     try:
         return _causal(model, name, mode, mine=not isinstance(source, PreTrainedModel))
-    except ValueError as error:
-        return _stateful(model, name, mode, error)
+    except ValueError:
+        return _stateful(model, name, mode)
 
 
 def _causal(model: PreTrainedModel, name: str, mode: Mode, mine: bool) -> CausalScorer:
@@ -109,10 +109,8 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, mine: bool) -> Causal
     return scorer
 
 
-def _stateful(model: PreTrainedModel, name: str, mode: Mode, error: ValueError) -> StateScorer:
-    """The Scorer of a model with states. Raises ValueError, the first one if it says more, where that is inexact."""
-    if model.config.is_encoder_decoder:
-        raise error
+def _stateful(model: PreTrainedModel, name: str, mode: Mode) -> StateScorer:
+    """The Scorer of a model with states. Raises ValueError if that is inexact too."""
     scorer = StateScorer(model, name)
     if mode.compiled:
         warnings.warn(f"{name} runs eagerly: it keeps a state.", RuntimeWarning, stacklevel=4)

@@ -1,5 +1,5 @@
-"""Models whose memory cannot be rolled back by a length, as Scorers: recurrent, convolutional and hybrid ones, and those
-that transformers' own cache alone can serve.
+"""Models that cannot be rolled back by a length, as Scorers: recurrent, convolutional and hybrid ones, and those
+that only transformers' own cache can serve.
 
 Every row has a state of its own, in whatever cache transformers makes for the model. Rows run together where they have
 read equally many tokens and get equally many, so that no padding ever touches a state. After a rollback a row's state
@@ -8,7 +8,6 @@ from before the round is brought forward by one more pass over the accepted toke
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,10 @@ from slipstream.cache.recurrent import StateCache
 from slipstream.core.draft import Tree
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
+from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import logits_alone, longest_text, probe, windows_of
-from slipstream.models.states import STATE_NAMES, apart, joined, size
+from slipstream.models.families import longest_text, probe, windows_of
+from slipstream.models.states import apart, joined, size
 
 PREFILL_TOKENS = 512
 """Tokens of one prefill pass: bounds the memory of activations for long prompts."""
@@ -56,18 +56,22 @@ class StateScorer:
     """
 
     execution = None
-    source_form: SourceForm | None = None
 
     def __init__(self, model: PreTrainedModel, name: str | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.model: Any = model.eval()
         self.device = model.device
         self.vocab, self.context = vocabulary_of(model), longest_text(model.config.get_text_config())
-        self._accepts = inspect.signature(model.forward).parameters
+        self._calls = calls_of(model)
         self._alone = False  # whether every token is fed by itself, so that no bit depends on its company
         self._costs: tuple[int, int] | None = None
         self.clear()
         self.way = self._find_way()
+
+    @property
+    def source_form(self) -> SourceForm | None:
+        """The form of the sources that its encoder reads; None for a model without an encoder."""
+        return self._calls.form
 
     @property
     def windows(self) -> set[int]:
@@ -78,7 +82,9 @@ class StateScorer:
         """The first way in which the model is exact."""
         faults = []
         for self.way in WAYS:
-            if self.way.positions and "position_ids" not in self._accepts:
+            if (self.way.positions and not self._calls.takes_positions) or (
+                self.way.together and not self._calls.joins_rows
+            ):
                 continue
             try:
                 probe(self, type(self.model).__name__)
@@ -93,6 +99,7 @@ class StateScorer:
         """Begin anew, without rows."""
         self._cache: StateCache[Any] = StateCache(size)
         self._texts: list[list[int]] = []  # of every row, to read again what a state has to forget
+        self._beside: list[Any] = []  # what an encoder has read for each
 
     def sharing_rows(self, model: Any, name: str) -> StateScorer:
         """Raises ValueError: what some layers of a model add to its states could not be taken back from the others."""
@@ -106,7 +113,9 @@ class StateScorer:
         return self._cache.lengths
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows."""
+        """Append empty rows; an encoder reads the source of each."""
+        with torch.inference_mode():
+            self._beside += [self._calls.read(source) for source in sources or [None] * rows]
         self._cache.add(rows)
         self._texts += [[] for _ in range(rows)]
 
@@ -114,12 +123,14 @@ class StateScorer:
         """Append copies of these rows, in this order; a row may be named several times."""
         self._cache.fork(rows)
         self._texts += [list(self._texts[row]) for row in rows]
+        self._beside += [self._beside[row] for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         gone = set(rows)
         self._cache.free(rows)
         self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
+        self._beside = [each for row, each in enumerate(self._beside) if row not in gone]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
@@ -150,14 +161,15 @@ class StateScorer:
     def _measure(self) -> tuple[int, int]:
         """The bytes of a state, and those that every token adds, by those of two short texts."""
         if self._costs is None:
-            short, long = (size(self._read(None, [0] * count)) for count in (1, 9))
+            with torch.inference_mode():
+                beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
+                short, long = (self._size_of([0] * count, beside) for count in (1, 9))
             self._costs = short - (long - short) // 8, (long - short) // 8
         return self._costs
 
-    @torch.inference_mode()
-    def _read(self, state: Any, tokens: list[int]) -> Any:
-        """The state behind tokens of one row."""
-        return self._run([state], 0, torch.tensor([tokens], device=self.device), 1)[1][0]
+    def _size_of(self, text: list[int], beside: Any) -> int:
+        tokens = torch.tensor([text], device=self.device)
+        return sum(map(size, self._run([None], 0, tokens, 1, beside)[1]))
 
     # ---- passes ----
 
@@ -168,8 +180,8 @@ class StateScorer:
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed `counts[r]` of tokens (rows, n) to the rows from `first` on -> logits (rows, n, vocab). Those of padding,
-        which is not fed, are 0."""
+        """Feed `counts[r]` of tokens (rows, n) to the rows from `first` on -> logits (rows, n, vocab). Padding is
+        not fed, and its logits are 0."""
         if tree is not None:
             raise ValueError(f"{self.name} keeps a state, which follows one line of tokens: draft chains, not trees.")
         fed = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
@@ -200,8 +212,8 @@ class StateScorer:
         for places in self._groups(fed, first):
             rows = [first + place for place in places]
             states, known = [self._cache.state(row) for row in rows], self._cache.known(rows[0])
-            tokens = torch.tensor([fed[place] for place in places], device=self.device)
-            logits, behind = self._run(states, known, tokens, keep)
+            new = torch.tensor([fed[place] for place in places], device=self.device)
+            logits, behind = self._run(states, known, new, keep, self._beside[rows[0]])
             for place, row, state, some in zip(places, rows, behind, logits, strict=True):
                 self._cache.write(row, state)
                 self._texts[row] += fed[place]
@@ -213,8 +225,8 @@ class StateScorer:
         """Read again what a row kept of tokens that its state had to forget with others."""
         known = self._cache.known(row)
         if lost := self._texts[row][known:]:
-            tokens = torch.tensor([lost], device=self.device)
-            _, (state,) = self._run([self._cache.state(row)], known, tokens, 1)
+            again = torch.tensor([lost], device=self.device)
+            _, (state,) = self._run([self._cache.state(row)], known, again, 1, self._beside[row])
             self._cache.bring_forward(row, state)
 
     def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
@@ -227,7 +239,9 @@ class StateScorer:
                 groups.setdefault((length, len(tokens), *([place] if apart else [])), []).append(place)
         yield from groups.values()
 
-    def _run(self, states: Sequence[Any], known: int, tokens: Tensor, keep: int) -> tuple[Tensor, list[Any]]:
+    def _run(
+        self, states: Sequence[Any], known: int, tokens: Tensor, keep: int, beside: Any
+    ) -> tuple[Tensor, list[Any]]:
         """Tokens (rows, n) behind states of `known` tokens -> logits (rows, n, vocab), and the states behind them."""
         state = joined(states) if known else None
         width = 1 if self._alone and not keep else self.way.width
@@ -235,35 +249,17 @@ class StateScorer:
         while tokens.shape[1]:
             # What comes first can be read at once also where later tokens have to be fed one by one.
             step = tokens[:, : width if width and (known or self._alone) else None]
-            out = self._call(step, known, state, keep)
-            state = self._state_in(out)
+            places = torch.arange(known, known + step.shape[1], device=self.device).expand(len(step), -1)
+            options = {"position_ids": places} if self.way.positions else {}
+            out = self._calls(step, state, beside, logits_to_keep=keep, **options)
+            state = self._calls.state(out)
+            if state is None:
+                raise ValueError(f"{self.name} hands out no state, so nothing can be rolled back; use another model.")
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
         return torch.cat(logits, 1), apart(state, len(states))
 
-    def _call(self, tokens: Tensor, known: int, state: Any, keep: int) -> Any:
-        handed: dict[str, Any] = {"use_cache": True}
-        if state is not None:
-            handed[self._state_name] = state
-        if self.way.positions:
-            places = torch.arange(known, known + tokens.shape[1], device=self.device)
-            handed["position_ids"] = places.expand(len(tokens), -1)
-        if "logits_to_keep" in self._accepts:
-            handed["logits_to_keep"] = keep
-        return self.model(input_ids=tokens, **handed)
-
-    @property
-    def _state_name(self) -> str:
-        return next((name for name in STATE_NAMES if name in self._accepts), STATE_NAMES[0])
-
-    def _state_in(self, out: Any) -> Any:
-        """What the model remembers. Raises ValueError if it hands out nothing."""
-        state = getattr(out, self._state_name, None)
-        if state is None:
-            raise ValueError(f"{self.name} hands out no state, so nothing can be rolled back; use another model.")
-        return state
-
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """The logits (1, n, vocab) of one text by the model's own ways, without a state."""
-        return logits_alone(self.model, text)
+        return self._calls.alone(text, source)

@@ -18,7 +18,7 @@ def copied(state: Any) -> Any:
 
 def joined(states: Sequence[Any]) -> Any:
     """One state of several rows, from those of each; all have read equally many tokens."""
-    return _rebuilt(states, torch.cat) if len(states) > 1 else copied(states[0])
+    return _rebuilt(states, lambda same: torch.cat(list(same))) if len(states) > 1 else copied(states[0])
 
 
 def apart(state: Any, rows: int) -> list[Any]:
@@ -72,8 +72,3 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
         parts = vars(thing).values()
     for part in parts:
         yield from _tensors(part)
-
-
-STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""How models call what they hand from pass to pass, in their arguments and in what they return."""
-

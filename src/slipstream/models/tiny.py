@@ -43,7 +43,8 @@ NAMES: dict[int, str] = {
     "num_layers index_block_size",
     2: "num_key_value_heads num_kv_heads encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
     "num_experts_per_tok num_experts_per_token moe_topk linear_num_key_heads swa_num_key_value_heads moe_k "
-    "mamba_n_groups n_groups attn_layer_period max_window_layers zero_expert_num n_mamba_heads num_global_key_value_heads",
+    "mamba_n_groups n_groups attn_layer_period max_window_layers zero_expert_num n_mamba_heads "
+    "num_global_key_value_heads",
     1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts attn_layer_offset "
     "first_k_dense_replace num_dense_layers num_kv_shared_layers moe_layer_start_index router_jitter",
     12: "relative_attention_max_distance position_bias_max_distance relative_max_distance index_topk",
@@ -70,7 +71,10 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48},
+    },
     "zaya": {"num_experts_per_tok": 1},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16)},
     "zamba": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"], **ZAMBA},
@@ -78,7 +82,10 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "qwen4_exp_text": {
-        **{"indexer_compress_ratio": 4, "indexer_budget": 12, "indexer_n_heads": 4, "indexer_kv_heads": 2},
+        "indexer_compress_ratio": 4,
+        "indexer_budget": 12,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 2,
         "indexer_head_dim": 8,
     },
     "cohere_compass_text": {

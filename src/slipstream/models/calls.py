@@ -1,0 +1,115 @@
+"""Calling models of transformers by their own ways: with their own caches, and beside them what an encoder has read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.core.source import Source, SourceForm
+from slipstream.models.encoder_decoder import source_form
+from slipstream.models.families import logits_alone
+
+STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
+"""How models call what they hand from pass to pass, in their arguments and in what they return."""
+
+
+class Calls(Protocol):
+    """How a model is called: for new tokens behind a state, and for a whole text."""
+
+    takes_positions: bool
+    joins_rows: bool
+    """Whether rows can share a pass: sources differ, so that those of an encoder-decoder cannot."""
+
+    @property
+    def form(self) -> SourceForm | None:
+        """The form of the sources that an encoder reads."""
+        ...
+
+    def read(self, source: Source | None) -> Any:
+        """What the decoder looks at of a source."""
+        ...
+
+    def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
+        """An output with logits (rows, n, vocab) of new tokens (rows, n) behind a state (None: at the beginning)."""
+        ...
+
+    def state(self, out: Any) -> Any:
+        """What the model remembers; None if it hands out nothing."""
+        ...
+
+    def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
+        """The logits (1, n, vocab) of one text, without a state."""
+        ...
+
+
+def calls_of(model: PreTrainedModel) -> Calls:
+    """How this model is called."""
+    return SourceCalls(model) if model.config.is_encoder_decoder else CausalCalls(model)
+
+
+class CausalCalls:
+    """Calls of a causal language model."""
+
+    form: SourceForm | None = None
+    joins_rows = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        self._takes = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in self._takes
+        self._name = next((name for name in STATE_NAMES if name in self._takes), STATE_NAMES[0])
+
+    def read(self, source: Source | None) -> None:
+        """Nothing: there is no encoder."""
+
+    def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
+        known = {name: option for name, option in options.items() if name in self._takes}
+        handed = {} if state is None else {self._name: state}  # without one, the model makes the kind it needs
+        return self.model(input_ids=tokens, use_cache=True, **handed, **known)
+
+    def state(self, out: Any) -> Any:
+        """What the model remembers; None if it hands out nothing."""
+        return getattr(out, self._name, None)
+
+    def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
+        """The logits (1, n, vocab) of one text, without a state."""
+        return logits_alone(self.model, text)
+
+
+class SourceCalls:
+    """Calls of an encoder-decoder, whose encoder reads every source once. Raises ValueError if it reads no text."""
+
+    takes_positions = False
+    joins_rows = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        self.form = source_form(model)
+
+    def read(self, source: Source | None) -> dict[str, Any]:
+        """The encoder's states, and which of them are to be looked at. Raises ValueError without a source."""
+        if source is None:
+            raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
+        given, encoder = self.form.cut(source), self.model.get_encoder()
+        if isinstance(given, Tensor):
+            return {"encoder_outputs": encoder(given[None].to(self.model.device, self.model.dtype))}
+        ids = torch.tensor([given], device=self.model.device)
+        heard = torch.ones_like(ids)
+        return {"encoder_outputs": encoder(input_ids=ids, attention_mask=heard), "attention_mask": heard}
+
+    def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
+        return self.model(decoder_input_ids=tokens, past_key_values=state, use_cache=True, **beside)
+
+    def state(self, out: Any) -> Any:
+        """What the decoder remembers; None if it hands out nothing."""
+        return getattr(out, "past_key_values", None)
+
+    def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
+        """The logits (1, n, vocab) of one text, without a state."""
+        tokens = torch.tensor([text], device=self.model.device)
+        return self.model(decoder_input_ids=tokens, use_cache=False, **self.read(source)).logits
