@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from slipstream.models.loading import load_scorer
 from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
 
 TOKENS, GAMMA = 12, 4
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "max_new_tokens": TOKENS, "pad_token_id": 0}
 SECONDS = 60.0
 """How long one architecture may take."""
 
@@ -42,10 +44,12 @@ VERDICTS = ("works", "refused", "differs", "fails", "not tried")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of models that writes text, with its configuration."""
+    """A class of models that writes text, with its configuration, and whether it stands among those that read another
+    text, or a sound, first."""
 
     config: Any
     kind: Any
+    encoder: bool
 
     @property
     def family(self) -> str:
@@ -75,9 +79,11 @@ class Outcome:
 def architectures(names: Sequence[str] = ()) -> list[Architecture]:
     """All of the installed transformers, or those of these families or classes. Raises ValueError for unknown names."""
     found = []
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+    for encoder, mapping in enumerate((MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)):
         for config, kinds in mapping.items():
-            found += [Architecture(config, kind) for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+            found += [
+                Architecture(config, kind, bool(encoder)) for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+            ]
     known = {name.lower() for each in found for name in (each.family, each.name)}
     if unknown := [name for name in names if name.lower() not in known]:
         raise ValueError(
@@ -109,6 +115,7 @@ def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterat
 
 def _send(architecture: Architecture, answers: Connection) -> None:
     torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answers.send(attempt(architecture))
@@ -138,9 +145,7 @@ def attempt(architecture: Architecture) -> Outcome:
 
 
 def _failed(architecture: Architecture, why: str) -> Outcome:
-    encoder = architecture.config in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    encoder = encoder and MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[architecture.config] is architecture.kind
-    return Outcome(architecture.family, architecture.name, encoder, "fails", why=why)
+    return Outcome(architecture.family, architecture.name, architecture.encoder, "fails", why=why)
 
 
 def _text(name: int, count: int) -> tuple[int, ...]:
@@ -167,11 +172,10 @@ def _generated(model: Any, request: Request) -> list[int]:
     for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, name, None)
     prompt, source = torch.tensor([request.prompt]), request.source
-    given = {"inputs": prompt, "attention_mask": torch.ones_like(prompt)}
-    if source is not None:
-        read = torch.tensor([source])
-        given = {"inputs": read, "attention_mask": torch.ones_like(read), "decoder_input_ids": prompt}
-    text = model.generate(**given, do_sample=False, num_beams=1, max_new_tokens=TOKENS, pad_token_id=0)[0].tolist()
+    read = prompt if source is None else torch.tensor([source])
+    beside = {} if source is None else {"decoder_input_ids": prompt}
+    heard = torch.ones_like(read)
+    text = model.generate(read, attention_mask=heard, **beside, **GREEDY)[0].tolist()
     if len(text) != prompt.shape[1] + TOKENS:
         raise ValueError(f"generate gave {len(text) - prompt.shape[1]} tokens instead of {TOKENS}")
     return text[prompt.shape[1] :]

@@ -22,7 +22,7 @@ from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import can_pack, packed
 from slipstream.models.causal import CausalScorer
-from slipstream.models.families import refuse_unsupported
+from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.load_faults import (
     has_tokenizer,
     model_fault,
@@ -91,7 +91,7 @@ def load_scorer(
     name = name or model.config.name_or_path or type(model).__name__
     try:
         return _causal(model, name, mode, mine=not isinstance(source, PreTrainedModel))
-    except ValueError:
+    except (ValueError, AttributeError, KeyError, TypeError):  # a family that does not have what others have
         return _stateful(model, name, mode)
 
 
@@ -111,7 +111,13 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, mine: bool) -> Causal
 
 def _stateful(model: PreTrainedModel, name: str, mode: Mode) -> StateScorer:
     """The Scorer of a model with states. Raises ValueError if that is inexact too."""
-    scorer = StateScorer(model, name)
+    try:
+        scorer = StateScorer(model, name)
+    except (AttributeError, KeyError, TypeError) as error:
+        kind = type(model).__name__
+        raise ValueError(
+            f"{name} ({kind}) is not called as language models are ({first_sentence(error)}); use another model."
+        ) from error
     if mode.compiled:
         warnings.warn(f"{name} runs eagerly: it keeps a state.", RuntimeWarning, stacklevel=4)
     return scorer

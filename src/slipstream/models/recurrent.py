@@ -22,7 +22,7 @@ from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import longest_text, probe, windows_of
+from slipstream.models.families import first_sentence, longest_text, probe, windows_of
 from slipstream.models.states import apart, joined, size
 
 PREFILL_TOKENS = 512
@@ -80,6 +80,7 @@ class StateScorer:
 
     def _find_way(self) -> Way:
         """The first way in which the model is exact."""
+        self._refuse_stateless()
         faults = []
         for self.way in WAYS:
             if (self.way.positions and not self._calls.takes_positions) or (
@@ -94,6 +95,21 @@ class StateScorer:
             finally:
                 self.clear()
         raise faults[0]
+
+    @torch.inference_mode()
+    def _refuse_stateless(self) -> None:
+        """Raises ValueError for a model that cannot be called with tokens alone, or keeps what it has read to itself."""
+        try:
+            beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
+            out = self._calls(torch.tensor([[self.vocab - 1]], device=self.device), None, beside)
+        except Exception as error:  # models for images, or for other purposes, fail in ways of their own
+            reason = f"{type(error).__name__}: {first_sentence(error)}"
+            raise ValueError(f"{self.name} does not run on a text alone ({reason}); use another model.") from error
+        if getattr(out, "logits", None) is None or self._calls.state(out) is None:
+            raise ValueError(
+                f"{self.name} hands out no state and no keys of what it has read, so every token would take a pass over "
+                "the whole text; use another model."
+            )
 
     def clear(self) -> None:
         """Begin anew, without rows."""
@@ -253,8 +269,6 @@ class StateScorer:
             options = {"position_ids": places} if self.way.positions else {}
             out = self._calls(step, state, beside, logits_to_keep=keep, **options)
             state = self._calls.state(out)
-            if state is None:
-                raise ValueError(f"{self.name} hands out no state, so nothing can be rolled back; use another model.")
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
         return torch.cat(logits, 1), apart(state, len(states))
