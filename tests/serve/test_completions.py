@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many logprobs": ({"logprobs": 1000}, "logprobs"),
     "rule": ({"speculative": {"verify": "guess"}}, "verify"),
     "lossless": ({"speculative": {"verify": "lenient:0.5", "lossless": True}}, "verify"),
-    "minimum above the maximum": ({"min_tokens": 9, "max_tokens": 4}, "min_new_tokens"),
+    "minimum above the maximum": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
 }
 
 

@@ -24,6 +24,9 @@ from slipstream.serve.worker import Worker
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
+FIELDS = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+"""Options of the engine whose fields have other names."""
+
 LONGEST = 4096
 """The most tokens of an answer for which no limit was given, where the target has no limit either."""
 
@@ -137,7 +140,8 @@ def _field_of(message: str, names: Sequence[str]) -> str | None:
     """The field that a sentence begins with or names, for clients that show it."""
     if message.startswith(("prompt ", "the prompt ", "messages of ", "the chat template ")):
         return names[-1]
-    return next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
+    found = next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
+    return FIELDS.get(found, found) if found else None
 
 
 def state_of(request: Request) -> ServerState:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from slipstream.engine.generation import Completion, Piece, TokenLogprobs
 from slipstream.engine.requests import Chat
@@ -33,7 +34,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state = state_of(request)
     state.check_model(body.model)
     tools = Tools.of(body, state)
-    options = _options(body, state, tenant_of(request)) | tool_constraint(tools, state)
+    options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
     chat = Chat(messages, tools.for_template(), body.chat_template_kwargs)
     call = await state.call(request, [chat], options, "messages")
@@ -43,7 +44,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return answered(await unless_gone(request, answer.whole()))
 
 
-def _options(body: ChatRequest, state: ServerState, tenant: str) -> dict[str, Any]:
+def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:
     options = engine_options(body, state.settings, tenant)
     if body.max_completion_tokens is not None:
         if body.max_tokens is not None:
@@ -57,7 +58,7 @@ def _options(body: ChatRequest, state: ServerState, tenant: str) -> dict[str, An
         if wanted > most:
             raise BadRequest(f"top_logprobs={wanted} is above the {most} that this server gives.", "top_logprobs")
         options["logprobs"] = wanted
-    return options | constraint(body, state)
+    return options | constraint(body, state) | tool_constraint(tools, state)
 
 
 class _Answer:

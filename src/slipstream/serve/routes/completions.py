@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from slipstream.engine.generation import Piece, TokenLogprobs
 from slipstream.serve import answers
@@ -38,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state = state_of(request)
     state.check_model(body.model)
-    options = _options(body, state, tenant_of(request))
+    options = await run_in_threadpool(_options, body, state, tenant_of(request))  # grammars may take a while
     call = await state.call(request, _prompts(body, state.settings.limits), options, "prompt")
     answer = _Answer(state, body, call)
     if body.stream:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Chat
@@ -38,7 +39,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     state.check_model(body.model)
     options = engine_options(_decoding(body), state.settings, tenant_of(request))
     options["max_new_tokens"] = body.max_output_tokens or state.longest
-    options |= constraint(_decoding(body), state)
+    options |= await run_in_threadpool(constraint, _decoding(body), state)
     call = await state.call(request, [_prompt(body, state)], options, "input")
     answer = _Answer(state, body, call)
     if body.stream:
