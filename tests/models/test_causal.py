@@ -71,7 +71,8 @@ def test_every_proven_class_is_in_the_contract() -> None:
 def test_the_decoder_of_a_proven_encoder_decoder_is_tried_by_itself(kind: str) -> None:
     """Another class of the same configuration; these count positions from the longest row."""
     config = getattr(transformers, f"{kind.removesuffix('ForCausalLM')}Config")(**{**BART, "is_encoder_decoder": False})
-    model = getattr(transformers, kind)._from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert type(model).__name__ == kind
     assert not is_proven(model)
     with pytest.raises(ValueError, match="other logits"):
         CausalScorer(model, "toy")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from slipstream.cli.app import app, say
+from slipstream.text.jsontext import json_text
 
 
 @app.command()
@@ -30,13 +30,13 @@ def models(
     chosen = architectures(names or ())
     if not try_:
         for each in chosen:
-            print(json.dumps({"family": each.family, "name": each.name}) if as_json else f"{each.family}  {each.name}")
+            print(json_text({"family": each.family, "name": each.name}) if as_json else f"{each.family}  {each.name}")
         return
     outcomes: list[Outcome] = []
     for outcome in attempts(chosen, seconds):
         outcomes.append(outcome)
         if as_json:
-            print(json.dumps(asdict(outcome)), flush=True)
+            print(json_text(asdict(outcome)), flush=True)
         elif not markdown:
             why = outcome.why or outcome.way
             print(f"{outcome.family:24} {outcome.name:40} {outcome.verdict:9} {why}", flush=True)

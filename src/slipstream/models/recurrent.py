@@ -98,7 +98,7 @@ class StateScorer:
 
     @torch.inference_mode()
     def _refuse_stateless(self) -> None:
-        """Raises ValueError for a model that cannot be called with tokens alone, or keeps what it has read to itself."""
+        """Raises ValueError for a model that cannot be called with tokens alone, or hands out nothing to go on with."""
         try:
             beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
             out = self._calls(torch.tensor([[self.vocab - 1]], device=self.device), None, beside)
@@ -107,8 +107,8 @@ class StateScorer:
             raise ValueError(f"{self.name} does not run on a text alone ({reason}); use another model.") from error
         if getattr(out, "logits", None) is None or self._calls.state(out) is None:
             raise ValueError(
-                f"{self.name} hands out no state and no keys of what it has read, so every token would take a pass over "
-                "the whole text; use another model."
+                f"{self.name} hands out no state and no keys of what it has read, so every token would take a pass "
+                "over the whole text; use another model."
             )
 
     def clear(self) -> None:

@@ -1,0 +1,92 @@
+"""`slipstream models`: tiny models of architectures are tried as transformers has them, and what is wrong is seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from time import sleep
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from slipstream.check import families
+from slipstream.check.families import Architecture, attempt, attempts, counted, table
+from slipstream.cli import app as cli
+
+LLAMA = Architecture(LlamaConfig, LlamaForCausalLM, False)
+
+WAYS = {
+    "OlmoForCausalLM": "length",
+    "RobertaForCausalLM": "length",
+    "BartForCausalLM": "state",
+    "BloomForCausalLM": "state",
+    "GPTNeoForCausalLM": "state",
+    "Qwen3NextForCausalLM": "state",
+    "Lfm2ForCausalLM": "state",
+    "NemotronHForCausalLM": "state",
+    "DeepseekV32ForCausalLM": "state",
+    "JambaForCausalLM": "state, token by token",
+    "T5ForConditionalGeneration": "length",
+    "LEDForConditionalGeneration": "state",
+    "NllbMoeForConditionalGeneration": "state",
+}
+
+
+def one(name: str) -> Architecture:
+    (found,) = families.architectures([name])
+    return found
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_works_and_by_which_way(name: str) -> None:
+    outcome = attempt(one(name))
+    assert (outcome.verdict, outcome.way) == ("works", WAYS[name]), outcome.why
+
+
+@pytest.mark.parametrize("name", ["OpenAIGPTLMHeadModel", "RecurrentGemmaForCausalLM", "XLMWithLMHeadModel"])
+def test_what_hands_out_no_state_is_refused_in_one_sentence(name: str) -> None:
+    outcome = attempt(one(name))
+    assert outcome.verdict == "refused"
+    assert outcome.why.startswith(f"{name} hands out no state") and outcome.why.endswith("use another model.")
+
+
+def test_control_texts_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that is never rolled back, in a model that is not tried when it is loaded."""
+    name = "Qwen3NextForCausalLM"
+    monkeypatch.setattr("slipstream.models.recurrent.probe", lambda scorer, kind: None)
+    monkeypatch.setattr("slipstream.models.recurrent.joined", lambda states: states[0])
+    assert attempt(one(name)).verdict == "differs"
+
+
+def test_a_process_that_dies_or_never_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(architecture: Architecture) -> Any:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(families, "attempt", die)
+    (died,) = attempts([LLAMA])
+    assert (died.verdict, died.why) == ("fails", "its process died")
+    monkeypatch.setattr(families, "attempt", lambda architecture: sleep(60))
+    (late,) = attempts([LLAMA], seconds=0.5)
+    assert late.verdict == "fails" and "did not end within 0.5 seconds" in late.why
+
+
+def test_the_table_counts_and_gives_reasons() -> None:
+    works = attempt(LLAMA)
+    refused = replace(works, family="x", name="X", encoder=True, verdict="refused", why="first\nsecond | third")
+    text = table([refused, works])
+    assert counted([works]) == "1 causal architectures: 1 works."
+    assert "| llama | LlamaForCausalLM | works | length |" in text
+    assert text.endswith("| x | X | refused | first second / third |")
+
+
+def test_the_command_prints_a_line_for_each_and_names_the_unknown() -> None:
+    done = CliRunner().invoke(cli.app, ["models", "--try", "--json", "olmo2"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[0])
+    assert (found["family"], found["verdict"], found["way"]) == ("olmo2", "works", "length")
+    listed = CliRunner().invoke(cli.app, ["models", "qwen3_next"])
+    assert listed.stdout.split() == ["qwen3_next", "Qwen3NextForCausalLM"]
+    with pytest.raises(ValueError, match=r"^no_such: transformers has no such model .*\.$"):
+        families.architectures(["no_such"])
