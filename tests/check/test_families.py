@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -90,3 +91,13 @@ def test_the_command_prints_a_line_for_each_and_names_the_unknown() -> None:
     assert listed.stdout.split() == ["qwen3_next", "Qwen3NextForCausalLM"]
     with pytest.raises(ValueError, match=r"^no_such: transformers has no such model .*\.$"):
         families.architectures(["no_such"])
+
+
+@pytest.mark.slow
+def test_the_table_in_the_docs_is_what_is_found() -> None:
+    """A family that stops working is seen, and one that begins to."""
+    written = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    outcomes = list(attempts(families.architectures()))
+    assert len(outcomes) > 200
+    for line in table(outcomes).splitlines()[2:]:
+        assert line in written
