@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from drafters.test_contracts import BY_CONTEXT, MADE, OWN, decoder, llama
@@ -17,6 +18,7 @@ from slipstream.core.draws import Rng, draw
 from slipstream.core.protocols import scorers_among
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
+from slipstream.core.source import same_source
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
@@ -653,3 +655,10 @@ def test_control_a_piece_at_the_wrong_place_is_caught(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Counting, "prefill", twice)
     assert generate(Decoder(Counting(), controller=Fixed(0)), requests)[0].output != good
     assert WRONG > EXACT
+
+
+def test_sources_of_sound_are_compared_by_their_features() -> None:
+    sounds = [torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(3, 2), (0, 0), None]
+    same = [[same_source(left, right) for right in sounds] for left in sounds]
+    alike = {(0, 1), (1, 0)}
+    assert same == [[i == j or (i, j) in alike for j in range(len(sounds))] for i in range(len(sounds))]

@@ -199,15 +199,13 @@ def test_calls_in_a_shared_batch_have_the_texts_that_they_have_alone() -> None:
 
 
 def test_what_the_scheduler_is_told(engine: slipstream.Engine) -> None:
-    grammar = object()
-    options = {"priority": -3, "cache_salt": "alice", "prediction": "return a", "grammar": grammar, "max_time": 3}
+    options = {"priority": -3, "cache_salt": "alice", "prediction": "return a", "max_time": 3}
     for generation in engine.prepare(PROMPTS, {**options, "n": 2}).generations:
         request = generation.request
         assert (request.priority, request.cache_salt, request.max_time) == (-3, "alice", 3)
-        assert request.grammar is grammar
         assert engine.decode(request.prediction) == "return a"
     first = engine.prepare(["x"], {}).generations[0].request
-    assert (first.priority, first.cache_salt, first.prediction, first.grammar) == (0, "", (), None)
+    assert (first.priority, first.cache_salt, first.prediction) == (0, "", ())
 
 
 @pytest.mark.parametrize("pieces", [True, False])

@@ -213,7 +213,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"priority": 0.5}, "priority=0.5 is not possible"),
     ({"cache_salt": 5}, r"cache_salt is 5 \(int\), but it is a text"),
     ({"prediction": 5}, r"prediction is 5 \(int\), but it is a text"),
-    ({"grammar": "x"}, "grammar is a text, but it is a grammar that was made of one"),
+    ({"grammar": "x"}, "give one that `engine.grammars` has made"),
     ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens and max_new_tokens are one option: give one of them"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 is not possible"),
     ({"min_tokens": 9, "max_tokens": 4}, "min_new_tokens=9 is above max_new_tokens=4"),

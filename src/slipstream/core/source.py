@@ -87,3 +87,10 @@ def check_source(form: SourceForm | None, source: Source | None, where: str, mod
         raise ValueError(f"{where} has no source, but {model} is an encoder-decoder and reads one.")
     else:
         form.check(source, where, model)
+
+
+def same_source(left: Source | None, right: Source | None) -> bool:
+    """Whether two sources are the same tokens, or the same features bit by bit."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slipstream.cache.prefixes import recalling
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
+from slipstream.core.source import same_source
 from slipstream.decoding.accounting import Stopwatch
 
 
@@ -25,7 +26,9 @@ class Reading:
     def equals(self, row: Row) -> bool:
         """Whether what is read for these rows will do for another one."""
         ours, its = self.rows[0].request, row.request
-        return self.rows[0].tokens == row.tokens and (ours.source, ours.cache_salt) == (its.source, its.cache_salt)
+        if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
+            return False
+        return same_source(ours.source, its.source)
 
 
 class Reader:
