@@ -18,6 +18,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited, scorers_of
 from slipstream.decoding.reading import Reader
 from slipstream.decoding.speculate import play_round
+from slipstream.kernels.threads import release_threads
 
 PREFILL_CHUNK = 512
 """Tokens of prompts that are read between two rounds."""
@@ -123,9 +124,10 @@ class Scheduler:
                 yield round
 
     def close(self) -> None:
-        """Free all rows; those that have not ended stay as they are."""
+        """Free all rows; those that have not ended stay as they are. The next scheduler may run in another thread."""
         self.decoder.target.free(range(len(self.decoder.target.lengths)))
         self.running, self.waiting, self._reader.groups = [], [], []
+        release_threads()
 
     def __enter__(self) -> Self:
         return self

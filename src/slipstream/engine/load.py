@@ -18,6 +18,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
+from slipstream.kernels.threads import release_threads
 from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, source_name
 
 GAMMA = 5
@@ -94,6 +95,7 @@ def load(
         engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, context.notes)
     if compile:
         engine.warm_up()
+    release_threads()  # another thread may be the one that generates
     return engine
 
 
