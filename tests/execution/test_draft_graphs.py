@@ -77,8 +77,9 @@ def test_chains_of_unknown_length_are_made_of_steps(untraced: None) -> None:
     assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs.made} == {1}
 
 
-def test_texts_of_a_batch_have_each_its_temperature(untraced: None) -> None:
-    model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=heat) for heat in (0.3, 1.0, 2.0)]
+@pytest.mark.parametrize("heats", [(0.3, 1.0, 2.0), (0.0, 1.0, 0.7), (2.0, 0.0, 0.0)])
+def test_texts_of_a_batch_have_each_its_temperature(untraced: None, heats: tuple[float, ...]) -> None:
+    model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=heat) for heat in heats]
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([4])
     for left, right in zip(drafts(one, samplers, THREE), drafts(other, samplers, THREE), strict=True):
@@ -187,6 +188,16 @@ def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
     assert sorted(said) == [f"compiling {one.name} for {how} {part}" for part in parts]
 
 
+def test_a_real_graph_drafts_for_greedy_and_sampled_texts_at_once() -> None:
+    model, samplers = tiny(FAMILIES["llama"], num_hidden_layers=1), [Sampling(), Sampling(temperature=1.0)]
+    one, other, said = CausalScorer(model), CausalScorer(model), list[str]()
+    one.make_draft_graphs([], said.append)
+    rounds: Gammas = [(2, 2), (1, 2), (2, 1)]
+    for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
+        _agree(left, right)
+    assert all("sampled drafts of batches" in line for line in said) and said
+
+
 @pytest.mark.skipif(not can_pack(tiny(FAMILIES["llama"])), reason="nothing can be packed here")
 def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> None:
     """Torch keeps graphs by their shapes: one from its cache must read the weights of the model at hand."""
@@ -201,7 +212,8 @@ def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> N
 def _agree(left: Draft, right: Draft) -> None:
     """Up to the drafts' lengths: what stands behind is nobody's."""
     assert left.lengths == right.lengths
-    assert left.law is not None and right.law is not None and left.law.point == right.law.point
+    assert left.law is not None and right.law is not None
+    assert left.law.point == right.law.point and left.law.points == right.law.points
     for row, length in enumerate(left.lengths):
         assert left.tokens[row, :length].tolist() == right.tokens[row, :length].tolist()
         if not left.law.point:

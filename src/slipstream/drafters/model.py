@@ -62,13 +62,13 @@ class ModelDrafter:
 
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
         """The chains by graphs, with the draws they would have token by token; None if there are no such graphs, or if
-        more than temperatures makes the laws. (A batch of greedy and sampled texts is drafted token by token.)"""
+        more than temperatures makes the laws."""
         if self._graphs is None or self._graphs.draft_graphs is None:
             return None
         samplers = [row.request.sampler for row in context.rows]
         known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
         temperatures = [each for each in known if each is not None]
-        if not all(missing) or len(temperatures) < len(samplers) or (any(temperatures) and not all(temperatures)):
+        if not all(missing) or len(temperatures) < len(samplers):
             return None
         chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
         if chances is None:

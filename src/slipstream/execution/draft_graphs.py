@@ -31,8 +31,9 @@ the numbers of the slots (end,), the cache, the source, the temperatures (rows, 
 
 @dataclass(frozen=True)
 class Wish:
-    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens, at a temperature (all 0: the
-    likeliest tokens), among the first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by."""
+    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens, at a temperature (0: the
+    likeliest tokens), among the first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by, if
+    any text is sampled."""
 
     fed: Sequence[Sequence[int]]
     gammas: Sequence[int]
@@ -110,7 +111,10 @@ class DraftGraphs:
         if not math.isfinite(best.sum().item()):
             return None  # drafting token by token says where
         tokens = tokens[:, : wish.gamma]
-        return tokens, Law(tokens=tokens) if laws is None else Law(probs=laws[:, : wish.gamma])
+        if laws is None:
+            return tokens, Law(tokens=tokens)
+        laws, greedy = laws[:, : wish.gamma], tuple(temperature == 0 for temperature in wish.temperatures)
+        return tokens, Law(probs=laws, tokens=tokens, points=greedy) if any(greedy) else Law(probs=laws)
 
     def steps(self, wish: Wish) -> list[int]:
         """How many tokens each graph drafts, one after the other."""
@@ -175,7 +179,7 @@ class DraftGraphs:
             logits = pad_vocabulary(wide(logits), kind.vocab)
             best, token = logits.max(-1)
             if kind.sampled:
-                laws.append((logits / temperatures).softmax(-1))
+                laws.append(_law(logits, token, temperatures))
                 token = inverse(laws[-1], chances[:, place])
             drawn, greatest = [*drawn, token], [*greatest, best]
             tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
@@ -187,6 +191,13 @@ class DraftGraphs:
         masks = {kind: pass_masks.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
         beside = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
         return Pass(tokens, slots, slots, masks, beside)
+
+
+def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
+    """The law (rows, vocab) at each text's temperature, where 0 puts all on the `best` token (rows,)."""
+    greedy = temperatures == 0
+    point = torch.arange(logits.shape[-1]) == best[:, None]
+    return torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
 
 
 @runtime_checkable
