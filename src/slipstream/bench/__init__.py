@@ -27,7 +27,6 @@ from slipstream.bench.records import (
     Output,
     Result,
 )
-from slipstream.decoding.decoder import Decoder
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment, scorers, without_folder
@@ -68,7 +67,7 @@ def measure(
     """
     everyone = contenders or line_up(engine, settings)
     texts = tuple(engine.encode(prompt) for prompt in prompts)
-    _check(engine.decoder, texts, settings)
+    _check(engine, texts, settings)
     eos = frozenset() if settings.ignore_eos else engine.eos
     races = [(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]
     able = {batch: [each for each in everyone if batch <= each.largest_batch] for batch in settings.batches}
@@ -76,19 +75,19 @@ def measure(
     steps, report = iter(range(count)), BenchReport(environment(engine), settings)
     try:
         for batch, temperature in races:
-            task = BenchTask(texts, batch, temperature, settings.max_new_tokens, eos, settings.seed)
+            task = BenchTask(texts, batch, temperature, settings.max_new_tokens, eos, settings.seed, engine.frame)
             run_race(report, task, able[batch], lambda name: on_run(next(steps), count, name) if on_run else None)
     except KeyboardInterrupt:
         report.interrupted = True
     return report
 
 
-def _check(decoder: Decoder, texts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
+def _check(engine: Engine, texts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
     """All must be able to do the same work: whole batches, and texts within every context."""
     if len(texts) < (batch := max(settings.batches)):
         raise ValueError(f"a batch of {batch} needs as many prompts, but there are {len(texts)}.")
-    begin = len(decoder.frame.begin) if decoder.frame else max(map(len, texts))
+    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
     longest = begin + settings.max_new_tokens
-    for name, context in ((scorer.name, scorer.context) for scorer in scorers(decoder)):
+    for name, context in ((scorer.name, scorer.context) for scorer in scorers(engine.decoder)):
         if context and longest > context:
             raise ValueError(f"prompt and new tokens are up to {longest}, but {without_folder(name)} holds {context}.")

@@ -103,7 +103,7 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
                 copy=index,
                 eos=task.eos,
                 seed=task.seed,
-                frame=decoder.frame,
+                frame=task.frame,
             )
             for index, prompt in enumerate(task.prompts)
         ]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slipstream.core.source import Frame
 from slipstream.core.stats import Stats
 from slipstream.decoding.rules import rule
 from slipstream.measure.racing import Spread
@@ -72,7 +73,8 @@ FULL, QUICK = BenchSettings(), BenchSettings(gammas=(5,), batches=(1,), max_new_
 
 @dataclass(frozen=True)
 class BenchTask:
-    """A task for a contender: continue `prompts` (token ids), `batch` at a time."""
+    """A task for a contender: continue `prompts` (token ids), `batch` at a time; with a `frame`, write from them as
+    sources."""
 
     prompts: tuple[tuple[int, ...], ...]
     batch: int
@@ -80,6 +82,7 @@ class BenchTask:
     max_new_tokens: int
     eos: frozenset[int]
     seed: int
+    frame: Frame | None = None
 
 
 @dataclass(frozen=True)

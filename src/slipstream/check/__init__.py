@@ -74,7 +74,8 @@ def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, li
     if settings.gamma is not None:
         decoder = replace(decoder, controller=Fixed(settings.gamma))
     eos = frozenset[int]() if settings.ignore_eos else engine.eos
-    case = Case(decoder, chosen, texts, settings, eos, engine.decode, listener, max(BATCH, decoder.batch_size))
+    batch = max(BATCH, decoder.batch_size)
+    case = Case(decoder, chosen, texts, settings, eos, engine.decode, listener, batch, engine.frame)
     return _in_one_shape(case) if engine.exact_shape else case
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.core.request import Request, Sampler
+from slipstream.core.source import Frame
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import Rule
 from slipstream.measure.requests import request_for
@@ -59,6 +60,7 @@ class Case:
     decode: Callable[[Sequence[int]], str]
     listener: Listener
     batch: int = BATCH
+    frame: Frame | None = None
 
     @property
     def gamma(self) -> int:
@@ -76,7 +78,7 @@ class Case:
                 copy=i,
                 eos=self.eos,
                 seed=self.settings.seed,
-                frame=self.decoder.frame,
+                frame=self.frame,
             )
             for i in range(count or len(prompts))
         ]

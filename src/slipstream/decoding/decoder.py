@@ -11,7 +11,6 @@ from slipstream.core.draft import Draft, Verifier
 from slipstream.core.draws import Rng, draw
 from slipstream.core.protocols import Controller, Drafter, Scorer
 from slipstream.core.round import Context, Round
-from slipstream.core.source import Frame
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.rules import TOKEN
@@ -38,7 +37,6 @@ class Decoder:
     controller: Controller = field(default_factory=lambda: Fixed(5))
     batch_size: int = 8
     rng: Rng = draw
-    frame: Frame | None = None  # around the sources of an encoder-decoder
     inside: bool = False  # a draft: its texts are not to end where no law can be made, any will do
 
     def __post_init__(self) -> None:

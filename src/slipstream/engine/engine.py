@@ -45,7 +45,7 @@ class Engine:
     """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads.
 
     `notes` say in a sentence each what was chosen while loading, such as how a draft with another tokenizer drafts.
-    With an encoder-decoder, prompts are sources; `frame` tells what stands around them.
+    With an encoder-decoder, prompts are sources, and `frame` is what stands around them.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Engine:
         rule: Rule = BLOCK,
         exact_shape: bool = False,
         notes: Sequence[str] = (),
+        frame: Frame | None = None,
     ) -> None:
         self.exact_shape = exact_shape
         self.notes = tuple(notes)
@@ -63,6 +64,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos = eos
         self.rule = rule
+        self.frame = frame
 
     def generate(
         self,
@@ -168,11 +170,6 @@ class Engine:
         begin, source = framed(self.frame, ids)
         check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source)])
         return ids
-
-    @property
-    def frame(self) -> Frame | None:
-        """What stands around sources; None for a causal target."""
-        return self.decoder.frame
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, without special ones; empty if there is no tokenizer."""

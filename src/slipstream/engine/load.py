@@ -11,7 +11,7 @@ from slipstream.core.protocols import Controller
 from slipstream.core.source import Frame
 from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
-from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.drafters.specification import BuildContext, drafter, read_tree
 from slipstream.engine.engine import Engine
@@ -86,13 +86,11 @@ def load(
     if made:
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)
-    if draft is None:
-        plain = Decoder(scorer, batch_size=batch_size, controller=Fixed(0), frame=framing)
-        engine = Engine(plain, tokenizer, _eos(scorer.model, tokenizer), chosen)
-    else:
-        context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
-        decoder = Decoder(scorer, drafter(draft, context), controller=steering, batch_size=batch_size, frame=framing)
-        engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact_shape, context.notes)
+    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
+    parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
+    decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
+    eos = _eos(scorer.model, tokenizer)
+    engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, context.notes, framing)
     if compile:
         engine.warm_up()
     release_threads()  # another thread may be the one that generates

@@ -177,7 +177,7 @@ def make(
     _check(engine, drafters, texts, settings)
     decoder = replace(engine.decoder, verifier=engine.rule.verify, rng=engine.rule.rng)
     report = PlanReport(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
-    how = (settings.max_new_tokens, settings.sampling, settings.seed, decoder.frame)
+    how = (settings.max_new_tokens, settings.sampling, settings.seed, engine.frame)
     tasks = [PlanTask(texts, rows, *how) for rows in settings.batches]
     step = _steps(tasks, len(drafters), settings, on_step)
     for task in tasks:

@@ -154,7 +154,7 @@ def _run(
     settings = BenchSettings((3,), (1,), (temperature,), subject.length, course.repetitions, ignore_eos=False)
     report = BenchReport(environment(subject.engine), settings)
     texts = tuple(subject.engine.encode(source) for source in subject.sources[: course.texts])
-    task = BenchTask(texts, 1, temperature, subject.length, subject.engine.eos, 0)
+    task = BenchTask(texts, 1, temperature, subject.length, subject.engine.eos, 0, subject.engine.frame)
     run_race(report, task, contenders, lambda name: say(f"{subject.name} at temperature {temperature:g}: {name}"))
     return report
 
