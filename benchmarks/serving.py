@@ -108,7 +108,8 @@ def median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """The contenders at every number of streams, by turns."""
+    """The contenders at every number of streams, by turns. No prompt is in a prefix cache, unless it comes twice at
+    once."""
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         mine = stack.enter_context(serving(ours(args), OURS))
@@ -122,8 +123,10 @@ def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any
         engine = library(args)
         for repetition in range(args.repetitions):
             for count in args.streams:
-                some = list(islice(cycle(prompts), max(args.prompts, 2 * count)))
+                head = f"# Part {repetition}.{count}\n"  # so that nobody has read a prompt before
+                some = [head + prompt for prompt in islice(cycle(prompts), max(args.prompts, 2 * count))]
                 for name, server, more in contenders:
+                    more = {**more, "cache_salt": name} if server is mine else more
                     with server.awake():
                         began = perf_counter()
                         answers = asyncio.run(streams(server, some, count, args.max_tokens, more))

@@ -77,6 +77,19 @@ class Reference:
         new = [text(next(self.fresh_names), max(counts)) for _ in counts]
         logits = self.scorer.extend(torch.tensor(new), counts)
         assert logits.shape == (len(counts), max(counts), self.scorer.vocab)
+        return self._gap(logits, new, counts)
+
+    def verify(self, *counts: int) -> float:
+        """Feed the first rows `counts[r]` true tokens and one to three wrong ones behind them, in one pass, and roll
+        the wrong ones back -> largest difference for the true ones, in standard deviations."""
+        new = [text(next(self.fresh_names), max(counts) + 3) for _ in counts]
+        logits = self.scorer.extend(torch.tensor(new), [count + 1 + place % 3 for place, count in enumerate(counts)])
+        texts = zip(self.texts, counts, strict=False)
+        self.scorer.rollback([len(text) + count for text, count in texts])
+        return self._gap(logits, new, counts)
+
+    def _gap(self, logits: torch.Tensor, new: list[list[int]], counts: tuple[int, ...]) -> float:
+        """Append `counts[r]` new tokens to the texts, and compare their logits."""
         gaps = []
         for place, count in enumerate(counts):
             self.texts[place] = [*self.texts[place], *new[place][:count]]
@@ -112,6 +125,7 @@ def contract(model: PreTrainedModel | StateScorer, execution: Execution | None =
     gaps.append(rows.step(2, 3))
     rows.add(3 * WINDOW, 1)  # late, and longer than the others
     gaps += [rows.step(1, 2, 3, 4), rows.step(4, 3, 2, 1)]
+    gaps += [rows.verify(1, 2, 3, 4), rows.step(2, 1, 3, 1), rows.verify(4, 3, 2, 1)]
     rows.free(0, 2)
-    gaps.append(rows.step(2, 2))
+    gaps += [rows.step(2, 2), rows.verify(2, 5), rows.step(1, 1)]
     return max(gaps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,10 +28,11 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
-from slipstream.models import recurrent
+from slipstream.models import recurrent, rewinding
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import load_scorer
 from slipstream.models.recurrent import StateScorer
+from slipstream.models.rewinding import Rewind
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import (
     FAMILIES,
@@ -100,7 +102,7 @@ def test_forked_rows_go_on_by_themselves(family: str) -> None:
 @pytest.mark.parametrize("family", EVERY)
 def test_the_trial_finds_who_has_to_be_fed_token_by_token(family: str) -> None:
     assert scorer(family).way.width == (None if family in SEVERAL else 1)
-    assert str(scorer(family).way) == ("state" if family in SEVERAL else "state, token by token")
+    assert str(scorer(family).way) == ("state, one pass" if family in SEVERAL else "state, token by token")
 
 
 def test_control_several_tokens_at_a_time_are_wrong_for_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +125,46 @@ def _leaking(layer: int) -> Callable[[Sequence[Any]], Any]:
     return joined
 
 
+def _forgetting(layer: int) -> Callable[[Rewind, int, int], Any]:
+    """Goes back within a pass, but for one layer."""
+    proper = Rewind.state_after
+
+    def state_after(rewind: Rewind, row: int, count: int) -> Any:
+        made = proper(rewind, row, count)
+        made.layers[layer] = proper(rewind, row, rewind.count).layers[layer]
+        return made
+
+    return state_after
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "mamba2"])
 def test_control_a_layer_whose_state_is_not_restored_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "joined", _leaking(0))
+    monkeypatch.setattr(Rewind, "state_after", _forgetting(0))
     assert contract(fresh(scorer(family))) > 30 * LOOSE
-    with pytest.raises(ValueError, match="other logits"):  # and the trial sees it too
+    assert str(StateScorer(model(family), "forgetting").way) == "state, two passes"  # the trial sees it too
+    monkeypatch.setattr(recurrent, "joined", _leaking(0))
+    with pytest.raises(ValueError, match="other logits"):
         StateScorer(model(family), "leaking")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_two_passes_lead_to_the_same_states(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fresh(scorer(family))
+    monkeypatch.setattr(target, "way", replace(target.way, rewinds=False))
+    assert contract(target) < LOOSE
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "lfm2"])
+def test_the_state_behind_any_token_of_a_pass_is_that_of_reading_so_many(family: str) -> None:
+    rows = Reference(fresh(scorer(family)))
+    rows.add(11)
+    assert max(max(rows.verify(kept), rows.step(2), rows.step(1)) for kept in range(1, 6)) < LOOSE
+
+
+def test_a_recurrence_of_no_known_kind_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewinding, "recording", lambda: nullcontext([]))
+    target = StateScorer(model("mamba2"))
+    assert str(target.way) == "state, two passes" and contract(target) < LOOSE
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bloom"])
@@ -241,7 +277,7 @@ def test_the_law_of_a_recurrent_target_with_a_draft_of_keys_and_values() -> None
 def test_control_the_law_is_another_if_one_layer_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = small("qwen3_5", 0), small("lfm2", 1)
     want = oracle(target)
-    monkeypatch.setattr(recurrent, "joined", _leaking(1))
+    monkeypatch.setattr(Rewind, "state_after", _forgetting(1))
     assert total_variation(law(target, draft), want) > WRONG
 
 
@@ -258,7 +294,7 @@ def test_the_certificate_passes_on_recurrent_pairs(target: str, draft: str) -> N
 def test_the_certificate_fails_if_one_layer_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = ModelDrafter(fresh(scorer("qwen3_5", 1)))
     engine = Engine(Decoder(fresh(scorer("qwen3_5")), drafter, controller=Fixed(3)), eos=frozenset())
-    monkeypatch.setattr(recurrent, "joined", _leaking(0))
+    monkeypatch.setattr(Rewind, "state_after", _forgetting(0))
     assert check(engine, [text(1, 9), text(2, 4)], samples=256, max_new_tokens=12).verdict == "fail"
 
 

@@ -24,16 +24,19 @@ class StateCache(Generic[State]):
     """A `Cache` of one state per row, whatever a state is; `size` says how many bytes one takes.
 
     A state cannot forget tokens, so every pass leaves a new one, and those before it stay until `rollback`. If that
-    goes to a length between two states, the row has the older one and lacks some tokens, which have to be read again
-    before the next pass: `known` says how many tokens its state holds. States are never written to, so rows that fork
+    goes to a length between two states, `shorten(state, tokens)` is asked for the newer one without its last tokens.
+    Where it has none, the row has the older one and lacks some tokens, which have to be read again before the next
+    pass: `known` says how many tokens its state holds. States are never written to, so rows that fork
     share them. They take no part in the prefix cache: what is stored there are blocks of tokens, and a state cannot be
     cut into blocks.
     """
 
     bytes_per_token = 0  # a state has one size; what else a model keeps counts in `bytes_in_use`
 
-    def __init__(self, size: Callable[[State], int]) -> None:
-        self._size = size
+    def __init__(
+        self, size: Callable[[State], int], shorten: Callable[[State, int], State | None] = lambda state, tokens: None
+    ) -> None:
+        self._size, self._shorten = size, shorten
         self._rows: list[_Row[State]] = []
         self._part = slice(0, 0)
         self._written: dict[int, State] = {}  # by this pass, by row
@@ -107,7 +110,11 @@ class StateCache(Generic[State]):
         for row, length in zip(self._rows, lengths, strict=False):
             assert 0 <= length <= row.length, "rollback only shortens"
             row.length = length
+            newer = next(((known, state) for known, state in row.states if known > length), None)
             row.states = [(known, state) for known, state in row.states if known <= length][-1:]
+            lacking = length > (row.states[-1][0] if row.states else 0)
+            if newer and lacking and (shorter := self._shorten(newer[1], newer[0] - length)) is not None:
+                row.states = [(length, shorter)]
 
     def scrub(self) -> None:
         """Nothing is left of tokens that were rolled back: their states are gone."""

@@ -3,7 +3,8 @@ that only transformers' own cache can serve.
 
 Every row has a state of its own, in whatever cache transformers makes for the model. Rows run together where they have
 read equally many tokens and get equally many, so that no padding ever touches a state. After a rollback a row's state
-from before the round is brought forward by one more pass over the accepted tokens.
+from before the round is brought forward over the accepted tokens: by their recurrences alone (`rewinding`) where these
+are known, by one more pass otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
+from slipstream.models.recurrences import observe
+from slipstream.models.rewinding import RowState, rewindable
 from slipstream.models.states import apart, joined, size
 
 PREFILL_TOKENS = 512
@@ -32,18 +35,25 @@ PREFILL_TOKENS = 512
 @dataclass(frozen=True)
 class Way:
     """How a model can be run exactly: with how many tokens at a time behind others (None: any number), with several
-    rows in one pass, and with positions given. Found out by trying, since models do not tell."""
+    rows in one pass, with positions given, and whether one can go back within a pass. Found out by trying, since models
+    do not tell."""
 
     width: int | None = None
     together: bool = True
     positions: bool = True
+    rewinds: bool = False
 
     def __str__(self) -> str:
-        return "state" if self.width is None else "state, token by token"
+        if self.width is not None:
+            return "state, token by token"
+        return "state, one pass" if self.rewinds else "state, two passes"
 
 
 WAYS = tuple(
-    Way(width, together, positions) for width in (None, 1) for together in (True, False) for positions in (True, False)
+    Way(width, together, positions, rewinds)
+    for width, rewinds in ((None, True), (None, False), (1, False))
+    for together in (True, False)
+    for positions in (True, False)
 )
 """From the fastest to the slowest."""
 
@@ -65,6 +75,7 @@ class StateScorer:
         self._calls = calls_of(model)
         self._alone = False  # whether every token is fed by itself, so that no bit depends on its company
         self._costs: tuple[int, int] | None = None
+        observe(model)
         self.clear()
         self.way = self._find_way()
 
@@ -113,7 +124,7 @@ class StateScorer:
 
     def clear(self) -> None:
         """Begin anew, without rows."""
-        self._cache: StateCache[Any] = StateCache(size)
+        self._cache: StateCache[RowState] = StateCache(lambda kept: size(kept.state), RowState.shortened)
         self._texts: list[list[int]] = []  # of every row, to read again what a state has to forget
         self._beside: list[Any] = []  # what an encoder has read for each
 
@@ -185,7 +196,7 @@ class StateScorer:
 
     def _size_of(self, text: list[int], beside: Any) -> int:
         tokens = torch.tensor([text], device=self.device)
-        return sum(map(size, self._run([None], 0, tokens, 1, beside)[1]))
+        return sum(size(kept.state) for kept in self._run([], 0, tokens, 1, beside)[1])
 
     # ---- passes ----
 
@@ -227,7 +238,7 @@ class StateScorer:
         found: dict[int, Tensor] = {}
         for places in self._groups(fed, first):
             rows = [first + place for place in places]
-            states, known = [self._cache.state(row) for row in rows], self._cache.known(rows[0])
+            states, known = self._states(rows), self._cache.known(rows[0])
             new = torch.tensor([fed[place] for place in places], device=self.device)
             logits, behind = self._run(states, known, new, keep, self._beside[rows[0]])
             for place, row, state, some in zip(places, rows, behind, logits, strict=True):
@@ -242,8 +253,12 @@ class StateScorer:
         known = self._cache.known(row)
         if lost := self._texts[row][known:]:
             again = torch.tensor([lost], device=self.device)
-            _, (state,) = self._run([self._cache.state(row)], known, again, 1, self._beside[row])
+            _, (state,) = self._run(self._states([row]), known, again, 1, self._beside[row])
             self._cache.bring_forward(row, state)
+
+    def _states(self, rows: Sequence[int]) -> list[Any]:
+        """transformers' states of some rows; none if they have read nothing."""
+        return [kept.state for row in rows if (kept := self._cache.state(row)) is not None]
 
     def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
         """Places whose rows can share a pass: equally long, and fed equally many tokens."""
@@ -257,21 +272,29 @@ class StateScorer:
 
     def _run(
         self, states: Sequence[Any], known: int, tokens: Tensor, keep: int, beside: Any
-    ) -> tuple[Tensor, list[Any]]:
+    ) -> tuple[Tensor, list[RowState]]:
         """Tokens (rows, n) behind states of `known` tokens -> logits (rows, n, vocab), and the states behind them."""
-        state = joined(states) if known else None
         width = 1 if self._alone and not keep else self.way.width
+        if self.way.rewinds and not keep and known and width is None and (count := tokens.shape[1]) > 1:
+            out, rewind = rewindable(states, count, lambda state: self._call(tokens, state, known, beside, keep))
+            rows = range(len(tokens))
+            return out.logits, [RowState(rewind.state_after(row, count), rewind, row) for row in rows]
+        state = joined(states) if known else None
         logits = []
         while tokens.shape[1]:
             # What comes first can be read at once also where later tokens have to be fed one by one.
             step = tokens[:, : width if width and (known or self._alone) else None]
-            places = torch.arange(known, known + step.shape[1], device=self.device).expand(len(step), -1)
-            options = {"position_ids": places} if self.way.positions else {}
-            out = self._calls(step, state, beside, logits_to_keep=keep, **options)
+            out = self._call(step, state, known, beside, keep)
             state = self._calls.state(out)
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
-        return torch.cat(logits, 1), apart(state, len(states))
+        return torch.cat(logits, 1), [RowState(each) for each in apart(state, len(out.logits))]
+
+    def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
+        """One pass over tokens (rows, n) behind a state of `known` tokens."""
+        places = torch.arange(known, known + tokens.shape[1], device=self.device).expand(len(tokens), -1)
+        options = {"position_ids": places} if self.way.positions else {}
+        return self._calls(tokens, state, beside, logits_to_keep=keep, **options)
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:

@@ -21,6 +21,16 @@ def joined(states: Sequence[Any]) -> Any:
     return _rebuilt(states, lambda same: torch.cat(list(same))) if len(states) > 1 else copied(states[0])
 
 
+def shared(state: Any) -> Any:
+    """A state of the same tensors, whose objects are its own: for passes that write to no tensor."""
+    return _rebuilt([state], lambda same: same[0])
+
+
+def row_of(state: Any, row: int) -> Any:
+    """The state of one of the rows that ran together, in the same memory."""
+    return _rebuilt([state], lambda same: same[0][row : row + 1])
+
+
 def apart(state: Any, rows: int) -> list[Any]:
     """The states of each of some rows that ran together."""
     if rows == 1:

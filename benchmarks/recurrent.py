@@ -1,0 +1,161 @@
+"""What going back costs a hybrid model: a round with partial acceptance beside a bare pass over as many tokens.
+
+python benchmarks/recurrent.py [--family qwen3_5 nemotron_h] [--gamma 5] [--json FILE]
+
+Models are random, of a size where a pass reads a gigabyte of weights, so that text is none, but costs are real. Drafts
+are the target's own greedy tokens up to the place where one is wrong, which moves from round to round: 1 to gamma - 1
+tokens stand. The bare pass is the model called by transformers' own ways with gamma + 1 tokens behind the text; "two
+passes" is the same engine told to read again what stood. All take turns; ratios are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.request import Request
+from slipstream.core.round import Context, Round
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, rounds
+from slipstream.decoding.sampling import Sampling
+from slipstream.engine.engine import Engine
+from slipstream.measure.environment import environment
+from slipstream.models.recurrent import StateScorer
+from slipstream.models.states import copied
+
+SIZES: dict[str, dict[str, Any]] = {"vocab_size": 32000, "hidden_size": 1024}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {"num_hidden_layers": 24, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "mamba", "attention", "mlp"] * 4,
+            "intermediate_size": 4096,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+        },
+    ),
+}
+
+
+def made(family: str) -> StateScorer:
+    """A random model of a family, in float32, where no rounding makes texts differ."""
+    config, kind, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    settings = getattr(transformers, config)(**SIZES, **sizes, max_position_embeddings=4096)
+    return StateScorer(getattr(transformers, kind)(settings), family)
+
+
+class Known:
+    """Drafts of a known text, wrong behind a place that moves: 1, 2, ..., gamma - 1 tokens of a round stand."""
+
+    def __init__(self, text: Sequence[int], vocab: int) -> None:
+        self.text, self.vocab, self.turn = list(text), vocab, 0
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The text, and a wrong token in it."""
+        [gamma], done = gammas, len(context.rows[0].output)
+        if not gamma:
+            return Draft.empty(1, torch.device("cpu"))
+        stands = 1 + self.turn % (gamma - 1) if gamma > 1 else 0
+        self.turn += 1
+        tokens = (self.text[done : done + gamma] + [0] * gamma)[:gamma]
+        tokens[stands] = (tokens[stands] + 1) % self.vocab
+        found = torch.tensor([tokens])
+        return Draft(found, Law(tokens=found), (gamma,))
+
+    def observe(self, round: Round) -> None:
+        """Nothing to learn."""
+
+
+def round_seconds(decoder: Decoder, request: Request) -> tuple[float, int, list[int]]:
+    """The median seconds of a round, how many tokens stood in all, and the text."""
+    times, stood, began = list[float](), 0, perf_counter()
+    output: list[int] = []
+    for round in rounds(decoder, [request]):
+        times.append(perf_counter() - began)
+        stood += sum(round.accepted)
+        output, began = list(round.rows[0].output), perf_counter()
+    return statistics.median(times[1:]), stood, output  # the first one has read the prompt
+
+
+def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
+    """Seconds of a pass of transformers' model over `count` tokens behind a prompt, without ours around it."""
+    model: Any = scorer.model
+    with torch.inference_mode():
+        before = model(input_ids=torch.tensor([prompt]), use_cache=True).past_key_values
+        for _ in range(repetitions):
+            state, tokens = copied(before), torch.randint(0, scorer.vocab, (1, count))
+            began = perf_counter()
+            model(input_ids=tokens, past_key_values=state, use_cache=True)
+            yield perf_counter() - began
+
+
+def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a family."""
+    scorer = made(family)
+    prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = Request(tuple(prompt), Sampling(), args.tokens)
+    plain = Decoder(scorer, controller=Fixed(0))
+    text = generate(plain, [request])[0].output
+    way, ratios, times = scorer.way, dict[str, list[float]](), dict[str, list[float]]()
+    for turn in range(1 + args.repetitions):
+        found = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
+        for name, rewinds in (("one pass", True), ("two passes", False)):
+            scorer.clear()
+            scorer.way = replace(way, rewinds=rewinds)
+            drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
+            found[name], stood, output = round_seconds(drafted, request)
+            assert stood and output == text, "a draft must not change the text"
+        scorer.clear()
+        found["plain step"] = round_seconds(plain, request)[0]
+        if turn:  # the first warms up
+            for name, seconds in found.items():
+                times.setdefault(name, []).append(seconds)
+                ratios.setdefault(name, []).append(seconds / found["bare"])
+    return {
+        "family": family,
+        "way": str(way),
+        "parameters": sum(each.numel() for each in scorer.model.parameters()),
+        "milliseconds": {name: 1e3 * statistics.median(each) for name, each in times.items()},
+        "over a bare pass": {name: statistics.median(each) for name, each in ratios.items()},
+        "machine": environment(Engine(plain)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens before the first round")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens to write in each run")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    found = [measured(family, args) for family in args.family]
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
