@@ -61,7 +61,7 @@ ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
     "numpy": ANYWHERE,
-    "safetensors": ("files", "models.load_faults"),
+    "safetensors": ("files", "models.load_faults", "models.checkpoints"),
     "transformers": (
         "models.*",
         "engine.tasks",

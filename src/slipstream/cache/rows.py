@@ -187,6 +187,14 @@ class RowCache:
             self._write(store, new)
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
 
+    def look(self, layer: int, slots: Tensor) -> Tensor | None:
+        """What a layer of one head has stored at slots (rows, n) of the first rows -> keys beside values, (rows, n,
+        width); None before the first pass."""
+        if layer not in self._layers:
+            return None
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        return torch.cat([store[rows, 0, slots] for store in self._layers[layer]], -1)
+
     def _write(self, store: Tensor, new: Tensor) -> None:
         starts = self._lengths
         if len(set(starts)) == 1:

@@ -24,7 +24,9 @@ class Follower:
     missing. A text longer than the scorer's context is followed in a window of its last tokens.
     """
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: Scorer, at_once: int = FED) -> None:
+        """`at_once`: how many tokens that the cache lacks are fed with the first drafting step."""
+        self._at_once = at_once
         scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
         self.scorer = scorer
         self.starts: list[int] = []  # where each row's window begins in its text
@@ -95,10 +97,10 @@ class Follower:
         return self.feed(self.lacking(room))
 
     def lacking(self, room: int) -> list[list[int]]:
-        """Feed what the cache lacks but one or two tokens, leaving room for more -> those tokens."""
+        """Feed what the cache lacks but a few tokens, leaving room for more -> those tokens."""
         self._slide(room)
         missing = self._missing()
-        if max(map(len, missing)) > FED:
+        if max(map(len, missing)) > self._at_once:
             self.scorer.prefill([tokens[:-1] for tokens in missing])
             missing = self._missing()
         return missing

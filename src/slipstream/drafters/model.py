@@ -15,7 +15,7 @@ from slipstream.core.round import Context, Round
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.following import Follower, windowed_lengths
 from slipstream.drafters.sampled import law_of, sample_chain
-from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
+from slipstream.execution.draft_graphs import FED, DraftsInGraphs, Wish
 
 
 class ModelDrafter:
@@ -25,11 +25,12 @@ class ModelDrafter:
     statistics count such tokens as `windowed`.
     """
 
-    def __init__(self, scorer: Scorer, vocab: int | None = None) -> None:
-        """`vocab`: size of the target's logits. The draft's padding ids beyond it are never proposed."""
+    def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
+        """`vocab`: size of the target's logits. The draft's padding ids beyond it are never proposed. `at_once` as in
+        `Follower`."""
         self.scorer = scorer
         self.vocab = vocab or scorer.vocab
-        self._follower = Follower(scorer)
+        self._follower = Follower(scorer, at_once)
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
 
     @property

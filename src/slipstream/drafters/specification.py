@@ -22,6 +22,7 @@ from typing import Any
 from slipstream.core.protocols import Drafter, HasModel, Scorer
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.checkpoint_heads import head_drafter
 from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
@@ -44,8 +45,10 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.tree import TreeDrafter, tree_shape
 from slipstream.execution.passes import EAGER, Mode
+from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.layers import read_layers
 from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
+from slipstream.models.mtp import load_mtp
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,16 @@ def _heads(context: BuildContext, folder: str) -> Drafter:
     return HeadsDrafter(_own(context), ParallelHeads.load(folder))
 
 
+def _eagle3(context: BuildContext, source: str) -> Drafter:
+    target = _own(context)
+    return head_drafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
+
+
+def _mtp(context: BuildContext, value: str) -> Drafter:
+    target = _own(context)
+    return head_drafter(target, load_mtp(target.model, target.name), "mtp")
+
+
 def _own(context: BuildContext) -> HasModel:
     """The target, where it drafts for itself."""
     if not isinstance(context.target, HasModel) or context.target.source_form:
@@ -363,6 +376,8 @@ KINDS: dict[str, DrafterKind] = {
     "exit": DrafterKind(
         "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit
     ),
+    "mtp": DrafterKind("mtp", "the target's own heads for several tokens, where its checkpoint has them", _mtp),
+    "eagle3": DrafterKind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder", _eagle3),
     "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
 }
 """kind -> how it is written and built."""

@@ -33,6 +33,7 @@ from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
 from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
+from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import Memory
 from slipstream.models.pass_builder import PassBuilder
 from slipstream.models.pass_runner import PassRunner
@@ -188,6 +189,17 @@ class CausalScorer:
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted tokens of a tree together."""
         self._memory.texts.keep(starts, paths)
+
+    def record(self, places: Sequence[int]) -> HiddenStates:
+        """Keep the hidden states of some places (see `HiddenStates`) of every token that is read from now on, as long
+        as what is returned lives. Raises ValueError for places that there are not, or if the passes are compiled."""
+        if self.execution is not None:
+            raise ValueError(
+                f"{self.name} is compiled, which hides its hidden states: use this draft without compiling."
+            )
+        states = HiddenStates(self.model, self.name, places, self._memory)
+        self._runner.recorded.add(states)
+        return states
 
     # ---- passes ----
 

@@ -14,12 +14,17 @@ from slipstream.core.source import Source
 from slipstream.models.encoder_decoder import SourceDecoder, Sources
 
 
+class _Owner:
+    """Whose shelf it is where texts are stored."""
+
+
 class Memory:
     """The rows of a model: `texts` holds their tokens, `sources` what the encoder read, None without an encoder."""
 
     def __init__(self, decoder: SourceDecoder | None = None) -> None:
         self._decoder = decoder
         self._prefixes: PrefixCache | None = None
+        self._owner = _Owner()
         self.clear()
 
     def clear(self) -> None:
@@ -32,9 +37,13 @@ class Memory:
         the source, its texts are short, and the source is what takes time to read."""
         self._prefixes = None if self.sources else cache
 
+    def forget_prefixes(self) -> None:
+        """From now on more is kept of every token than what is stored has: nobody finds that any more."""
+        self._owner = _Owner()
+
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
         """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
-        if self._prefixes is None or not (blocks := self._prefixes.shelf(self).longest(text, salt)):
+        if self._prefixes is None or not (blocks := self._prefixes.shelf(self._owner).longest(text, salt)):
             return 0
         self.texts.paste(row, blocks, self._prefixes.block)
         return self.texts.lengths[row]
@@ -43,7 +52,9 @@ class Memory:
         """Store what a row holds of a text."""
         if self._prefixes is not None:
             covered = text[: self.texts.lengths[row]]
-            self._prefixes.shelf(self).store(covered, salt, lambda start, stop: self.texts.copy(row, start, stop))
+            self._prefixes.shelf(self._owner).store(
+                covered, salt, lambda start, stop: self.texts.copy(row, start, stop)
+            )
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from slipstream.execution.passes import Execution, Pass
 from slipstream.models.facts import ModelFacts
+from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
 
 
@@ -22,6 +24,7 @@ class PassRunner:
         self._module: Any = module
         self._facts, self._memory, self.execution = facts, memory, execution
         self._cache = HFCache(memory)
+        self.recorded: WeakSet[HiddenStates] = WeakSet()  # what eager passes leave in the memory beside keys and values
 
     def width(self, rows: int, count: int) -> int:
         """How many columns a pass of `count` tokens for each of so many rows should have."""
@@ -50,4 +53,6 @@ class PassRunner:
             **work.beside,
             **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
         )
+        for states in self.recorded:
+            states.store(states.take())
         return out.logits

@@ -24,6 +24,7 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
+from slipstream.models.hidden_states import HiddenStates, Records
 from slipstream.models.recurrences import observe
 from slipstream.models.rewinding import RowState, rewindable
 from slipstream.models.states import apart, joined, size
@@ -76,6 +77,7 @@ class StateScorer:
         self._alone = False  # whether every token is fed by itself, so that no bit depends on its company
         self._costs: tuple[int, int] | None = None
         observe(model)
+        self._records = Records()
         self.clear()
         self.way = self._find_way()
 
@@ -144,11 +146,13 @@ class StateScorer:
         with torch.inference_mode():
             self._beside += [self._calls.read(source) for source in sources or [None] * rows]
         self._cache.add(rows)
+        self._records.add(rows)
         self._texts += [[] for _ in range(rows)]
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append copies of these rows, in this order; a row may be named several times."""
         self._cache.fork(rows)
+        self._records.fork(rows)
         self._texts += [list(self._texts[row]) for row in rows]
         self._beside += [self._beside[row] for row in rows]
 
@@ -156,12 +160,14 @@ class StateScorer:
         """Remove rows; the others keep their order."""
         gone = set(rows)
         self._cache.free(rows)
+        self._records.free(rows)
         self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
         self._beside = [each for row, each in enumerate(self._beside) if row not in gone]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
         self._cache.rollback(lengths)
+        self._records.rollback(lengths)
         for text, length in zip(self._texts, lengths, strict=False):
             del text[length:]
 
@@ -197,6 +203,11 @@ class StateScorer:
     def _size_of(self, text: list[int], beside: Any) -> int:
         tokens = torch.tensor([text], device=self.device)
         return sum(size(kept.state) for kept in self._run([], 0, tokens, 1, beside)[1])
+
+    def record(self, places: Sequence[int]) -> HiddenStates:
+        """Keep the hidden states of some places (see `HiddenStates`) of every token that is read from now on, as long
+        as what is returned lives. Raises ValueError for places that there are not."""
+        return self._records.begin(self.model, self.name, places, self.lengths)
 
     # ---- passes ----
 
@@ -240,7 +251,9 @@ class StateScorer:
             rows = [first + place for place in places]
             states, known = self._states(rows), self._cache.known(rows[0])
             new = torch.tensor([fed[place] for place in places], device=self.device)
+            self._records.forget()
             logits, behind = self._run(states, known, new, keep, self._beside[rows[0]])
+            self._records.store(rows)
             for place, row, state, some in zip(places, rows, behind, logits, strict=True):
                 self._cache.write(row, state)
                 self._texts[row] += fed[place]
@@ -294,7 +307,9 @@ class StateScorer:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""
         places = torch.arange(known, known + tokens.shape[1], device=self.device).expand(len(tokens), -1)
         options = {"position_ids": places} if self.way.positions else {}
-        return self._calls(tokens, state, beside, logits_to_keep=keep, **options)
+        out = self._calls(tokens, state, beside, logits_to_keep=keep, **options)
+        self._records.collect()
+        return out
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:

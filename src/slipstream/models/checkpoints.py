@@ -1,0 +1,77 @@
+"""Reading single tensors and records of a checkpoint that transformers has no class for, or drops on loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+
+from slipstream.models.families import first_sentence
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def read_record(source: str | Path, name: str) -> dict[str, Any] | None:
+    """A JSON object of a folder or a hub name; None if there is no such file. Raises ValueError for a damaged one."""
+    file = _file(source, name)
+    if file is None:
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} of {str(source)!r} is damaged ({first_sentence(error)}).") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{name} of {str(source)!r} is damaged: it holds no JSON object.")
+    return record
+
+
+def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in safetensors whose names are wanted. Raises ValueError if there is no such
+    checkpoint, or it is damaged."""
+    index = read_record(source, INDEX)
+    found = {file for name, file in (index or {}).get("weight_map", {}).items() if wanted(name)}
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(found) if index else [WEIGHTS]:
+        with _opened(source, name) as weights:
+            tensors |= {key: weights.get_tensor(key) for key in filter(wanted, weights.keys())}
+    return tensors
+
+
+@contextmanager
+def _opened(source: str | Path, name: str) -> Iterator[Any]:
+    """A file of tensors. Raises ValueError if there is none, or it is damaged."""
+    file = _file(source, name)
+    if file is None:
+        raise ValueError(f"{str(source)!r} has no {name}: drafts are read from weights in safetensors.")
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except SafetensorError as error:
+        raise ValueError(f"{name} of {str(source)!r} is damaged ({first_sentence(error)}).") from error
+
+
+def _file(source: str | Path, name: str) -> Path | None:
+    """Where a file of a checkpoint lies; None if there is none."""
+    if Path(source).is_dir():
+        file = Path(source) / name
+        return file if file.is_file() else None
+    try:
+        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise ValueError(f"cannot find {name} of {str(source)!r}: {first_sentence(error)}.") from error
+    return Path(found) if found else None
+
+
+def tensor_names(source: str | Path) -> list[str]:
+    """The names of all tensors of a checkpoint in safetensors. Raises ValueError if there is no such checkpoint."""
+    index = read_record(source, INDEX)
+    if index is not None:
+        return sorted(index.get("weight_map", {}))
+    with _opened(source, WEIGHTS) as weights:
+        return sorted(weights.keys())

@@ -1,0 +1,228 @@
+"""Small networks that draft from a target's hidden states, as Scorers: heads that ship with checkpoints, and EAGLE-3.
+
+Such a network reads, at the place of every token, the token and the target's state of the token before it, and has keys
+and values of its own. Behind the text there are no states of the target yet: there it reads what it made itself. Once
+the target has verified those tokens, they are read again with the target's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.core.draft import Tree, padded
+from slipstream.core.protocols import Shape
+from slipstream.core.source import Source
+from slipstream.execution.masks import PassMasks
+from slipstream.models.hidden_states import HiddenStates
+from slipstream.models.memory import HFCache, Memory
+
+PREFILL_TOKENS = 512
+"""Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What the new tokens of a pass stand behind: their `positions` (rows, n), and the `cache` with what was read."""
+
+    positions: Tensor
+    cache: HFCache
+    masks: PassMasks
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
+        return self.masks.mask(window, None, dtype)
+
+
+class Head(Protocol):
+    """The network: `depth` layers that take turns, each drafting a token from what the one before it made of the same
+    places; behind the last one that one goes on with what it made itself. `places` are those of `HiddenStates`."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def places(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab(self) -> int:
+        """Size of the target's logits."""
+        ...
+
+    def combine(self, states: Tensor) -> Tensor:
+        """The target's states (rows, n, width of all places) -> what is read (rows, n, width)."""
+        ...
+
+    def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
+        """Layer `step`: tokens (rows, n) and the states before them -> states (rows, n, width)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits (rows, n, vocabulary of the target) of what follows."""
+        ...
+
+
+@runtime_checkable
+class RecordsStates(Protocol):
+    """A target that keeps its hidden states for others to read."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def record(self, places: Sequence[int]) -> HiddenStates:
+        """Keep the hidden states of some places of every token, as long as what is returned lives."""
+        ...
+
+
+@dataclass
+class _Fed:
+    """The tokens (rows, n) that a round began with, of which `counts` are real; what came of them, and of how many
+    layers."""
+
+    tokens: Tensor
+    counts: list[int]
+    made: Tensor
+    layers: int = 1
+
+
+class HeadScorer:
+    """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
+
+    Its rows are the first ones of the target. `rollback` also forgets what was not read with the target's states.
+    """
+
+    source_form = None
+    context = None
+
+    def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
+        """Raises ValueError if the target does not show the states that the head reads."""
+        self.name, self.head, self.vocab, self.device = name, head, head.vocab, target.device
+        self._states = target.record(head.places)
+        self._memory = Memory()
+        self._cache = HFCache(self._memory)
+        self._sure: list[int] = []  # how much of every row was read with the target's states, by all layers
+        self._fed: _Fed | None = None
+        self._last = torch.empty(0)  # (rows, 1, width), what was made at each row's last token
+
+    # ---- rows ----
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return self._memory.texts.lengths
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows."""
+        self._memory.add(rows)
+        self._sure += [0] * rows
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order; a row may be named several times."""
+        self._memory.fork(rows)
+        self._sure += [self._sure[row] for row in rows]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        gone = set(rows)
+        self._memory.free(rows)
+        self._sure = [sure for row, sure in enumerate(self._sure) if row not in gone]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of the first rows, and what was drafted before that."""
+        kept = [min(pair) for pair in zip(lengths, self._sure, strict=False)]
+        self._memory.texts.rollback(kept)
+        self._sure[: len(kept)] = kept
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache."""
+        self._memory.texts.scrub()
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move nothing: what was drafted is read again."""
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """What keys and values of texts of these lengths take; 0 before the first pass."""
+        return self._memory.texts.bytes_for(lengths)
+
+    # ---- passes ----
+
+    @torch.inference_mode()
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed texts whose tokens the target has read. Layer k reads the token k places on: where that is not known
+        yet, nothing is kept."""
+        assert first == 0, "a draft has the rows that run, and no others"
+        ahead = self.head.depth - 1
+        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
+            parts = [text[start : start + PREFILL_TOKENS + ahead] for text in texts]
+            width = min(PREFILL_TOKENS, max(map(len, parts)))
+            tokens = pad(padded(parts, self.device), (0, width))
+            slots = self._memory.texts.place(width, 0, len(parts)).to(self.device)
+            hidden = self._target_states(slots)
+            for step in range(self.head.depth):
+                hidden = self._run(step, tokens[:, step : step + width], hidden, slots)
+            self._memory.texts.advance([max(0, min(PREFILL_TOKENS, len(part) - ahead)) for part in parts])
+        self._sure[: len(texts)] = self.lengths[: len(texts)]
+
+    @torch.inference_mode()
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed `counts[r]` of tokens (rows, n) -> logits (rows, n, vocab): those after each row's last token, which
+        are the only ones that are made, stand at all its places."""
+        assert first == 0 and tree is None, "heads draft chains for the rows that run"
+        held = self._states.lengths
+        if any(count and have > read for count, have, read in zip(counts, self.lengths, held, strict=False)):
+            self._go_on(tokens, counts)
+        else:
+            self._begin(tokens, counts)
+        return self.head.logits(self._last).expand(-1, tokens.shape[1], -1)
+
+    def _begin(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Feed tokens that the target has read, and the pending one: all with the target's states."""
+        made = self._feed(0, tokens, None, counts)
+        ahead = self.head.depth - 1
+        self._sure = [
+            max(0, have - ahead) if count else sure
+            for have, count, sure in zip(self.lengths, counts, self._sure, strict=True)
+        ]
+        self._fed = _Fed(tokens, list(counts), made)
+
+    def _go_on(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Draft on behind drafted tokens (rows, 1): by the next layer, or by the last one with its own states."""
+        fed = self._fed
+        assert fed is not None, "a round begins with the pending token"
+        if fed.layers == self.head.depth:
+            self._feed(self.head.depth - 1, tokens, self._last, counts)
+            return
+        last = (torch.tensor(fed.counts, device=tokens.device) - 1).clamp(min=0)[:, None]
+        fed.tokens = fed.tokens.roll(-1, 1).scatter(1, last, tokens)
+        self._memory.texts.rollback([have - count for have, count in zip(self.lengths, fed.counts, strict=True)])
+        fed.made = self._feed(fed.layers, fed.tokens, fed.made, fed.counts)
+        fed.layers += 1
+
+    def _feed(self, step: int, tokens: Tensor, hidden: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """Run a layer on tokens and the states before them (None: the target's) -> what it made of them."""
+        slots = self._memory.texts.place(tokens.shape[1]).to(self.device)
+        made = self._run(step, tokens, self._target_states(slots) if hidden is None else hidden, slots)
+        self._memory.texts.advance(counts)
+        last = (torch.tensor(list(counts), device=self.device) - 1).clamp(min=0)
+        self._last = made[torch.arange(len(made), device=self.device), last].unsqueeze(1)
+        return made
+
+    def _run(self, step: int, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
+        masks = PassMasks.chain(slots, self._memory.texts.end)
+        assert masks.allowed is not None
+        # No state comes before a text's first token: its place is kept, so that places count as the text's do, unseen.
+        seen = masks.allowed & ((masks.others > 0)[:, None] | (slots == 0)[:, :, None])
+        behind = Behind((slots - 1).clamp(min=0), self._cache, replace(masks, allowed=seen))
+        return self.head(step, tokens, hidden, behind)
+
+    def _target_states(self, slots: Tensor) -> Tensor:
+        """What the head reads at slots (rows, n): the target's states of the tokens before."""
+        return self.head.combine(self._states.of(slots - 1))

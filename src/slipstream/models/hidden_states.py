@@ -1,0 +1,142 @@
+"""The hidden states of a model, kept for every token of its rows: what drafts that came with a checkpoint look at.
+
+They lie in the rows' cache like the keys and values of one more layer. So they are rolled back, freed, forked, moved
+together after a tree, and stored for texts with the same beginning as keys and values are, and cannot fall out of step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.layers import find_layers
+from slipstream.models.memory import Memory
+
+LAST = -1
+"""The place behind the norm after the last layer: what goes into the model's head."""
+
+_numbers = count(1_000_000)  # behind all layers that a model has
+
+
+class HiddenStates:
+    """The hidden states at some places of a model, side by side, of every token that its rows hold.
+
+    Places are counted as in transformers' `hidden_states`: 0 goes into the first layer, i comes out of the i-th, before
+    any norm; `LAST` comes out of the norm behind all. Nothing is recorded of passes that nobody asks to `store`.
+    Raises ValueError for a place that the model does not have.
+    """
+
+    def __init__(self, model: Any, name: str, places: Sequence[int], memory: Memory) -> None:
+        self.places, self.memory, self._number = tuple(places), memory, next(_numbers)
+        self.passed: list[Tensor] = []  # of passes whose tokens are not in the memory yet
+        self._layers = find_layers(model, name)[1]
+        wrong = [place for place in places if not LAST <= place <= len(self._layers)]
+        if wrong:
+            raise ValueError(
+                f"{name} has {len(self._layers)} layers, so there are no hidden states {wrong}: the draft was made for "
+                "another target."
+            )
+        self._width = len(self.places) * int(model.config.get_text_config().hidden_size)
+        self._seen: dict[int, Tensor] = {}
+        hooks = [self._hook(model, place) for place in set(places)]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        memory.forget_prefixes()
+
+    def _hook(self, model: Any, place: int) -> Any:
+        seen = self._seen  # and not self, which would then live as long as the model
+
+        def into(module: nn.Module, args: Any, kwargs: Any) -> None:
+            seen[place] = args[0] if args else kwargs["hidden_states"]
+
+        def out(module: nn.Module, args: Any, output: Any) -> None:
+            found = getattr(output, "last_hidden_state", output)
+            seen[place] = found if isinstance(found, Tensor) else found[0]
+
+        if place == 0:
+            return self._layers[0].register_forward_pre_hook(into, with_kwargs=True)
+        module = model.get_decoder() if place == LAST else self._layers[place - 1]
+        return module.register_forward_hook(out)
+
+    def take(self) -> Tensor:
+        """What the pass that has just run left at the places, (rows, n, width)."""
+        found = [self._seen[place] for place in self.places]
+        self._seen.clear()
+        return torch.cat([states.to(found[0].device) for states in found], -1)
+
+    def store(self, states: Tensor) -> None:
+        """Keep states (rows, n, width) for the tokens that the memory's present pass brings."""
+        self.memory.texts.update(self._number, *states.unsqueeze(1).tensor_split(2, -1))
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of every row there are states of."""
+        return self.memory.texts.lengths
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The states (rows, n, width) of tokens (rows, n), counted from 0, of the first rows. Those of tokens that a
+        row does not hold mean nothing."""
+        lengths = torch.tensor(self.lengths[: len(tokens)], device=tokens.device)[:, None]
+        found = self.memory.texts.look(self._number, tokens.minimum(lengths - 1).clamp(min=0))
+        return torch.zeros(*tokens.shape, self._width, device=tokens.device) if found is None else found
+
+
+class Records:
+    """The hidden states that are kept of a model without a `RowCache`: they lie in caches of their own, which have the
+    same rows as the model."""
+
+    def __init__(self) -> None:
+        self._kept: WeakSet[HiddenStates] = WeakSet()
+
+    def begin(self, model: Any, name: str, places: Sequence[int], lengths: Sequence[int]) -> HiddenStates:
+        """Keep the states at some places from now on; of tokens that rows hold already nothing is known."""
+        states = HiddenStates(model, name, places, Memory())
+        states.memory.add(len(lengths))
+        for row, length in enumerate(lengths):
+            states.memory.texts.fill(row, {}, length)
+        self._kept.add(states)
+        return states
+
+    def add(self, rows: int) -> None:
+        """Append empty rows."""
+        for states in self._kept:
+            states.memory.add(rows)
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order."""
+        for states in self._kept:
+            states.memory.fork(rows)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        for states in self._kept:
+            states.memory.free(rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget everything after `lengths[r]` tokens of the first rows."""
+        for states in self._kept:
+            states.memory.texts.rollback(lengths)
+
+    def forget(self) -> None:
+        """What passes brought so far is of no use: some read again what rows held."""
+        for states in self._kept:
+            states.passed.clear()
+
+    def collect(self) -> None:
+        """A pass has run."""
+        for states in self._kept:
+            states.passed.append(states.take())
+
+    def store(self, rows: Sequence[int]) -> None:
+        """Keep what the passes since `forget` brought, one after the other, for the tokens of these rows."""
+        for states in self._kept:
+            texts = states.memory.texts
+            for row, new in zip(rows, torch.cat(states.passed, 1).split(1), strict=True):
+                texts.reserve(new.shape[1], row, row + 1)
+                states.store(new)
+                texts.advance([new.shape[1]])
