@@ -61,7 +61,7 @@ ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
     "numpy": ANYWHERE,
-    "safetensors": ("files", "models.load_faults", "models.checkpoints"),
+    "safetensors": ("files", "models.load_faults", "models.checkpoints", "training.ahead"),
     "transformers": (
         "models.*",
         "engine.tasks",

@@ -23,6 +23,7 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
 from slipstream.drafters.chain import ChainDrafter
+from slipstream.drafters.checkpoint_heads import head_drafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
@@ -34,6 +35,7 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
+from slipstream.training.ahead import new_eagle3
 from toys import (
     FAMILIES,
     GREEDY,
@@ -73,6 +75,11 @@ def heads(target: CausalScorer) -> HeadsDrafter:
     return HeadsDrafter(target, ParallelHeads(Sizes(2, 32, 8)).double())
 
 
+def eagle3(target: CausalScorer) -> ModelDrafter:
+    net = new_eagle3(llama(), [0, 1, 2, 1], 2, seed=3).double().eval()  # one of three tokens it does not know
+    return head_drafter(target, net, "eagle3")
+
+
 MADE: dict[str, Callable[[Any], Drafter]] = {
     "model": lambda target: small(),
     "tree": lambda target: TreeDrafter(scorer(DRAFT, "draft"), (2, 1)),
@@ -87,8 +94,9 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "bandit": lambda target: Bandit([small(), Lookup(), NoDraft()], Ucb(hold=1), clock=lambda round: 1.0),
     "exit": lambda target: ExitDrafter(target, 1),
     "heads": lambda target: heads(target),
+    "eagle3": lambda target: eagle3(target),
 }
-OWN = {"exit", "heads"}  # made of the target's own layers and states: their target is a real model
+OWN = {"exit", "heads", "eagle3"}  # made of the target's own layers and states: their target is a real model
 BY_CONTEXT = {"ngram online", "bandit"}  # learn from all texts: which text a seed gives depends on the others
 every = pytest.mark.parametrize("name", MADE)
 
@@ -131,7 +139,7 @@ def rounding(name: str) -> float:
 
 
 RULES = (TOKEN, BLOCK, MATCH)
-MANY = {"chain", "lookup in a chain", "choice of choices", "exit", "heads"}  # branches, or slow ones
+MANY = {"chain", "lookup in a chain", "choice of choices", *OWN}  # branches, or slow ones
 
 
 def _slow(name: str, rule: Rule) -> bool:

@@ -51,9 +51,9 @@ class Eagle3Settings:
         no EAGLE-3 draft, or one with layers of an unknown kind."""
         inner = {**record, **record.get("eagle_config", {})}  # SpecForge keeps some of them there
         speculators = inner.get("speculators_model_type")
-        eagle = speculators == "eagle3" or any("eagle3" in each.lower() for each in inner.get("architectures") or ())
-        if not eagle:
-            what = speculators or inner.get("architectures") or inner.get("model_type")
+        kinds = [speculators] if speculators else inner.get("architectures") or ()
+        if not any("eagle3" in kind.lower() for kind in kinds):
+            what = ", ".join(kinds) or inner.get("model_type")
             raise ValueError(f"{name} is no EAGLE-3 draft (its config.json says {what}): {WRITE}.")
         plain = inner.get("transformer_layer_config") or record
         kind = plain.get("model_type", "llama")
@@ -181,7 +181,7 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
     net = Eagle3(settings, settings.places(config.num_hidden_layers))
     _fill(net, tensors, source, target)
     net.to(target.device, target.dtype)
-    net.rotary_emb = LlamaRotaryEmbedding(own, device=target.device)  # in float32, whatever the weights are in
+    net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, whatever the weights are in
     return net.eval()
 
 
@@ -200,7 +200,7 @@ def _fill(net: Eagle3, tensors: dict[str, Tensor], source: str | Path, target: A
     offsets, known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     size = net.settings.draft_vocab
     if offsets is not None:
-        net.targets = torch.arange(size) + offsets
+        net.targets = torch.arange(len(offsets)) + offsets
     elif known is not None:
         net.targets = known.nonzero()[:, 0]
     elif size != net.vocab:

@@ -28,10 +28,11 @@ PREFILL_TOKENS = 512
 
 @dataclass(frozen=True)
 class Behind:
-    """What the new tokens of a pass stand behind: their `positions` (rows, n), and the `cache` with what was read."""
+    """What the new tokens of a pass stand behind: their `positions` (rows, n), and the `cache` with what was read
+    before (None: nothing was)."""
 
     positions: Tensor
-    cache: HFCache
+    cache: HFCache | None
     masks: PassMasks
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ class MtpHeads:
 
     def __init__(self, layers: Any, target: PreTrainedModel) -> None:
         """`layers` is transformers' MtpModel for the target."""
-        self._net, self.depth = layers, len(layers.layers)
+        self.network, self.depth = layers, len(layers.layers)
         self._dtype = target.dtype
         self.vocab = int(target.config.get_text_config().vocab_size)
         kinds = getattr(layers.config, "layer_types", None) or ["full_attention"] * self.depth
@@ -59,7 +59,7 @@ class MtpHeads:
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
         """Layer `step`: tokens (rows, n) and the states before them -> states (rows, n, width)."""
-        net = self._net
+        net = self.network
         embeds = net.embed_tokens(tokens).to(hidden.dtype)
         options = {"layer_type": self._kinds[step]} if net.has_per_layer_rope else {}
         turned = (
@@ -77,7 +77,7 @@ class MtpHeads:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (rows, n, vocabulary), by the model's own head."""
-        return self._net._project_to_logits(hidden)
+        return self.network._project_to_logits(hidden)
 
 
 def load_mtp(model: PreTrainedModel, name: str) -> MtpHeads:

@@ -1,0 +1,530 @@
+"""Heads from checkpoints: laws as defined, exact, in step with the target whatever its cache is, in every format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+
+from slipstream.cache.prefixes import PrefixCache
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.core.round import Context, Round
+from slipstream.decoding import rules
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.sampling import Sampling
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.drafters import specification as drafting
+from slipstream.drafters.checkpoint_heads import head_drafter
+from slipstream.drafters.choice import Choice
+from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.model import ModelDrafter
+from slipstream.execution.inductor import Compiled
+from slipstream.execution.masks import PassMasks
+from slipstream.models.causal import CausalScorer
+from slipstream.models.eagle3 import load_eagle3
+from slipstream.models.head_scorer import Behind, HeadScorer
+from slipstream.models.hidden_states import LAST
+from slipstream.models.loading import load_scorer
+from slipstream.models.mtp import load_mtp
+from slipstream.models.tiny import tiny_config
+from slipstream.training.ahead import AheadSettings, new_eagle3, save_eagle3, train_ahead
+from toys import (
+    FAMILIES,
+    GREEDY,
+    HF_VOCAB,
+    SAMPLE,
+    Altered,
+    Cycle,
+    company_changes_nothing,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    tiny,
+    total_variation,
+)
+
+FLOAT = 2e-5  # the laws are softmaxes in float32, of passes of other shapes
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 2], [7, 1, 8, 2, 8])
+TEXT = np.tile([5, 3, 9, 3, 7, 7, 1, 2, 8, 40, 3, 11, 9], 40)  # tokens whose successors depend on those before
+
+
+def requests(sampler: Any = GREEDY, count: int = 12, **more: Any) -> list[Any]:
+    """Three prompts of different lengths."""
+    return [request(prompt, count, sampler, key=number, **more) for number, prompt in enumerate(PROMPTS)]
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+
+@cache
+def llama(layers: int = 4, vocab: int = HF_VOCAB) -> PreTrainedModel:
+    return tiny(FAMILIES["llama"], num_hidden_layers=layers, vocab_size=vocab).requires_grad_(False)
+
+
+def eagle(model: PreTrainedModel, vocab: int = 60) -> Any:
+    """An untrained EAGLE-3 draft, whose layers are large enough to matter."""
+    net = new_eagle3(model, TEXT % model.config.vocab_size, vocab, seed=2).eval()
+    for name, weight in net.named_parameters():
+        if weight.dim() > 1 and not name.startswith(("embed", "lm_head")):
+            torch.nn.init.normal_(weight, std=0.25)
+    return net
+
+
+MTP = {"deepseek": ("DeepseekV3Config", 1), "glm": ("Glm4MoeConfig", 2), "qwen": ("Qwen3_5TextConfig", 1)}
+"""Families whose checkpoints have heads: configuration, and how many."""
+
+
+def learn(model: PreTrainedModel, steps: int) -> PreTrainedModel:
+    """Teach a model a text by heart."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rows = torch.tensor(TEXT[:480].reshape(10, 48))
+    for _ in range(steps):
+        loss = model(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+@cache
+def mtp_model(family: str, folder: Path, steps: int = 0) -> PreTrainedModel:
+    """A tiny model that was loaded from a checkpoint with heads, written as those on the hub are."""
+    import transformers
+
+    name, heads = MTP[family]
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen" else {"num_mtp_layers": heads}
+    config = tiny_config(getattr(transformers, name), num_hidden_layers=2, **kinds)
+    torch.manual_seed(0)
+    folder = folder / f"{family}{steps}"
+    learn(AutoModelForCausalLM.from_config(config), steps).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    add_heads(weights, family, heads, config.hidden_size)
+    save_file(weights, file, {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+
+
+def add_heads(weights: dict[str, Tensor], family: str, heads: int, width: int) -> None:
+    """Heads with random weights: Qwen's beside the layers, the others as layers behind the last one."""
+    block = {name.split("layers.1.")[1]: weight for name, weight in weights.items() if "layers.1." in name}
+    gain = 0.0 if family == "qwen" else 1.0  # Qwen's norms multiply by one more than their weight
+    for head in range(heads):
+        place = f"mtp.layers.{head}." if family == "qwen" else f"model.layers.{2 + head}."
+        for name, weight in block.items():
+            weights[place + name] = torch.randn_like(weight) * 0.2 if weight.dim() > 1 else weight.clone()
+        outer = "mtp." if family == "qwen" else place
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+        names = names if family == "qwen" else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+        weights |= {f"{outer}{name}.weight": torch.full((width,), gain) for name in names[:3]}
+        weights[f"{outer}{names[3]}.weight"] = torch.randn(width, 2 * width) * 0.2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+def made(kind: str, folder: Path) -> tuple[Any, ModelDrafter]:
+    """A target and its draft."""
+    if kind == "eagle3":
+        target: Any = CausalScorer(llama())
+        return target, head_drafter(target, eagle(target.model), "eagle3")
+    target = load_scorer(mtp_model(kind, folder))
+    drafter = drafting.drafter("mtp", drafting.BuildContext(target))
+    assert isinstance(drafter, ModelDrafter)
+    return target, drafter
+
+
+kinds = pytest.mark.parametrize("kind", ["eagle3", *MTP])
+
+
+# ---- laws, as defined ---------------------------------------------------------------------------------------------
+
+
+def states_of(model: PreTrainedModel, text: Sequence[int], places: Sequence[int]) -> Tensor:
+    out = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    return torch.cat([out.hidden_states[-1 if place == LAST else place] for place in places], -1)
+
+
+def run(head: Any, step: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+    """A layer on a whole text at once, without a cache."""
+    slots = torch.arange(len(tokens))[None]
+    return head(step, torch.tensor([tokens]), hidden, Behind(slots, None, PassMasks.chain(slots, len(tokens))))
+
+
+def defined(head: Any, model: PreTrainedModel, text: list[int], drafted: list[int]) -> list[Tensor]:
+    """The laws (vocab,) of the tokens after a text and after each of the drafted ones but the last."""
+    hidden = head.combine(states_of(model, text[:-1], head.places))
+    all_tokens, laws = text + drafted, []
+    for count in range(len(drafted)):
+        if count < head.depth:  # the next layer, on what the one before made of the same places
+            before, tokens = hidden, all_tokens[1 + count : len(text) + count]
+        else:  # the last one again, behind what it has read
+            before, tokens = torch.cat([before, hidden[:, -1:]], 1), [*tokens, drafted[count - 1]]
+        hidden = run(head, min(count, head.depth - 1), tokens, before)
+        laws.append(head.logits(hidden)[0, -1].softmax(-1))
+    return laws
+
+
+class Checked:
+    """Compares every law that is drafted from with its definition, by fresh passes over the whole text."""
+
+    def __init__(self, drafter: ModelDrafter, model: PreTrainedModel, head: Any = None) -> None:
+        assert isinstance(drafter.scorer, HeadScorer)
+        self.drafter, self.model, self.positions = drafter, model, 0
+        self.head = head or drafter.scorer.head
+
+    @torch.inference_mode()
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The same draft, its laws checked."""
+        draft = self.drafter.propose(context, gammas)
+        for place, row in enumerate(context.rows):
+            drafted = draft.tokens[place, : draft.lengths[place]].tolist()
+            for i, law in enumerate(defined(self.head, self.model, list(row.tokens), drafted)):
+                assert draft.law is not None
+                torch.testing.assert_close(draft.law.dense[place, i], law, rtol=0, atol=FLOAT)
+                self.positions += 1
+        return draft
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.drafter.observe(round)
+
+
+@kinds
+def test_every_law_is_the_defined_one(kind: str, folder: Path) -> None:
+    """While rows come, go and accept different numbers of tokens, beyond the number of heads."""
+    target, drafter = made(kind, folder)
+    checked = Checked(drafter, target.model)
+    rows = generate(Decoder(target, checked, controller=Cycle((4, 2, 0)), batch_size=2), requests(SAMPLE))
+    assert checked.positions > 30
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+
+
+class Late:
+    """A head that reads the target's states one token late."""
+
+    def __init__(self, head: Any) -> None:
+        self.head, self.depth, self.places, self.vocab, self.logits = head, 1, head.places, head.vocab, head.logits
+
+    def combine(self, states: Tensor) -> Tensor:
+        """What is read."""
+        return self.head.combine(states.roll(1, 1))
+
+    def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
+        """The layer."""
+        return self.head(step, tokens, hidden, behind)
+
+
+def test_control_states_of_another_token_are_caught() -> None:
+    target, head = CausalScorer(llama()), eagle(llama())
+    checked = Checked(head_drafter(target, Late(head), "late"), target.model, head)
+    with pytest.raises(AssertionError, match="not close"):
+        generate(Decoder(target, checked, controller=Fixed(3)), requests(SAMPLE))
+
+
+def test_heads_draft_as_transformers_own(folder: Path) -> None:
+    """Two heads on a text that nothing was cached of."""
+    model = mtp_model("glm", folder)
+    ours, text = load_mtp(model, "glm"), [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.inference_mode():
+        states, places = states_of(model, text[:-1], [LAST]), torch.arange(1, len(text))[None]
+        theirs = MtpCache(config=ours.network.config)
+        tokens, logits, _ = ours.network(torch.tensor([text[1:]]), states, None, places, theirs)
+        laws = defined(ours, model, text, tokens[0].tolist())
+    torch.testing.assert_close(torch.stack(laws), logits[0].softmax(-1), rtol=0, atol=FLOAT)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "glm"])
+def test_states_of_known_beginnings_come_from_the_prefix_cache(kind: str, folder: Path) -> None:
+    """With the target's keys; and prompts are read in pieces, two equal ones once."""
+    target, drafter = made(kind, folder)
+    prompt = (PROMPTS[0] * 8)[:60]
+    checked, prefixes = Checked(drafter, target.model), PrefixCache(10**8)
+    decoder = Decoder(target, checked, controller=Fixed(3), batch_size=2)
+    scheduler = Scheduler(decoder, prefill_chunk=7, prefix_cache=prefixes)
+    texts = [request(prompt, 4, key=0), request([*prompt[:40], 5, 6], 5, key=1), request(prompt, 3, key=2)]
+    rows = []
+    for group in ([texts[0]], texts[1:]):
+        rows += [scheduler.add(one) for one in (*group, replace(group[-1], key=9))]
+        while scheduler.busy:
+            scheduler.step()
+    assert [row.stats.cached for row in rows] == [0, 59, 32, 48, 48]
+    assert checked.positions > 10
+
+
+def test_texts_longer_than_a_prefill_pass() -> None:
+    model = tiny(FAMILIES["llama"], num_hidden_layers=4, max_position_embeddings=1024).requires_grad_(False)
+    target = CausalScorer(model)
+    checked = Checked(head_drafter(target, eagle(model), "eagle3"), model)
+    generate(Decoder(target, checked, controller=Fixed(2)), [request((PROMPTS[0] * 80)[:570], 4), request([4, 5], 4)])
+    assert checked.positions > 4
+
+
+# ---- exactness ----------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def target_step(model: Any, prefix: tuple[int, ...]) -> list[float]:
+    return model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+
+
+def error_of(decoder: Decoder, model: PreTrainedModel, count: int = 3) -> float:
+    """The distance between the law of whole texts and the target's, by enumeration of all draws."""
+    one = [request((0, 2), count)]
+    law = enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
+    return total_variation(law, plain_law(lambda prefix: target_step(model, prefix), (0, 2), count))
+
+
+@cache
+def trio() -> PreTrainedModel:
+    """A model of three tokens."""
+    return tiny(FAMILIES["llama"], vocab_size=3, initializer_range=0.4, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
+def test_the_law_is_the_target_s_though_the_draft_knows_two_tokens_of_three(rule: rules.Rule) -> None:
+    target = CausalScorer(trio())
+    drafter = head_drafter(target, eagle(trio(), 2), "eagle3")
+    assert error_of(Decoder(target, drafter, rule.verify, Fixed(2)), trio()) < FLOAT
+
+
+def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
+    def flat(draft: Draft) -> Draft:
+        return replace(draft, law=draft.law and Law(probs=torch.full_like(draft.law.dense, 1 / 3)))
+
+    target = CausalScorer(trio())
+    drafter = Altered(head_drafter(target, eagle(trio(), 2), "eagle3"), flat)
+    assert error_of(Decoder(target, drafter, rules.TOKEN.verify, Fixed(2)), trio()) > 1e-3
+
+
+def test_tokens_that_the_draft_does_not_know_have_no_chance() -> None:
+    target = CausalScorer(llama())
+    head = eagle(target.model, 20)
+    logits = head.logits(torch.randn(2, 3, 32))
+    assert logits.shape == (2, 3, HF_VOCAB)
+    assert logits.isfinite().sum(-1).unique().tolist() == [20]
+    assert set(logits[0, 0].isfinite().nonzero()[:, 0].tolist()) >= set(TEXT.tolist())
+
+
+# ---- the contract of a drafter ------------------------------------------------------------------------------------
+
+
+@kinds
+def test_greedy_texts_are_the_target_s(kind: str, folder: Path) -> None:
+    target, drafter = made(kind, folder)
+    decoder = Decoder(target, drafter, controller=Cycle((5, 0, 2)), batch_size=2)
+    ends = {"eos": frozenset(range(0, HF_VOCAB, 9))}
+    for more in ({}, ends):
+        ours, theirs = generate(decoder, requests(**more)), plain(decoder, requests(**more))
+        assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    assert sum(row.stats.drafted for row in ours) > 0
+
+
+@kinds
+def test_stop_in_mid_round_and_company_change_nothing(kind: str, folder: Path) -> None:
+    target, drafter = made(kind, folder)
+    ends = frozenset(range(0, HF_VOCAB, 4))
+    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    company_changes_nothing(Decoder(target, drafter, controller=Fixed(3), batch_size=1), some)
+
+
+def test_settings_hold_for_the_draft_and_choices_and_one_token_prompts_too() -> None:
+    """A penalty and a ban hold for q; beside copies; a first token, before which there is no state."""
+    target = CausalScorer(llama())
+    drafter = Choice([Lookup(), head_drafter(target, eagle(target.model), "eagle3")])
+    decoder = Decoder(target, drafter, controller=Fixed(3))
+    sampler = Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3)
+    rows = generate(decoder, [request([5], 12, sampler), *requests(sampler)])
+    assert all(7 not in row.output and len(row.output) == 12 for row in rows)
+
+
+def test_a_compiled_target_is_refused() -> None:
+    target = CausalScorer(llama(), execution=Compiled(llama(), "toy"))
+    with pytest.raises(ValueError, match="use this draft without compiling"):
+        head_drafter(target, eagle(llama()), "eagle3")
+
+
+def test_hooks_and_states_leave_with_the_draft() -> None:
+    target = CausalScorer(llama())
+    layers = target.model.model.layers
+    before = [len(layer._forward_hooks) for layer in layers]
+    drafter = head_drafter(target, eagle(target.model), "eagle3")
+    assert [len(layer._forward_hooks) for layer in layers] != before
+    del drafter
+    assert [len(layer._forward_hooks) for layer in layers] == before
+    generate(Decoder(target), requests())
+
+
+# ---- acceptance ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def learned() -> PreTrainedModel:
+    """A target that knows a text by heart."""
+    return learn(tiny(FAMILIES["llama"], num_hidden_layers=4, initializer_range=0.05), 70)
+
+
+def acceptance(target: Any, drafter: ModelDrafter) -> float:
+    """Which share of drafted tokens stands, at temperature 1."""
+    starts = [TEXT[start : start + 10].tolist() for start in (0, 5, 9)]
+    texts = [request(start, 24, SAMPLE, key=key) for key, start in enumerate(starts)]
+    rows = generate(Decoder(target, drafter, controller=Fixed(3)), texts)
+    return sum(row.stats.accepted for row in rows) / sum(row.stats.drafted for row in rows)
+
+
+def shuffled(module: Any) -> Any:
+    """The same weights in another order."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.requires_grad:
+                weight.copy_(weight.flatten()[torch.randperm(weight.numel())].view_as(weight))
+    return module
+
+
+def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(tmp_path: Path) -> None:
+    target = CausalScorer(learned())
+    net = new_eagle3(learned(), TEXT, 40)
+    weights = [weight for weight in net.parameters() if weight.requires_grad]
+    train_ahead(net, weights, learned(), TEXT, AheadSettings(steps=80, rows=4, length=32, rate=5e-3))
+    save_eagle3(net, tmp_path)
+    good = acceptance(target, head_drafter(target, load_eagle3(tmp_path, learned()), "trained"))
+    bad = acceptance(target, head_drafter(target, shuffled(net).eval(), "shuffled"))
+    assert good > 0.75 and bad < 0.3
+
+
+@pytest.mark.parametrize("kind", ["glm", "qwen"])
+def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path) -> None:
+    model = mtp_model(kind, folder, 40)
+    heads, target = load_mtp(model, kind), load_scorer(model)
+    layers = heads.network.layers.requires_grad_(True)
+    train_ahead(heads, list(layers.parameters()), model, TEXT, AheadSettings(60, 4, 32, rate=5e-3))
+    good = acceptance(target, head_drafter(target, heads, "heads"))
+    shuffled(layers)
+    bad = acceptance(target, head_drafter(target, heads, "heads"))
+    assert good > 0.7 and bad < 0.3
+
+
+# ---- formats ------------------------------------------------------------------------------------------------------
+
+
+def law_of(net: Any) -> Tensor:
+    """A law on fixed states."""
+    states = torch.randn(1, 6, 96, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        return net.logits(run(net, 0, [1, 2, 3, 4, 5, 6], net.combine(states))).softmax(-1)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> None:
+    """Change the config.json and the weights of a checkpoint."""
+    file = folder / "model.safetensors"
+    record, weights = json.loads((folder / "config.json").read_text()), load_file(file)
+    change(record, weights)
+    (folder / "config.json").write_text(json.dumps(record))
+    save_file(weights, file, {"format": "pt"})
+
+
+def as_specforge(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """The layer's settings on top, with RoPE where it used to be, and the first layer under its old name."""
+    layer, aux = record.pop("transformer_layer_config"), record.pop("eagle_aux_hidden_state_layer_ids")
+    rope = layer.pop("rope_parameters")
+    del record["speculators_model_type"]
+    record |= {**layer, "rope_theta": rope["rope_theta"], "rope_scaling": None, "model_type": "llama"}
+    record |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": aux}}
+    for name in [name for name in weights if name.startswith("layers.0.")]:
+        weights[name.replace("layers.0.", "midlayer.")] = weights.pop(name)
+
+
+def without_mask(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Offsets say as much as the mask does; the usual hidden states need not be named."""
+    del weights["t2d"]
+    record["eagle_aux_hidden_state_layer_ids"] = None
+
+
+def without_offsets(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """And the mask as much as the offsets."""
+    del weights["d2t"]
+
+
+@pytest.mark.parametrize("change", [as_specforge, without_mask, without_offsets])
+def test_the_same_draft_in_another_format_has_the_same_laws(change: Any, tmp_path: Path) -> None:
+    save_eagle3(eagle(llama()), tmp_path)
+    before = load_eagle3(tmp_path, llama())
+    rewrite(tmp_path, change)
+    after = load_eagle3(tmp_path, llama())
+    assert torch.equal(law_of(after), law_of(before)) and after.places == before.places == (2, 2, 1)
+    assert torch.equal(law_of(before), law_of(eagle(llama())))
+
+
+def test_equal_vocabularies_need_no_mapping_and_the_target_lends_what_is_missing(tmp_path: Path) -> None:
+    save_eagle3(eagle(llama(), HF_VOCAB), tmp_path)
+    assert not {"d2t", "t2d", "embed_tokens.weight"} & set(load_file(tmp_path / "model.safetensors"))
+    before = law_of(load_eagle3(tmp_path, llama()))
+    rewrite(tmp_path, lambda record, weights: weights.pop("lm_head.weight"))
+    torch.testing.assert_close(law_of(load_eagle3(tmp_path, llama())), before)  # the head was the target's
+
+
+@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"])
+def test_every_norm_that_a_checkpoint_has_matters(flag: str, tmp_path: Path) -> None:
+    save_eagle3(eagle(llama()), tmp_path)
+    before = law_of(load_eagle3(tmp_path, llama()))
+
+    def change(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        record[flag] = not record[flag]
+        more = {"norm_before_fc": {"input_norm.weight": 96}, "fc_norm": {f"fc_norm.{i}.weight": 32 for i in range(3)}}
+        weights |= {name: torch.linspace(0.2, 2, size) for name, size in more.get(flag, {}).items()}
+
+    rewrite(tmp_path, change)
+    net = load_eagle3(tmp_path, llama())
+    assert getattr(net.settings, flag) != (flag == "norm_before_residual")
+    if flag != "norm_output":  # that changes what is read at the next token alone
+        assert not torch.allclose(law_of(net), before, atol=1e-3)
+    else:
+        torch.testing.assert_close(law_of(net), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda record, weights: record.update(speculators_model_type="dflash"), "is no EAGLE-3 draft"),
+        (lambda record, weights: record.update(draft_vocab_size=30), "does not name 30 of 101 tokens"),
+        (lambda record, weights: record.update(target_hidden_size=64), "hidden size 64 and 101 tokens, but"),
+        (lambda record, weights: [weights.pop(name) for name in ("d2t", "t2d")], "no d2t that says which"),
+        (lambda record, weights: weights.update(fc=weights.pop("fc.weight")), "lacks the weights fc.weight"),
+        (lambda record, weights: weights.update(gate=torch.zeros(1)), "nothing is known of: gate"),
+        (lambda record, weights: weights.update({"norm.weight": torch.zeros(7)}), "do not fit its config.json"),
+        (lambda record, weights: record["transformer_layer_config"].update(model_type="mamba"), "the kind 'mamba'"),
+        (lambda record, weights: record.update(eagle_aux_hidden_state_layer_ids=[2, 9, 1]), "no hidden states .9."),
+    ],
+)
+def test_what_is_wrong_with_a_draft_is_one_sentence(change: Any, says: str, tmp_path: Path) -> None:
+    save_eagle3(eagle(llama()), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match=says):
+        drafting.drafter(f"eagle3:{tmp_path}", drafting.BuildContext(CausalScorer(llama())))
+
+
+def test_there_has_to_be_a_checkpoint_with_heads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json: give a folder"):
+        drafting.drafter(f"eagle3:{tmp_path}", drafting.BuildContext(CausalScorer(llama())))
+    with pytest.raises(ValueError, match="was not loaded from a checkpoint"):
+        drafting.drafter("mtp", drafting.BuildContext(CausalScorer(llama())))
+    llama().save_pretrained(tmp_path)
+    target = load_scorer(tmp_path)
+    with pytest.raises(ValueError, match="has no heads for several tokens: there are no weights mtp"):
+        drafting.drafter("mtp", drafting.BuildContext(target))
