@@ -28,15 +28,14 @@ from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
-from slipstream.drafters.checkpoint_heads import head_drafter
+from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
-from slipstream.drafters.model import ModelDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
 from slipstream.models.causal import CausalScorer
 from slipstream.models.eagle3 import load_eagle3
-from slipstream.models.head_scorer import Behind, HeadScorer
+from slipstream.models.head_scorer import Behind
 from slipstream.models.hidden_states import LAST
 from slipstream.models.loading import load_scorer
 from slipstream.models.mtp import load_mtp
@@ -52,9 +51,13 @@ from toys import (
     company_changes_nothing,
     enumerate_outcomes,
     plain_law,
+    propose,
     request,
     tiny,
     total_variation,
+)
+from toys import (
+    row as row_of,
 )
 
 FLOAT = 2e-5  # the laws are softmaxes in float32, of passes of other shapes
@@ -138,14 +141,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-def made(kind: str, folder: Path) -> tuple[Any, ModelDrafter]:
+def made(kind: str, folder: Path) -> tuple[Any, HeadDrafter]:
     """A target and its draft."""
     if kind == "eagle3":
         target: Any = CausalScorer(llama())
-        return target, head_drafter(target, eagle(target.model), "eagle3")
+        return target, HeadDrafter(target, eagle(target.model), "eagle3")
     target = load_scorer(mtp_model(kind, folder))
     drafter = drafting.drafter("mtp", drafting.BuildContext(target))
-    assert isinstance(drafter, ModelDrafter)
+    assert isinstance(drafter, HeadDrafter)
     return target, drafter
 
 
@@ -183,10 +186,9 @@ def defined(head: Any, model: PreTrainedModel, text: list[int], drafted: list[in
 class Checked:
     """Compares every law that is drafted from with its definition, by fresh passes over the whole text."""
 
-    def __init__(self, drafter: ModelDrafter, model: PreTrainedModel, head: Any = None) -> None:
-        assert isinstance(drafter.scorer, HeadScorer)
+    def __init__(self, drafter: HeadDrafter, model: PreTrainedModel, head: Any = None) -> None:
         self.drafter, self.model, self.positions = drafter, model, 0
-        self.head = head or drafter.scorer.head
+        self.head = head or drafter.head
 
     @torch.inference_mode()
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -232,7 +234,7 @@ class Late:
 
 def test_control_states_of_another_token_are_caught() -> None:
     target, head = CausalScorer(llama()), eagle(llama())
-    checked = Checked(head_drafter(target, Late(head), "late"), target.model, head)
+    checked = Checked(HeadDrafter(target, Late(head), "late"), target.model, head)
     with pytest.raises(AssertionError, match="not close"):
         generate(Decoder(target, checked, controller=Fixed(3)), requests(SAMPLE))
 
@@ -270,7 +272,7 @@ def test_states_of_known_beginnings_come_from_the_prefix_cache(kind: str, folder
 def test_texts_longer_than_a_prefill_pass() -> None:
     model = tiny(FAMILIES["llama"], num_hidden_layers=4, max_position_embeddings=1024).requires_grad_(False)
     target = CausalScorer(model)
-    checked = Checked(head_drafter(target, eagle(model), "eagle3"), model)
+    checked = Checked(HeadDrafter(target, eagle(model), "eagle3"), model)
     generate(Decoder(target, checked, controller=Fixed(2)), [request((PROMPTS[0] * 80)[:570], 4), request([4, 5], 4)])
     assert checked.positions > 4
 
@@ -299,7 +301,7 @@ def trio() -> PreTrainedModel:
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
 def test_the_law_is_the_target_s_though_the_draft_knows_two_tokens_of_three(rule: rules.Rule) -> None:
     target = CausalScorer(trio())
-    drafter = head_drafter(target, eagle(trio(), 2), "eagle3")
+    drafter = HeadDrafter(target, eagle(trio(), 2), "eagle3")
     assert error_of(Decoder(target, drafter, rule.verify, Fixed(2)), trio()) < FLOAT
 
 
@@ -308,7 +310,7 @@ def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
         return replace(draft, law=draft.law and Law(probs=torch.full_like(draft.law.dense, 1 / 3)))
 
     target = CausalScorer(trio())
-    drafter = Altered(head_drafter(target, eagle(trio(), 2), "eagle3"), flat)
+    drafter = Altered(HeadDrafter(target, eagle(trio(), 2), "eagle3"), flat)
     assert error_of(Decoder(target, drafter, rules.TOKEN.verify, Fixed(2)), trio()) > 1e-3
 
 
@@ -346,24 +348,30 @@ def test_stop_in_mid_round_and_company_change_nothing(kind: str, folder: Path) -
 def test_settings_hold_for_the_draft_and_choices_and_one_token_prompts_too() -> None:
     """A penalty and a ban hold for q; beside copies; a first token, before which there is no state."""
     target = CausalScorer(llama())
-    drafter = Choice([Lookup(), head_drafter(target, eagle(target.model), "eagle3")])
+    drafter = Choice([Lookup(), HeadDrafter(target, eagle(target.model), "eagle3")])
     decoder = Decoder(target, drafter, controller=Fixed(3))
     sampler = Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3)
     rows = generate(decoder, [request([5], 12, sampler), *requests(sampler)])
+    assert all(row.stats.drafted for row in rows)
     assert all(7 not in row.output and len(row.output) == 12 for row in rows)
+
+
+def test_rows_that_the_target_has_not_read_get_no_draft() -> None:
+    drafter = HeadDrafter(CausalScorer(llama()), eagle(llama()), "eagle3")
+    assert propose(drafter, [row_of([1, 2, 3], 3)], [3]).lengths == (0,)
 
 
 def test_a_compiled_target_is_refused() -> None:
     target = CausalScorer(llama(), execution=Compiled(llama(), "toy"))
     with pytest.raises(ValueError, match="use this draft without compiling"):
-        head_drafter(target, eagle(llama()), "eagle3")
+        HeadDrafter(target, eagle(llama()), "eagle3")
 
 
 def test_hooks_and_states_leave_with_the_draft() -> None:
     target = CausalScorer(llama())
     layers = target.model.model.layers
     before = [len(layer._forward_hooks) for layer in layers]
-    drafter = head_drafter(target, eagle(target.model), "eagle3")
+    drafter = HeadDrafter(target, eagle(target.model), "eagle3")
     assert [len(layer._forward_hooks) for layer in layers] != before
     del drafter
     assert [len(layer._forward_hooks) for layer in layers] == before
@@ -379,7 +387,7 @@ def learned() -> PreTrainedModel:
     return learn(tiny(FAMILIES["llama"], num_hidden_layers=4, initializer_range=0.05), 70)
 
 
-def acceptance(target: Any, drafter: ModelDrafter) -> float:
+def acceptance(target: Any, drafter: HeadDrafter) -> float:
     """Which share of drafted tokens stands, at temperature 1."""
     starts = [TEXT[start : start + 10].tolist() for start in (0, 5, 9)]
     texts = [request(start, 24, SAMPLE, key=key) for key, start in enumerate(starts)]
@@ -403,8 +411,8 @@ def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(t
     weights = [weight for weight in net.parameters() if weight.requires_grad]
     train_ahead(net, weights, learned(), TEXT, AheadSettings(steps=80, rows=4, length=32, rate=5e-3))
     save_eagle3(net, tmp_path)
-    good = acceptance(target, head_drafter(target, load_eagle3(tmp_path, learned()), "trained"))
-    bad = acceptance(target, head_drafter(target, shuffled(net).eval(), "shuffled"))
+    good = acceptance(target, HeadDrafter(target, load_eagle3(tmp_path, learned()), "trained"))
+    bad = acceptance(target, HeadDrafter(target, shuffled(net).eval(), "shuffled"))
     assert good > 0.75 and bad < 0.3
 
 
@@ -414,9 +422,9 @@ def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str,
     heads, target = load_mtp(model, kind), load_scorer(model)
     layers = heads.network.layers.requires_grad_(True)
     train_ahead(heads, list(layers.parameters()), model, TEXT, AheadSettings(60, 4, 32, rate=5e-3))
-    good = acceptance(target, head_drafter(target, heads, "heads"))
+    good = acceptance(target, HeadDrafter(target, heads, "heads"))
     shuffled(layers)
-    bad = acceptance(target, head_drafter(target, heads, "heads"))
+    bad = acceptance(target, HeadDrafter(target, heads, "heads"))
     assert good > 0.7 and bad < 0.3
 
 

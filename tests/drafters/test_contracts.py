@@ -23,7 +23,7 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
 from slipstream.drafters.chain import ChainDrafter
-from slipstream.drafters.checkpoint_heads import head_drafter
+from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
@@ -75,9 +75,9 @@ def heads(target: CausalScorer) -> HeadsDrafter:
     return HeadsDrafter(target, ParallelHeads(Sizes(2, 32, 8)).double())
 
 
-def eagle3(target: CausalScorer) -> ModelDrafter:
+def eagle3(target: CausalScorer) -> HeadDrafter:
     net = new_eagle3(llama(), [0, 1, 2, 1], 2, seed=3).double().eval()  # one of three tokens it does not know
-    return head_drafter(target, net, "eagle3")
+    return HeadDrafter(target, net, "eagle3")
 
 
 MADE: dict[str, Callable[[Any], Drafter]] = {

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from slipstream.core.protocols import HasModel
+from collections.abc import Sequence
+
+from slipstream.core.draft import Draft
+from slipstream.core.protocols import HasModel, Scorer
+from slipstream.core.round import Context, Round
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.head_scorer import Head, HeadScorer, RecordsStates
 
@@ -10,11 +14,31 @@ AT_ONCE = 64
 """Tokens that are read with the first drafting step: all that a round accepted, since each is read again."""
 
 
-def head_drafter(target: HasModel, head: Head, name: str) -> ModelDrafter:
-    """A drafter that samples chains from a head, token by token as from a model; its law is the one they come from.
+class HeadDrafter:
+    """Samples chains from a network on the target's hidden states, token by token, as from a model of its own.
 
-    Raises ValueError if the target shows no hidden states, or not those that the head reads.
+    It serves the decoder whose target it was made for. Rows of which that target shows no states get no draft: those
+    of one token, before which there is none, and those of others.
     """
-    if not isinstance(target, RecordsStates):
-        raise ValueError(f"{target.name} keeps a state and shows no hidden states of its tokens: use another draft.")
-    return ModelDrafter(HeadScorer(target, head, name), target.vocab, AT_ONCE)
+
+    def __init__(self, target: HasModel, head: Head, name: str) -> None:
+        """Raises ValueError if the target shows no hidden states, or not those that the head reads."""
+        if not isinstance(target, RecordsStates):
+            raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
+        self.head, self._target = head, target
+        self._drafter = ModelDrafter(HeadScorer(target, head, name), target.vocab, AT_ONCE)
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The network with its cache."""
+        return self._drafter.scorers
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Up to `gammas[r]` tokens per row, each from the law given all before it."""
+        read = [*self._target.lengths, *[0] * len(context.rows)]
+        shown = [have > 0 and have == len(row.tokens) - 1 for have, row in zip(read, context.rows, strict=False)]
+        return self._drafter.propose(context, [gamma * known for gamma, known in zip(gammas, shown, strict=True)])
+
+    def observe(self, round: Round) -> None:
+        """Forget what was drafted: where it stands, it is read again with the target's states."""
+        self._drafter.observe(round)

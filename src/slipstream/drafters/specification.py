@@ -22,7 +22,7 @@ from typing import Any
 from slipstream.core.protocols import Drafter, HasModel, Scorer
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.chain import ChainDrafter
-from slipstream.drafters.checkpoint_heads import head_drafter
+from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
@@ -282,12 +282,12 @@ def _heads(context: BuildContext, folder: str) -> Drafter:
 
 def _eagle3(context: BuildContext, source: str) -> Drafter:
     target = _own(context)
-    return head_drafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
+    return HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
 
 
 def _mtp(context: BuildContext, value: str) -> Drafter:
     target = _own(context)
-    return head_drafter(target, load_mtp(target.model, target.name), "mtp")
+    return HeadDrafter(target, load_mtp(target.model, target.name), "mtp")
 
 
 def _own(context: BuildContext) -> HasModel:
