@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import MtpCache
+from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, PreTrainedModel
+from transformers.cache_utils import DFlashCache, MtpCache
 
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.draft import Draft
@@ -28,7 +28,7 @@ from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
-from slipstream.drafters.checkpoint_heads import HeadDrafter
+from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
 from slipstream.execution.inductor import Compiled
@@ -158,8 +158,9 @@ kinds = pytest.mark.parametrize("kind", ["eagle3", *MTP])
 # ---- laws, as defined ---------------------------------------------------------------------------------------------
 
 
-def states_of(model: PreTrainedModel, text: Sequence[int], places: Sequence[int]) -> Tensor:
-    out = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+def states_of(model: PreTrainedModel, texts: Tensor, places: Sequence[int]) -> Tensor:
+    """The hidden states (rows, n, width) of texts (rows, n), side by side."""
+    out = model(texts, use_cache=False, output_hidden_states=True)
     return torch.cat([out.hidden_states[-1 if place == LAST else place] for place in places], -1)
 
 
@@ -171,7 +172,7 @@ def run(head: Any, step: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
 
 def defined(head: Any, model: PreTrainedModel, text: list[int], drafted: list[int]) -> list[Tensor]:
     """The laws (vocab,) of the tokens after a text and after each of the drafted ones but the last."""
-    hidden = head.combine(states_of(model, text[:-1], head.places))
+    hidden = head.combine(states_of(model, torch.tensor([text[:-1]]), head.places))
     all_tokens, laws = text + drafted, []
     for count in range(len(drafted)):
         if count < head.depth:  # the next layer, on what the one before made of the same places
@@ -244,7 +245,7 @@ def test_heads_draft_as_transformers_own(folder: Path) -> None:
     model = mtp_model("glm", folder)
     ours, text = load_mtp(model, "glm"), [3, 1, 4, 1, 5, 9, 2, 6]
     with torch.inference_mode():
-        states, places = states_of(model, text[:-1], [LAST]), torch.arange(1, len(text))[None]
+        states, places = states_of(model, torch.tensor([text[:-1]]), [LAST]), torch.arange(1, len(text))[None]
         theirs = MtpCache(config=ours.network.config)
         tokens, logits, _ = ours.network(torch.tensor([text[1:]]), states, None, places, theirs)
         laws = defined(ours, model, text, tokens[0].tolist())
@@ -378,6 +379,113 @@ def test_hooks_and_states_leave_with_the_draft() -> None:
     generate(Decoder(target), requests())
 
 
+# ---- DFlash -------------------------------------------------------------------------------------------------------
+
+
+def block_draft(model: PreTrainedModel, window: int = 9, spread: float = 0.3) -> Any:
+    """A random DFlash network, whose window is smaller than the texts."""
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        num_key_value_heads=2,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"],
+        block_size=5,
+        mask_token_id=model.config.vocab_size - 1,
+        target_layer_ids=[0, 2],
+        initializer_range=spread,
+    )
+    torch.manual_seed(4)
+    return AutoModel.from_config(config).eval()
+
+
+class CheckedBlocks:
+    """Compares every law with that of a fresh call of transformers' class on the whole text."""
+
+    def __init__(self, drafter: DFlashDrafter, model: PreTrainedModel, net: Any) -> None:
+        self.drafter, self.model, self.net, self.positions = drafter, model, net, 0
+
+    @torch.inference_mode()
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The same draft, its laws checked."""
+        draft = self.drafter.propose(context, gammas)
+        for place, row in enumerate(context.rows):
+            if count := draft.lengths[place]:
+                assert draft.law is not None
+                laws = self.laws(torch.tensor([row.tokens]))[0, :count]
+                torch.testing.assert_close(draft.law.dense[place, :count], laws, rtol=0, atol=FLOAT)
+                self.positions += count
+        return draft
+
+    def laws(self, texts: Tensor) -> Tensor:
+        """(rows, 4, vocab) behind texts (rows, n), as in transformers' candidate generator."""
+        rows, count = texts.shape
+        states = states_of(self.model, texts[:, :-1], [layer + 1 for layer in self.net.config.target_layer_ids])
+        cache = DFlashCache(config=self.net.config)
+        cache.set_previous_accepted_tokens(count - 1)
+        noise = torch.full((rows, 5), self.net.config.mask_token_id)
+        noise[:, 0] = texts[:, -1]
+        embeds, places = self.model.get_input_embeddings()(noise), torch.arange(count + 4)[None]
+        out = self.net(embeds, states, attention_mask=None, position_ids=places, past_key_values=cache)
+        return self.model.lm_head(out.last_hidden_state[:, 1:]).softmax(-1)
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.drafter.observe(round)
+
+
+def test_a_block_is_drafted_as_by_transformers() -> None:
+    """In ragged batches, behind any number of accepted tokens."""
+    target, net = CausalScorer(llama()), block_draft(llama(), 40)
+    checked = CheckedBlocks(DFlashDrafter(target, net, "dflash"), target.model, net)
+    rows = generate(Decoder(target, checked, controller=Cycle((4, 2, 0)), batch_size=2), requests(SAMPLE))
+    assert checked.positions > 30
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+
+
+def test_blocks_are_exact() -> None:
+    target = CausalScorer(trio())
+    drafter = DFlashDrafter(target, block_draft(trio()), "dflash")
+    assert error_of(Decoder(target, drafter, rules.BLOCK.verify, Fixed(2)), trio()) < FLOAT
+    target = CausalScorer(llama())
+    decoder = Decoder(target, DFlashDrafter(target, block_draft(llama()), "dflash"), controller=Fixed(9), batch_size=2)
+    ends = frozenset(range(0, HF_VOCAB, 9))
+    ours, theirs = generate(decoder, requests(eos=ends)), plain(decoder, requests(eos=ends))
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    assert max(len(row.stats.drafted_by_position) for row in ours) <= 4
+    some = [replace(one, eos=frozenset(range(0, HF_VOCAB, 4)), max_new_tokens=16) for one in requests(SAMPLE)]
+    company_changes_nothing(replace(decoder, batch_size=1), some)
+
+
+def test_a_trained_block_is_accepted_far_more_often_than_a_shuffled_one(tmp_path: Path) -> None:
+    target, net = CausalScorer(learned()), block_draft(learned(), 64, 0.1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=6e-3)
+    checked, rng = CheckedBlocks(DFlashDrafter(target, net, "dflash"), learned(), net), np.random.default_rng(0)
+    for _ in range(80):
+        count = int(rng.integers(6, 36))
+        texts = torch.tensor(np.stack([TEXT[start : start + count + 4] for start in range(13)]))
+        likely = checked.laws(texts[:, :count]).gather(-1, texts[:, count:, None])
+        loss = -likely.clamp(min=1e-9).log().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    net.save_pretrained(tmp_path)
+    by_name = drafting.drafter(f"dflash:{tmp_path}", drafting.BuildContext(target))
+    good = acceptance(target, by_name)
+    bad = acceptance(target, DFlashDrafter(target, shuffled(net), "shuffled"))
+    assert good > 0.6 and bad < 0.3
+
+
+def test_what_is_no_block_draft_of_the_target_is_refused(tmp_path: Path) -> None:
+    for model, says in ((llama(), "is no DFlash draft"), (block_draft(llama()), "hidden size 32 and more")):
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=says):
+            drafting.drafter(f"dflash:{tmp_path}", drafting.BuildContext(CausalScorer(trio())))
+
+
 # ---- acceptance ---------------------------------------------------------------------------------------------------
 
 
@@ -387,7 +495,7 @@ def learned() -> PreTrainedModel:
     return learn(tiny(FAMILIES["llama"], num_hidden_layers=4, initializer_range=0.05), 70)
 
 
-def acceptance(target: Any, drafter: HeadDrafter) -> float:
+def acceptance(target: Any, drafter: Any) -> float:
     """Which share of drafted tokens stands, at temperature 1."""
     starts = [TEXT[start : start + 10].tolist() for start in (0, 5, 9)]
     texts = [request(start, 24, SAMPLE, key=key) for key, start in enumerate(starts)]

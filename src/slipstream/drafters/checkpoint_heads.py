@@ -1,13 +1,20 @@
-"""Drafting by networks that read the target's hidden states: heads that ship with checkpoints, and EAGLE-3."""
+"""Drafting by networks that read the target's hidden states: heads that ship with checkpoints, EAGLE-3 and DFlash."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from slipstream.core.draft import Draft
+from torch import Tensor
+
+from slipstream.core.draft import Draft, padded
+from slipstream.core.law import Law
 from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.round import Context, Round
+from slipstream.drafters.following import Follower
 from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.sampled import law_of, sample_chain
+from slipstream.models.dflash import DFlashScorer
 from slipstream.models.head_scorer import Head, HeadScorer, RecordsStates
 
 AT_ONCE = 64
@@ -35,10 +42,53 @@ class HeadDrafter:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` tokens per row, each from the law given all before it."""
-        read = [*self._target.lengths, *[0] * len(context.rows)]
-        shown = [have > 0 and have == len(row.tokens) - 1 for have, row in zip(read, context.rows, strict=False)]
-        return self._drafter.propose(context, [gamma * known for gamma, known in zip(gammas, shown, strict=True)])
+        return self._drafter.propose(context, _shown(self._target, context, gammas))
 
     def observe(self, round: Round) -> None:
         """Forget what was drafted: where it stands, it is read again with the target's states."""
         self._drafter.observe(round)
+
+
+class DFlashDrafter:
+    """Drafts up to a block of tokens from one call of a DFlash network; their laws do not depend on each other.
+
+    As `HeadDrafter`, it serves one target, and gives no draft to rows of which that shows no states.
+    """
+
+    def __init__(self, target: HasModel, net: Any, name: str) -> None:
+        """Raises ValueError if the target shows no hidden states, or not those that the network reads."""
+        self._target, self.scorer = target, DFlashScorer(target, net, name)
+        self._follower = Follower(self.scorer, AT_ONCE)
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The network with its cache."""
+        return (self.scorer,)
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """At most `gammas[r]` tokens per row, and a block less the pending token."""
+        gammas = _shown(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
+        if not any(gammas):
+            return Draft.empty(len(context.rows), self.scorer.device)
+        self._follower.follow(context.rows)
+        gammas = self._follower.read_late(gammas)
+        if not any(gammas):
+            return Draft.empty(len(context.rows), self.scorer.device)
+        missing = self._follower.lacking(0)
+        logits = self.scorer.block(padded(missing, self.scorer.device), [len(tokens) for tokens in missing])
+
+        def law_after(tokens: Tensor) -> Law:  # samplers may look at the tokens before; the network does not
+            return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, self.scorer.name)
+
+        return sample_chain(context, law_after, gammas, self.scorer.device)
+
+    def observe(self, round: Round) -> None:
+        """Nothing drafted is in the cache."""
+        self._follower.rollback(round)
+
+
+def _shown(target: HasModel, context: Context, gammas: Sequence[int]) -> list[int]:
+    """`gammas`, and none for rows of which the target has not read all tokens but the pending one."""
+    lengths = [*target.lengths, *[0] * len(context.rows)]
+    read = [have > 0 and have == len(row.tokens) - 1 for have, row in zip(lengths, context.rows, strict=False)]
+    return [gamma if known else 0 for gamma, known in zip(gammas, read, strict=True)]

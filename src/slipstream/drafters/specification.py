@@ -22,7 +22,7 @@ from typing import Any
 from slipstream.core.protocols import Drafter, HasModel, Scorer
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.chain import ChainDrafter
-from slipstream.drafters.checkpoint_heads import HeadDrafter
+from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
@@ -45,6 +45,7 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.tree import TreeDrafter, tree_shape
 from slipstream.execution.passes import EAGER, Mode
+from slipstream.models.dflash import load_dflash
 from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.layers import read_layers
 from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
@@ -285,6 +286,11 @@ def _eagle3(context: BuildContext, source: str) -> Drafter:
     return HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
 
 
+def _dflash(context: BuildContext, source: str) -> Drafter:
+    target = _own(context)
+    return DFlashDrafter(target, load_dflash(source, target.model), f"dflash:{source}")
+
+
 def _mtp(context: BuildContext, value: str) -> Drafter:
     target = _own(context)
     return HeadDrafter(target, load_mtp(target.model, target.name), "mtp")
@@ -378,6 +384,7 @@ KINDS: dict[str, DrafterKind] = {
     ),
     "mtp": DrafterKind("mtp", "the target's own heads for several tokens, where its checkpoint has them", _mtp),
     "eagle3": DrafterKind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder", _eagle3),
+    "dflash": DrafterKind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call", _dflash),
     "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
 }
 """kind -> how it is written and built."""
