@@ -99,6 +99,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("serve.server",),
     "prometheus_client": ("serve.metrics", "serve.routes.models"),
     "soundfile": ("serve.sound",),
+    "PIL": ("engine.pictures", "serve.pictures"),
 }
 
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7
@@ -345,6 +346,7 @@ DISTRIBUTIONS = {
     "faiss": "faiss-cpu",
     "sentence_transformers": "sentence-transformers",
     "prometheus_client": "prometheus-client",
+    "PIL": "pillow",
 }
 """Where a package is published under another name than it is imported by."""
 

@@ -87,7 +87,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"x": "y"}], "a message of a chat has a"),
     ([*CHAT, "x"], "prompt 0 is a list that holds 'x'"),
     (CHAT[0], "put a message into a list"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "a message of a chat has a"),
+    ([{"role": "user", "content": [{"type": "input_audio"}]}], "a message of a chat has a"),
     ([{"role": "user", "content": 5}], "a message of a chat has a"),
     ([10**30], "a token id that no model knows"),
     (np.array([True]), "prompts is a ndarray of shape"),

@@ -14,11 +14,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
@@ -45,11 +51,12 @@ VERDICTS = ("works", "refused", "differs", "fails", "not tried")
 @dataclass(frozen=True)
 class Architecture:
     """A class of models that writes text, with its configuration, and whether it stands among those that read another
-    text, or a sound, first."""
+    text, or a sound, first, or among those that see images too (and are tried on texts)."""
 
     config: Any
     kind: Any
     encoder: bool
+    vision: bool = False
 
     @property
     def family(self) -> str:
@@ -74,16 +81,20 @@ class Outcome:
     way: str = ""
     why: str = ""
     seconds: float = 0.0
+    vision: bool = False
 
 
 def architectures(names: Sequence[str] = ()) -> list[Architecture]:
     """All of the installed transformers, or those of these families or classes. Raises ValueError for unknown names."""
     found = []
-    for encoder, mapping in enumerate((MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)):
+    for encoder, vision, mapping in (
+        (False, False, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (True, False, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+        (False, True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    ):
         for config, kinds in mapping.items():
-            found += [
-                Architecture(config, kind, bool(encoder)) for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
-            ]
+            some = kinds if isinstance(kinds, tuple) else (kinds,)
+            found += [Architecture(config, kind, encoder, vision) for kind in some]
     known = {name.lower() for each in found for name in (each.family, each.name)}
     if unknown := [name for name in names if name.lower() not in known]:
         raise ValueError(
@@ -131,7 +142,7 @@ def attempt(architecture: Architecture) -> Outcome:
     except Exception as error:  # of any kind: what a family needs beside small sizes
         return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
     try:
-        target = load_scorer(model)
+        target = _by_name(model) if architecture.vision else load_scorer(model)
         decoder = Decoder(target, EveryOther(ModelDrafter(load_scorer(model))), controller=Fixed(GAMMA))
         rows = generate(decoder, asked)
         same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, asked)]
@@ -144,8 +155,16 @@ def attempt(architecture: Architecture) -> Outcome:
     return replace(blank, verdict="differs" if why else "works", way=str(target.way), why=why)
 
 
+def _by_name(model: Any) -> Any:
+    """The Scorer of a model that was saved, and is loaded from its folder as users do."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_scorer(Path(folder), "float32")
+
+
 def _failed(architecture: Architecture, why: str) -> Outcome:
-    return Outcome(architecture.family, architecture.name, architecture.encoder, "fails", why=why)
+    encoder, vision = architecture.encoder, architecture.vision
+    return Outcome(architecture.family, architecture.name, encoder, "fails", why=why, vision=vision)
 
 
 def _text(name: int, count: int) -> tuple[int, ...]:
@@ -204,7 +223,7 @@ class EveryOther:
 def table(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as a table in Markdown, with how many there are of each."""
     lines = ["| type | class | verdict | way, or why not |", "|---|---|---|---|"]
-    for each in sorted(outcomes, key=lambda each: (each.encoder, each.family, each.name)):
+    for each in sorted(outcomes, key=lambda each: (each.vision, each.encoder, each.family, each.name)):
         why = " ".join(each.why.split()).replace("|", "/")
         lines.append(f"| {each.family} | {each.name} | {each.verdict} | {why or each.way} |")
     return "\n".join([counted(outcomes), "", *lines])
@@ -213,8 +232,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def counted(outcomes: Sequence[Outcome]) -> str:
     """How many outcomes there are of each kind, in a sentence or two."""
     parts = []
-    for encoder, what in ((False, "causal"), (True, "encoder-decoder")):
-        some = [each.verdict for each in outcomes if each.encoder == encoder]
+    for sort, what in (((False, False), "causal"), ((True, False), "encoder-decoder"), ((False, True), "vision")):
+        some = [each.verdict for each in outcomes if (each.encoder, each.vision) == sort]
         if some:
             counts = [f"{some.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in some]
             parts.append(f"{len(some)} {what} architectures: {', '.join(counts)}.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Verifier
 from slipstream.core.draws import Rng
+from slipstream.core.images import Images
 from slipstream.core.law import Fault, Law
 from slipstream.core.source import Source
 from slipstream.core.stats import Stats
@@ -77,7 +78,7 @@ class Request:
     Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
     drafters that copy. The row ends after the round in which `max_time` seconds have passed since it got a place in
-    the batch.
+    the batch. `images` are those that placeholders in the prompt stand for.
     """
 
     prompt: tuple[int, ...]
@@ -94,6 +95,7 @@ class Request:
     cache_salt: str = ""
     prediction: tuple[int, ...] = ()
     max_time: float | None = None
+    images: Images | None = None
 
 
 @dataclass
@@ -114,6 +116,12 @@ class Row:
     def output(self) -> list[int]:
         """The emitted tokens."""
         return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def readable(self) -> list[int]:
+        """The tokens that a model reads which sees no images: all but those that stand for some."""
+        images = self.request.images
+        return self.tokens if images is None else [*images.text(self.request.prompt), *self.output]
 
     @property
     def room(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.cache.prefixes import recalling
+from slipstream.core.images import SeesImages, same_images
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.source import same_source
@@ -28,7 +29,12 @@ class Reading:
         ours, its = self.rows[0].request, row.request
         if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
             return False
-        return same_source(ours.source, its.source)
+        return same_source(ours.source, its.source) and same_images(ours.images, its.images)
+
+    @property
+    def illustrated(self) -> bool:
+        """Whether the text has images: it is read in one piece, and not stored, for its tokens do not tell them."""
+        return self.rows[0].request.images is not None
 
 
 class Reader:
@@ -55,6 +61,9 @@ class Reader:
             twin.rows.append(row)
         else:
             self.target.add(1, [row.request.source])
+            if row.request.images is not None:
+                assert isinstance(self.target, SeesImages), "requests are checked when they come"
+                self.target.show(len(self.target.lengths) - 1, row.request.images)
             self.groups.append(Reading([row]))
 
     def drop(self, gone: Sequence[Row], first: int) -> None:
@@ -86,7 +95,7 @@ class Reader:
         """Take over what is stored of the texts that nothing was read of."""
         store = recalling(self.target)
         for place, group in enumerate(self.groups, first):
-            if not self.target.lengths[place] and group.text:
+            if not self.target.lengths[place] and group.text and not group.illustrated:
                 known = store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
 
@@ -102,7 +111,10 @@ class Reader:
         else:
             counts = [min(count, self.piece) for count in left]
         parts = zip(self.groups, have, counts, strict=True)
-        return [group.text[known : known + count] for group, known, count in parts]
+        return [
+            group.text[known:] if count and group.illustrated else group.text[known : known + count]
+            for group, known, count in parts
+        ]
 
     def _release(self, first: int) -> list[Row]:
         """Put the rows that are read in front of the others, each with a copy of its own -> those rows."""
@@ -111,7 +123,7 @@ class Reader:
         done = [group for group, known in zip(self.groups, have, strict=True) if known >= len(group.text)]
         if not done:
             return []
-        for group in done:
+        for group in (group for group in done if not group.illustrated):
             recalling(self.target).remember(places[id(group)], group.text, group.rows[0].request.cache_salt)
         twins = [(row, places[id(group)]) for group in done for row in group.rows[1:]]
         last = len(self.target.lengths) if twins else places[id(done[-1])]

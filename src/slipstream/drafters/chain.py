@@ -61,7 +61,7 @@ class ChainDrafter:
         self._follower.cover(2 * max(gammas) + 1)
         shadows = self._cast(context.rows)
         parts, laws = self._rounds(context, shadows, gammas)
-        bases = [len(shadow.outer.tokens) - shadow.start for shadow in shadows]
+        bases = [len(shadow.outer.readable) - shadow.start for shadow in shadows]
         new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
         tokens = padded(new, self.scorer.device)
         windowed = tuple(gamma if shadow.start else 0 for gamma, shadow in zip(gammas, shadows, strict=True))
@@ -130,25 +130,26 @@ class Shadow:
     @property
     def origin(self) -> tuple[int, int]:
         """Length of the outer text, and where ours begins in it."""
-        return len(self.outer.tokens), self.start
+        return len(self.outer.readable), self.start
 
     def reset(self) -> None:
         """Back to the outer text."""
-        self.row.tokens[:] = self.outer.tokens[self.start :]
+        self.row.tokens[:] = self.outer.readable[self.start :]
 
 
 def _inside(row: Row, start: int) -> Row:
     """A row that never ends by itself: what is cut is decided outside."""
     request = replace(
         row.request,
-        prompt=row.request.prompt[start:],
+        prompt=tuple(row.readable[: len(row.readable) - len(row.output)][start:]),
+        images=None,
         max_new_tokens=ENDLESS,
         eos=frozenset(),
         stop=None,
         rule=None,
         gamma=None,
     )
-    return Row(request, row.index, row.tokens[start:])
+    return Row(request, row.index, row.readable[start:])
 
 
 def _padded(laws: list[Law], width: int) -> list[Law]:

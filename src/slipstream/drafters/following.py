@@ -55,7 +55,7 @@ class Follower:
     def _join(self, row: Row) -> None:
         """Append a row, with what is stored of its text."""
         self.scorer.add(1, [row.request.source])
-        text, limit, known = self._ids(row.tokens[:-1]), self.scorer.context, 0
+        text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
         if row.request.gamma != 0 and (limit is None or len(text) < limit):
             known = recalling(self.scorer).recall(len(self.starts), text, row.request.cache_salt)
         self.starts.append(0)
@@ -65,7 +65,7 @@ class Follower:
         """Store what the cache holds of a row, if that is the beginning of its text."""
         row, have = self._rows[place], self.scorer.lengths[place]
         if not self.starts[place] and row.finish_reason != "error":
-            recalling(self.scorer).remember(place, self._ids(row.tokens[:have]), row.request.cache_salt)
+            recalling(self.scorer).remember(place, self._ids(row.readable[:have]), row.request.cache_salt)
         self._known[place] = have
 
     def read_late(self, gammas: Sequence[int]) -> list[int]:
@@ -122,7 +122,7 @@ class Follower:
         """Forget drafted tokens that were not kept; in a tree, move the accepted ones together."""
         if not self._rows or not any(round.gammas):  # who was asked for nothing does nothing
             return
-        kept = [len(row.tokens) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
+        kept = [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
         have = self.scorer.lengths
         if round.verdict.path is not None and round.draft.parents is not None:
             fed = _inner(round.draft.parents)
@@ -132,7 +132,7 @@ class Follower:
             have = [min(h, base + len(path)) for h, base, path in zip(have, bases, paths, strict=True)]
         self.scorer.rollback([min(pair) for pair in zip(have, kept, strict=True)])
         for place, row in enumerate(self._rows):
-            if self._known[place] < len(row.request.prompt) - 1 <= self.scorer.lengths[place]:
+            if self._known[place] < len(row.readable) - len(row.output) - 1 <= self.scorer.lengths[place]:
                 self._remember(place)  # the prompt has been read
 
     def _missing(self) -> list[list[int]]:
@@ -144,7 +144,7 @@ class Follower:
     def _texts_behind(self) -> list[list[int]]:
         """Return the tokens of each text behind the cache; ids that only the target knows become the last id."""
         places = zip(self._rows, self.starts, self.scorer.lengths, strict=True)
-        return [self._ids(row.tokens[start + have :]) for row, start, have in places]
+        return [self._ids(row.readable[start + have :]) for row, start, have in places]
 
     def _ids(self, tokens: Sequence[int]) -> list[int]:
         last = self.scorer.vocab - 1
@@ -157,8 +157,8 @@ class Follower:
             return
         lengths = list(self.scorer.lengths)
         for place, row in enumerate(self._rows):
-            if len(row.tokens) - self.starts[place] + room > limit:
-                self.starts[place] = len(row.tokens) - max(1, min(limit // 2, limit - room))
+            if (length := len(row.readable)) - self.starts[place] + room > limit:
+                self.starts[place] = length - max(1, min(limit // 2, limit - room))
                 lengths[place] = 0
         self.scorer.rollback(lengths)
 

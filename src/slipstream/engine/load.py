@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.protocols import Controller
+from slipstream.core.protocols import Controller, scorers_among
 from slipstream.core.source import Frame
 from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
@@ -19,6 +19,8 @@ from slipstream.engine.plan_file import Plan
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.threads import release_threads
+from slipstream.models.image_trial import try_images
+from slipstream.models.images import Vision
 from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, source_name
 
 GAMMA = 5
@@ -38,6 +40,7 @@ def load(
     plan: Plan | str | Path | None = None,
     exact_shape: bool = False,
     tokenizer: Any = None,
+    processor: Any = None,
     task: str | Task | None = None,
     compile: bool = False,
     progress: Callable[[str], object] | None = None,
@@ -55,6 +58,9 @@ def load(
     An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
     languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
 
+    A vision-language model reads images too if its processor lies with it, or is given as `processor`; a draft beside
+    it reads the texts without them.
+
     `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
 
@@ -71,15 +77,13 @@ def load(
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
         compile = compile or made.compile
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
-    if target is None and draft is None:
-        draft = "embedded"
+    draft = "embedded" if target is None and draft is None else draft
     shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
     _check_tokenizer(tokenizer)
-    _check_exact(exact_shape, tree, compile)
+    _check_settings(exact_shape, tree, compile, batch_size)
     steering = _controller(tree, gamma, made)
     chosen = BLOCK if verify is None else rule(verify)
-    whole_number("batch_size", batch_size, 1)
     mode = Mode(compile, False if exact_shape else None, progress=progress)
     scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
     tokenizer = find_tokenizer(target) if tokenizer is None else tokenizer
@@ -90,11 +94,38 @@ def load(
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     eos = _eos(scorer.model, tokenizer)
-    engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, context.notes, framing)
+    vision, notes = _vision(target, scorer, processor)
+    notes += [*context.notes, *(_blind(decoder) if vision else ())]
+    engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, notes, framing, vision)
     if compile:
         engine.warm_up()
     release_threads()  # another thread may be the one that generates
     return engine
+
+
+def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, list[str]]:
+    """What reads images for a target, and a sentence where it could but cannot. Raises ValueError for a processor that
+    the target has no use for, or does not work with."""
+    if not scorer.sees_images:
+        if processor is not None:
+            raise ValueError(f"{scorer.name} reads text only, so it has no use for a processor: leave it out.")
+        return None, []
+    if processor is not None:
+        vision = Vision(processor, scorer.model.config)
+        try_images(scorer, vision)
+        return vision, []
+    try:
+        vision = Vision.of(target, scorer.model.config)
+        try_images(scorer, vision)
+    except ValueError as error:
+        return None, [f"{scorer.name} reads text only here: {error}"]
+    return vision, []
+
+
+def _blind(decoder: Decoder) -> list[str]:
+    """A sentence for each model that drafts."""
+    models = scorers_among([decoder.drafter])
+    return [f"{each.name} reads no images, but the texts around them." for each in models]
 
 
 def _read_plan(plan: Any) -> Plan | None:
@@ -113,7 +144,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def _check_exact(exact_shape: bool, tree: Sequence[int] | None, compile: bool) -> None:
+def _check_settings(exact_shape: bool, tree: Sequence[int] | None, compile: bool, batch_size: int) -> None:
+    whole_number("batch_size", batch_size, 1)
     true_or_false("exact_shape", exact_shape)
     true_or_false("compile", compile)
     if exact_shape and (tree or compile):

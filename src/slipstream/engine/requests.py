@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.core.images import Images
 from slipstream.core.source import Frame, Source
 from slipstream.core.values import is_whole
+from slipstream.engine.pictures import Illustrated, image_of, images_in, is_image_part, open_image
+from slipstream.models.images import Vision
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -30,12 +33,12 @@ class Chat:
     template_kwargs: Mapping[str, Any] | None = None
 
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat | Tensor
-"""Text, token ids, the messages of a chat, alone or as a `Chat`, or audio features (bins, frames)."""
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat | Illustrated | Tensor
+"""Text, token ids, messages of a chat, alone or as a `Chat`, a text with images, or audio features (bins, frames)."""
 
 ALLOWED = (
-    "a prompt is a text, token ids (a list, an array, or what a tokenizer returns) or a chat (a list of messages with "
-    '"role" and "content")'
+    "a prompt is a text, token ids (a list, an array, or what a tokenizer returns), a chat (a list of messages with "
+    '"role" and "content") or {"text": ..., "images": [...]}'
 )
 
 MOST = 1 << 32
@@ -54,11 +57,12 @@ WITHHELD = (
 def read_prompts(given: Any) -> list[Prompt]:
     """One prompt or several, in any form that transformers' users pass -> the prompts, in order.
 
-    A prompt is a text; token ids as a list, a range, a 1-D array or tensor; a chat; or audio features as a 2-D tensor
-    of floats. Several come as an iterable, as the rows of an array or tensor, or as a tokenizer's `BatchEncoding`,
-    whose attention mask takes the padding away. Raises ValueError in one sentence for anything else.
+    A prompt is a text; token ids as a list, a range, a 1-D array or tensor; a chat; a text with images; or audio
+    features as a 2-D tensor of floats. Several come as an iterable, as the rows of an array or tensor, or as a
+    tokenizer's `BatchEncoding`, whose attention mask takes the padding away. Raises ValueError in one sentence for
+    anything else.
     """
-    if isinstance(given, str | Chat):
+    if isinstance(given, str | Chat) or _is_illustrated(given):
         return [read_prompt(given)]
     if isinstance(given, Mapping):
         return _encoded(given, "prompts")
@@ -76,6 +80,8 @@ def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
         return _text(given, where)
     if isinstance(given, Chat):
         return _chat(given, where)
+    if _is_illustrated(given):
+        return _illustrated(given, where)
     if isinstance(given, Mapping) or _is_array(given):
         several = _encoded(given, where) if isinstance(given, Mapping) else _from_array(given)
         if len(several) != 1:
@@ -90,6 +96,28 @@ def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
         return [_message(item, where) for item in items]
     alien = next(item for item in items if not (_is_message if _is_message(items[0]) else _is_id)(item))
     raise ValueError(f"{where} is a list that holds {shown(alien)}: {ALLOWED}.")
+
+
+def _is_illustrated(value: Any) -> bool:
+    return isinstance(value, Illustrated) or (isinstance(value, Mapping) and {"text", "images"} <= value.keys())
+
+
+def _illustrated(given: Illustrated | Message, where: str) -> Prompt:
+    """A text with its images; a text alone where there are none."""
+    text, images = (given.text, given.images) if isinstance(given, Illustrated) else (given["text"], given["images"])
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has images beside {shown(text)}, but a text is needed: leave it empty at least.")
+    found = listed(images, f"images of {where}", "they are a list of images")
+    return Illustrated(_text(text, where), found) if found else _text(text, where)
+
+
+def has_images(prompt: Prompt) -> bool:
+    """Whether images belong to a prompt that was read."""
+    if isinstance(prompt, Chat):
+        return bool(images_in(prompt.messages))
+    if isinstance(prompt, list):
+        return bool(images_in(cast(Sequence[Message], prompt)))
+    return isinstance(prompt, Illustrated)
 
 
 def _text(text: str, where: str) -> str:
@@ -121,7 +149,8 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "input_ids" not in value and "input_features" not in value
+    encoded = isinstance(value, Mapping) and ("input_ids" in value or "input_features" in value)
+    return isinstance(value, Mapping) and not encoded and not _is_illustrated(value)
 
 
 def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
@@ -134,17 +163,27 @@ def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
-    """A message of a chat, with its text parts as one text."""
+    """A message of a chat, with its text parts as one text; where images stand among them, all parts stay apart."""
     content = message.get("content")
-    if isinstance(content, list | tuple) and all(map(_is_text_part, content)):
-        content = "\n".join(part["text"] for part in content)
-    complete = isinstance(content, str) or (content is None and "tool_calls" in message)
+    in_parts = isinstance(content, list | tuple) and all(is_image_part(each) or _is_text_part(each) for each in content)
+    if in_parts and any(map(is_image_part, content or ())):
+        content = [_part(part, where) for part in content or ()]
+    elif in_parts:
+        content = "\n".join(part["text"] for part in content or ())
+    complete = isinstance(content, str) or in_parts or (content is None and "tool_calls" in message)
     if not isinstance(message.get("role"), str) or not complete:
         raise ValueError(
             f'{where} holds {shown(message)}, but a message of a chat has a "role" and a "content", which is a '
-            'text or a list of parts {"type": "text", "text": ...}.'
+            'text or a list of parts {"type": "text", "text": ...} and {"type": "image_url", ...}.'
         )
     return {**message, "content": content}
+
+
+def _part(part: Message, where: str) -> dict[str, Any]:
+    """A part of a message as transformers' templates know it, without anything else in it."""
+    if is_image_part(part):
+        return {"type": "image", "image": image_of(part, where)}
+    return {"type": "text", "text": part["text"]}
 
 
 def _is_text_part(part: Any) -> bool:
@@ -227,16 +266,37 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns prompts into what a model reads: its `name`, its tokenizer (None: ids only), what stands around sources."""
+    """Turns prompts into what a model reads: its `name`, its tokenizer (None: ids only), what stands around sources,
+    and its `vision`, which reads images."""
 
     name: str
     tokenizer: Any = None
     frame: Frame | None = None
+    vision: Vision | None = None
+
+    def read(self, prompt: Prompt) -> tuple[Source, Images | None]:
+        """Token ids or audio features, as `__call__` gives them, and the images that ids stand for."""
+        chats = isinstance(prompt, Chat | list)
+        if self.vision is None or not (isinstance(prompt, Illustrated) or (chats and self.vision.chats)):
+            return self(prompt), None
+        if isinstance(prompt, Illustrated):
+            return self.vision.text(prompt.text, [open_image(image) for image in prompt.images])
+        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast(Sequence[Message], prompt)), "the prompt")
+        messages = [_opened(message) for message in chat.messages]
+        try:
+            return self.vision.chat(messages, chat.tools, dict(chat.template_kwargs or {}))
+        except Exception as error:  # templates are programs of the model's maker and raise what they like
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def __call__(self, prompt: Prompt) -> tuple[int, ...] | Tensor:
         """Token ids, or audio features as they are. Raises ValueError without a tokenizer, or a chat template."""
         if isinstance(prompt, Tensor | tuple):
             return prompt
+        if has_images(prompt):
+            raise ValueError(
+                f"the prompt has images, but {self.name} cannot be shown any: leave them out, or take a vision model "
+                "with its processor."
+            )
         tokenizer = self.needed()
         if isinstance(prompt, str):
             return tuple(tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"])
@@ -252,6 +312,7 @@ class Encoder:
 
     def text(self, prompt: Prompt, ids: Source) -> str:
         """The text of a prompt and what was made of it, for `echo`. Raises ValueError for audio, which has none."""
+        prompt = prompt.text if isinstance(prompt, Illustrated) else prompt
         if isinstance(ids, Tensor):
             raise ValueError("echo is not possible for audio features, which have no text: leave it out.")
         if isinstance(prompt, str):
@@ -271,3 +332,12 @@ class Encoder:
         if not word:
             raise ValueError("bad_words holds an empty text: leave it out.")
         return [self.needed().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
+
+
+def _opened(message: Message) -> dict[str, Any]:
+    """A message as templates of vision models take it: all content in parts, with images that are open."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    parts = [{**part, "image": open_image(part["image"])} if is_image_part(part) else part for part in content or ()]
+    return {**message, "content": parts} if parts else dict(message)

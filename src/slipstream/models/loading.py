@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -131,8 +134,20 @@ def _kind(source: str | Path) -> Any:
         raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
     refuse_other_kinds(source, config)
     if not config.is_encoder_decoder:
-        return AutoModelForCausalLM
+        return AutoModelForImageTextToText if _sees_images(config) else AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
+
+
+def _sees_images(config: Any) -> bool:
+    """Whether a model is of a class that reads images too. Of some configurations there are two classes; then what the
+    checkpoint was written by decides."""
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    names = {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
+    return not names.isdisjoint(config.architectures or ())
 
 
 def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:

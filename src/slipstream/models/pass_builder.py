@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from slipstream.core.draft import Tree
@@ -25,7 +26,16 @@ class PassBuilder:
         positions = pass_masks.own
         if context and self._memory.texts.end > context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=context - 1)
+        positions = self._shifted(positions)
         return Pass(tokens, positions, slots, masks, self._cross(pass_masks))
+
+    def _shifted(self, positions: Tensor) -> Tensor:
+        """The positions (rows, n) where tokens are of images, which may take up fewer."""
+        shifts = self._memory.shifts[self._memory.texts.part]
+        if not any(shifts):
+            return positions
+        shifts += [0] * (len(positions) - len(shifts))  # rows that only fill a shape
+        return positions + torch.tensor(shifts, device=positions.device)[:, None]
 
     def _pass_masks(self, slots: Tensor, tree: Tree | None) -> PassMasks:
         texts = self._memory.texts

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 
 from slipstream.cache.recurrent import StateCache
 from slipstream.core.draft import Tree
+from slipstream.core.images import Images
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
 from slipstream.models.hidden_states import HiddenStates, Records
+from slipstream.models.images import Illustration, can_see
 from slipstream.models.recurrences import observe
 from slipstream.models.rewinding import RowState, rewindable
 from slipstream.models.states import apart, joined, size
@@ -85,6 +87,11 @@ class StateScorer:
     def source_form(self) -> SourceForm | None:
         """The form of the sources that its encoder reads; None for a model without an encoder."""
         return self._calls.form
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether the model has a part for images."""
+        return can_see(self.model)
 
     @property
     def windows(self) -> set[int]:
@@ -164,6 +171,10 @@ class StateScorer:
         self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
         self._beside = [each for row, each in enumerate(self._beside) if row not in gone]
 
+    def show(self, row: int, images: Images) -> None:
+        """Give an empty row the images of its text, all of which is then read in one piece."""
+        self._beside[row] = Illustration(images)
+
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
         self._cache.rollback(lengths)
@@ -235,10 +246,18 @@ class StateScorer:
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts to the rows from `first` on, behind what they hold, in passes of bounded width."""
+        shown = [bool(text) and self._unseen(row) for row, text in enumerate(texts, first)]
+        if any(shown):
+            self._feed([list(text) if now else [] for text, now in zip(texts, shown, strict=True)], first, keep=1)
+            texts = [() if now else text for text, now in zip(texts, shown, strict=True)]
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             self._feed([list(text[start : start + PREFILL_TOKENS]) for text in texts], first, keep=1)
         # Nobody goes back into a prompt by a few tokens, so its earlier states would lie there for nothing.
         self._cache.rollback(self._cache.lengths[: first + len(texts)])
+
+    def _unseen(self, row: int) -> bool:
+        """Whether a row has images that are still to be read, with all of its text."""
+        return isinstance(self._beside[row], Illustration) and not self.lengths[row]
 
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
         """Feed each row its tokens -> logits (count, vocab) of those that got some, by place."""
@@ -280,7 +299,9 @@ class StateScorer:
         for place, tokens in enumerate(fed):
             if tokens:
                 length = self._cache.lengths[first + place]
-                groups.setdefault((length, len(tokens), *([place] if apart else [])), []).append(place)
+                groups.setdefault(
+                    (length, len(tokens), *([place] if apart or self._beside[first + place] is not None else [])), []
+                ).append(place)
         yield from groups.values()
 
     def _run(
@@ -296,7 +317,7 @@ class StateScorer:
         logits = []
         while tokens.shape[1]:
             # What comes first can be read at once also where later tokens have to be fed one by one.
-            step = tokens[:, : width if width and (known or self._alone) else None]
+            step = tokens[:, : width if width and (known or (self._alone and beside is None)) else None]
             out = self._call(step, state, known, beside, keep)
             state = self._calls.state(out)
             logits.append(out.logits)
@@ -306,7 +327,7 @@ class StateScorer:
     def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""
         places = torch.arange(known, known + tokens.shape[1], device=self.device).expand(len(tokens), -1)
-        options = {"position_ids": places} if self.way.positions else {}
+        options = {"position_ids": places} if self.way.positions or beside is not None else {}
         out = self._calls(tokens, state, beside, logits_to_keep=keep, **options)
         self._records.collect()
         return out

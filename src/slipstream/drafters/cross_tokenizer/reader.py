@@ -190,7 +190,7 @@ class Reader:
         self.readings = [*(self.readings[place] for place in kept), *fresh]
         self._rows = list(rows)
         for row, reading in zip(rows, self.readings, strict=True):
-            reading.follow(row.tokens)
+            reading.follow(row.readable)
 
     def catch_up(self, room: int) -> Tensor:
         """Feed what the cache lacks, leaving room for more tokens -> logits (rows, 1, vocab) of the last token.
