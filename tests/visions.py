@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel
 
 from slipstream.core.images import Images
+from slipstream.models.loading import EMBEDDED, load_tokenizer
 
 VOCAB, PLACEHOLDER = 120, 110
 """Sizes of the tiny vocabularies, and the token that stands for (a part of) an image in all of them."""
@@ -155,3 +161,39 @@ def generated(model: PreTrainedModel, prompt: tuple[int, ...], images: Images | 
     beside = images.beside(len(prompt), model.device, model.dtype) if images else {}
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **beside, **options)[0, len(prompt) :].tolist()
+
+
+# ---- pictures, and a folder with a processor ----
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def picture(seed: int, size: int = 28) -> Image.Image:
+    """Random pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def png(image: Image.Image) -> bytes:
+    """The bytes of a file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+
+
+def save_llava(path: Path) -> Path:
+    """A LLaVA with a processor that is made of the embedded tokenizer, in a folder as it is downloaded."""
+    tokenizer = load_tokenizer(EMBEDDED / "target")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor = LlavaProcessor(images, tokenizer, 14, "default", chat_template=TEMPLATE, num_additional_image_tokens=1)
+    processor.save_pretrained(path)
+    tiny_vision_of("llava", len(tokenizer), processor.image_token_id).save_pretrained(path)
+    return path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +9,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaProcessor
 
 import slipstream
 from slipstream.engine.engine import Engine
 from slipstream.engine.pictures import PIXELS, open_image
 from slipstream.engine.requests import Chat, read_prompts
 from slipstream.models.loading import EMBEDDED, load_tokenizer
-from visions import tiny_vision_of
-
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-def picture(seed: int, size: int = 28) -> Image.Image:
-    """Random pixels."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    """The bytes of a file."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(image: Image.Image) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+from visions import data_url, picture, png, save_llava, tiny_vision_of
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LLaVA with its processor, as it is downloaded."""
-    path = tmp_path_factory.mktemp("llava")
-    tokenizer = load_tokenizer(EMBEDDED / "target")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    processor = LlavaProcessor(images, tokenizer, 14, "default", chat_template=TEMPLATE, num_additional_image_tokens=1)
-    processor.save_pretrained(path)
-    tiny_vision_of("llava", len(tokenizer), processor.image_token_id).save_pretrained(path)
-    return path
+    return save_llava(tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")

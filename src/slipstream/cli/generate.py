@@ -28,6 +28,7 @@ from slipstream.cli.options import (
     Force,
     FormOptions,
     Gamma,
+    Image,
     Json,
     Logprobs,
     Lossless,
@@ -53,7 +54,7 @@ from slipstream.engine.plan_file import Plan
 from slipstream.files import Text, check_writable
 from slipstream.observers.explain import Explanation, breakdown
 from slipstream.text.answers import Answers, digest, open_answers
-from slipstream.text.prompts import Item, gather
+from slipstream.text.prompts import Item, gather, illustrated
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
@@ -87,6 +88,7 @@ def generate(
     prompts: Prompts = None,
     file: File = None,
     chat: Chat = False,
+    image: Image = None,
     target: Target = None,
     draft: Draft = None,
     gamma: Gamma = 5,
@@ -115,6 +117,7 @@ def generate(
     params = context.params
     _check_output(params)
     items, options, engine = gather(prompts or [], file, chat), call_options(params), None
+    items = [illustrated(item, [str(each) for each in image or ()]) for item in items]
     form = read_form(params)
     with busy(console(stderr=True), "loading"):
         if any(not item.error for item in items):
@@ -227,10 +230,14 @@ def _encoded(engine: Engine, item: Item) -> Item:
     """The item with token ids that the target can take, or with an error."""
     if item.error:
         return item
+    from slipstream.engine.requests import has_images, read_prompt
+
     try:
         ids = engine.encode(item.prompt)
     except Exception as error:  # a chat template may raise anything
         return replace(item, error=str(error).replace("prompt 0", "the prompt", 1) or type(error).__name__)
+    if has_images(read_prompt(item.prompt)):  # which are not in the ids
+        return item
     given_ids = isinstance(item.prompt[0], int)
     return replace(item, prompt=ids, shown=engine.decode(ids) if given_ids else item.shown)
 

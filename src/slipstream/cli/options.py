@@ -108,6 +108,10 @@ LarkFile = Annotated[Path | None, _option(SAMPLING, "FILE", "Answers fit the Lar
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
 File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
+Image = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="An image that the prompts are about, for vision models. Repeatable."),
+]
 Task = Annotated[
     str | None,
     _option(

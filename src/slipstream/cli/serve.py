@@ -45,6 +45,10 @@ ChatTemplate = Annotated[
 Log = Annotated[
     str | None, option(SERVER, "A JSON line per request; - is standard output.", "--access-log", metavar="FILE")
 ]
+ImageHosts = Annotated[
+    list[str] | None,
+    option(SERVER, "Fetch images from this host too. Repeatable.", "--allow-image-host", metavar="HOST"),
+]
 LogPrompts = Annotated[bool, option(SERVER, "Write prompts and answers to the access log too.", "--log-prompts")]
 MaxRows = Annotated[int, option(LIMITS, "Requests that run together.", metavar="N", min=1)]
 MaxQueue = Annotated[int, option(LIMITS, "Requests that may wait; more get status 429.", metavar="N", min=1)]
@@ -76,6 +80,7 @@ def serve(
     api_key_file: Keys = None,
     names: Names = None,
     chat_template: ChatTemplate = None,
+    image_hosts: ImageHosts = None,
     access_log: Log = None,
     log_prompts: LogPrompts = False,
     max_rows: MaxRows = 16,
@@ -96,6 +101,7 @@ def serve(
     from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
     from slipstream.serve.state import ServerState
 
+    hosts = tuple(image_hosts or ())
     limits = Limits(body_bytes=parse_bytes("--max-body", max_body))
     room = Room(
         max_rows, parse_bytes("--cache-bytes", cache_bytes), None if memory is None else parse_bytes("--memory", memory)
@@ -109,8 +115,10 @@ def serve(
         tell(engine.notes)
         if template is not None:
             engine.tokenizer.chat_template = template
+            if engine.vision:
+                engine.vision.processor.chat_template = template
         served = tuple(names or [target or "embedded"])
-        settings = ServeSettings(served, keys, max_queue, lossless, log_prompts, limits)
+        settings = ServeSettings(served, keys, max_queue, lossless, log_prompts, limits, hosts)
         drafted = draft or (None if target else "embedded")
         raise typer.Exit(Server(ServerState.new(engine, settings, room, drafted), listener, log).run_to_end())
 

@@ -70,6 +70,23 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    """Where an image is: in the URL itself."""
+
+    url: str = Field(description="A data: URL, or an address at a host that the server's operator allowed.")
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="Taken, and left to the model's processor.")
+
+
+class ImagePart(Body):
+    """An image in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class Prediction(Body):
     """A text that the answer is expected to resemble: it is copied from as long as the target agrees."""
 
@@ -138,7 +155,7 @@ class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ class Limits:
     bias: int = 1024
     grammar_bytes: int = 64 << 10
     schema_depth: int = 64
+    images: int = 16
+    image_bytes: int = 16 << 20
+    image_pixels: int = 1 << 24
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -44,7 +48,8 @@ class ServeSettings:
     `names` are what clients may call the model, the first of them in answers. `keys` are bearer keys, of which one
     must be sent (empty: anybody may ask), by the name of the tenant whose key it is. `max_queue` requests may wait
     beside those that run. `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts
-    and answers to the access log, which goes without them otherwise.
+    and answers to the access log, which goes without them otherwise. Images are fetched from `image_hosts` (names, or
+    name:port) and from nowhere else.
     """
 
     names: tuple[str, ...]
@@ -53,9 +58,13 @@ class ServeSettings:
     lossless: bool = False
     log_prompts: bool = False
     limits: Limits = field(default_factory=Limits)
+    image_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number("max_queue", self.max_queue, 1)
+        for host in self.image_hosts:
+            if not re.fullmatch(r"[A-Za-z0-9.-]+(:[0-9]{1,5})?", host):
+                raise ValueError(f"{host!r} is no host: write its name, as images.example.org or 127.0.0.1:8080.")
 
     def tenant(self, key: str) -> str | None:
         """Whose bearer key this is; None if it is nobody's. All keys are compared, each in constant time."""

@@ -10,7 +10,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,21 @@ def sound(items: list[Item]) -> list[Item]:
         if item.error:
             raise ValueError(f"{item.where}: {item.error}")
     return items
+
+
+def illustrated(item: Item, images: Sequence[str]) -> Item:
+    """The item with the files of images in front of its prompt, or with an error."""
+    if not images or item.error:
+        return item
+    if isinstance(item.prompt, str):
+        return replace(item, prompt={"text": item.prompt, "images": [*images]})
+    if isinstance(item.prompt[0], int):
+        return replace(item, error="--image cannot go with token ids: give a text.")
+    *before, last = item.prompt
+    content = last["content"]
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    parts = [*({"type": "image", "image": name} for name in images), *texts]
+    return replace(item, prompt=[*before, {**last, "content": parts}])
 
 
 def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:

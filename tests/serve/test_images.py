@@ -1,0 +1,174 @@
+"""Images over HTTP: `data:` URLs, and hosts that the operator allowed; never a file, and never another host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import slipstream
+from serve.conftest import ServerProcess
+from slipstream.serve.pictures import check_host, fetch
+from slipstream.serve.settings import ServeSettings
+from visions import data_url, picture, png, save_llava
+
+QUESTION = "What is this?"
+
+
+class Files(BaseHTTPRequestHandler):
+    """A picture, redirects, and what goes wrong on the way."""
+
+    def do_GET(self) -> None:
+        self.server.seen.append(self.path)  # type: ignore[attr-defined]
+        moved = {"/here": "/picture.png", "/away": "http://localhost:9/picture.png", "/file": "file:///etc/passwd"}
+        moved["/loop"] = "/loop"
+        if self.path in moved:
+            self.send_response(302)
+            self.send_header("Location", moved[self.path])
+            self.end_headers()
+        elif self.path == "/slow":
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # the client has gone
+                for _ in range(100):
+                    self.wfile.write(b".")
+                    time.sleep(0.02)
+        elif self.path == "/picture.png":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(png(picture(1)))
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        server.seen = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def host(files: ThreadingHTTPServer) -> str:
+    return f"127.0.0.1:{files.server_address[1]}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def seeing(folder: Path, host: str) -> Iterator[ServerProcess]:
+    """A server with a vision model that may fetch from one host."""
+    arguments = ("--target", str(folder), "--draft", "lookup", "--allow-image-host", host)
+    with ServerProcess.start(*arguments, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1") as started:
+        yield started
+
+
+def asked(*urls: str) -> dict[str, Any]:
+    """A body with images."""
+    parts = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": QUESTION}]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 10, "temperature": 0}
+
+
+def test_a_chat_about_an_image(seeing: ServerProcess, folder: Path, host: str) -> None:
+    engine = slipstream.load(folder)
+    with seeing.http() as client:
+        for url in (data_url(picture(1)), f"http://{host}/picture.png", f"http://{host}/here"):
+            answer = client.post("/v1/chat/completions", json=asked(url))
+            assert answer.status_code == 200, answer.text
+            chat = [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": QUESTION}],
+                }
+            ]
+            [wanted] = engine.generate([chat], max_new_tokens=10)
+            assert answer.json()["choices"][0]["message"]["content"] == wanted.text
+            assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
+        assert client.post("/tokenize", json={"messages": asked(data_url(picture(1)))["messages"]}).json()["count"] > 4
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("/etc/passwd", "neither a data: URL nor a web address"),
+        ("file:///etc/passwd", "neither a data: URL nor a web address"),
+        ("http://localhost:9/picture.png", "does not fetch from"),
+        ("data:image/png;base64,AAAA", "none that can be opened"),
+        ("http://[", "an address that is none"),
+    ],
+)
+def test_other_images_are_refused(seeing: ServerProcess, url: str, says: str) -> None:
+    with seeing.http() as client:
+        answer = client.post("/v1/chat/completions", json=asked(url))
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "messages"
+
+
+def test_too_many_images_are_refused(seeing: ServerProcess) -> None:
+    with seeing.http() as client:
+        answer = client.post("/v1/chat/completions", json=asked(*[data_url(picture(1))] * 17))
+    assert "holds 17 images, but at most 16" in answer.json()["error"]["message"]
+
+
+def test_a_model_for_texts_says_which_field_it_cannot_read(server: ServerProcess) -> None:
+    with server.http() as client:
+        answer: httpx.Response = client.post("/v1/chat/completions", json=asked(data_url(picture(1))))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+    assert "reads text only" in answer.json()["error"]["message"]
+
+
+def test_redirects_stay_within_the_allowed_hosts(host: str, files: ThreadingHTTPServer) -> None:
+    assert fetch(f"http://{host}/here", [host], 1 << 20) == png(picture(1))
+    for path, says in (("away", "does not fetch from"), ("file", "answers 302"), ("loop", "answers 302")):
+        with pytest.raises(ValueError, match=says):
+            fetch(f"http://{host}/{path}", [host], 1 << 20)
+
+
+def test_what_is_fetched_is_bounded(host: str, files: ThreadingHTTPServer) -> None:
+    with pytest.raises(ValueError, match="longer than the 100 bytes"):
+        fetch(f"http://{host}/picture.png", [host], 100)
+    with pytest.raises(ValueError, match="takes too long"):
+        fetch(f"http://{host}/slow", [host], 1 << 20, seconds=0.2)
+    with pytest.raises(ValueError, match="answers 404"):
+        fetch(f"http://{host}/none", [host], 1 << 20)
+    with pytest.raises(ValueError, match="does not answer"):
+        fetch("http://127.0.0.1:9/x", ["127.0.0.1:9"], 1 << 20)
+
+
+def test_hosts_are_allowed_by_name_and_port(host: str, files: ThreadingHTTPServer) -> None:
+    check_host("https://Images.example.org/a.png", ["images.EXAMPLE.org"])
+    check_host("http://images.example.org:8080/a.png", ["images.example.org:8080"])
+    for url in (
+        "http://images.example.org:8080/a.png",
+        "http://images.example.org.evil.org/a.png",
+        "http://evil.org/images.example.org",
+        "http://user@images.example.org/a.png",
+        "http://evil.org#@images.example.org/a.png",
+    ):
+        with pytest.raises(ValueError, match="does not fetch from"):
+            check_host(url, ["images.example.org"])
+    before = list(files.seen)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="does not fetch from"):
+        fetch(f"http://{host}/picture.png", [], 1 << 20)
+    assert files.seen == before  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="is no host"):
+        ServeSettings(("x",), image_hosts=("http://x.org",))
