@@ -46,6 +46,27 @@ def test_what_works_and_by_which_way(name: str) -> None:
     assert (outcome.verdict, outcome.way) == ("works", WAYS[name]), outcome.why
 
 
+SEEING = {
+    "Qwen2_5_VLForConditionalGeneration": "length",
+    "Mistral3ForConditionalGeneration": "length",
+    "Lfm2VlForConditionalGeneration": "state",
+    "Florence2ForConditionalGeneration": "state",
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_vision_models_work_on_texts_by_name(name: str) -> None:
+    assert one(name).vision
+    outcome = attempt(one(name))
+    assert (outcome.verdict, outcome.way) == ("works", SEEING[name]), outcome.why
+    assert counted([outcome]) == "1 vision architectures: 1 works."
+
+
+def test_what_depends_on_how_much_was_read_first_is_refused() -> None:
+    outcome = attempt(one("UnlimitedOcrForConditionalGeneration"))
+    assert outcome.verdict == "refused" and "cannot be read in pieces" in outcome.why
+
+
 @pytest.mark.parametrize("name", ["OpenAIGPTLMHeadModel", "RecurrentGemmaForCausalLM", "XLMWithLMHeadModel"])
 def test_what_hands_out_no_state_is_refused_in_one_sentence(name: str) -> None:
     outcome = attempt(one(name))

@@ -49,7 +49,12 @@ class Calls(Protocol):
 
 
 def calls_of(model: PreTrainedModel) -> Calls:
-    """How this model is called."""
+    """How this model is called. Raises ValueError for one that treats its first pass unlike later ones."""
+    if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise ValueError(
+            f"{type(model).__name__} gives what is read in its first pass another place than what follows, so that a "
+            "prompt cannot be read in pieces; use another model."
+        )
     return SourceCalls(model) if model.config.is_encoder_decoder else CausalCalls(model)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -133,8 +134,10 @@ def _kind(source: str | Path) -> Any:
     except Exception as error:  # of any kind, depending on what stands in the file
         raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
     refuse_other_kinds(source, config)
+    if _sees_images(config):
+        return AutoModelForImageTextToText
     if not config.is_encoder_decoder:
-        return AutoModelForImageTextToText if _sees_images(config) else AutoModelForCausalLM
+        return AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
 
 
@@ -143,7 +146,7 @@ def _sees_images(config: Any) -> bool:
     checkpoint was written by decides."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return True
     kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     names = {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}

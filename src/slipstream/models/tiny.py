@@ -20,7 +20,8 @@ NAMES: dict[int, str] = {
     "ple_vocab_size pronunciation_vocab_size shape_vocab_size ngram_vocab_size_base encoder_hash_byte_group_vocab",
     32: "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim embedding_dim attention_hidden_size "
     "lru_width dim_model input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim "
-    "hidden_size_per_layer_input cross_attention_hidden_size mamba_d_ssm ple_embed_dim",
+    "hidden_size_per_layer_input cross_attention_hidden_size mamba_d_ssm ple_embed_dim out_hidden_size "
+    "text_hidden_size",
     48: "intermediate_size ffn_dim d_ff dff dim_ff encoder_ffn_dim decoder_ffn_dim feed_forward_size ffn_hidden_size "
     "intermediate_size_mlp dense_intermediate_size d_inner n_inner shared_intermediate_size expert_ffn_hidden_size",
     24: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -62,7 +63,32 @@ SETTINGS: dict[str, Any] = {
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
 ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            *(
+                "qwen2_vl_text",
+                "qwen2_5_vl_text",
+                "glm4v_text",
+                "glm_ocr_text",
+                "paddleocr_vl_text",
+                "cosmos3_edge_text",
+            ),
+            *("hunyuan_vl_text", "ernie4_5_vl_moe_text"),
+        ),
+        MROPE,
+    ),
+    "glm4v_moe_text": {
+        "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
+    "qwen3_vl_moe_text": {"sliding_window": None},  # its masks have none
+    "qwen3_omni_moe_text": {"sliding_window": None},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 5},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "molmo2_adapter": {"vision_feature_layer": [3, 1]},
+    "mistral4": {"head_dim": 16},
     "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention"] * 2},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
