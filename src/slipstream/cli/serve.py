@@ -101,7 +101,6 @@ def serve(
     from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
     from slipstream.serve.state import ServerState
 
-    hosts = tuple(image_hosts or ())
     limits = Limits(body_bytes=parse_bytes("--max-body", max_body))
     room = Room(
         max_rows, parse_bytes("--cache-bytes", cache_bytes), None if memory is None else parse_bytes("--memory", memory)
@@ -114,13 +113,17 @@ def serve(
             engine = _engine(context, max_rows)
         tell(engine.notes)
         if template is not None:
-            engine.tokenizer.chat_template = template
-            if engine.vision:
-                engine.vision.processor.chat_template = template
+            _use_template(engine, template)
         served = tuple(names or [target or "embedded"])
+        hosts = tuple(image_hosts or ())
         settings = ServeSettings(served, keys, max_queue, lossless, log_prompts, limits, hosts)
         drafted = draft or (None if target else "embedded")
         raise typer.Exit(Server(ServerState.new(engine, settings, room, drafted), listener, log).run_to_end())
+
+
+def _use_template(engine: Any, template: str) -> None:
+    for owner in (engine.tokenizer, *([engine.vision.processor] if engine.vision else [])):
+        owner.chat_template = template
 
 
 def _engine(context: typer.Context, max_rows: int) -> Any:
