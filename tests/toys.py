@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,12 +92,53 @@ class Script:
         return [*choices[:-1], choices[-1] + 1] if choices else None
 
 
-def enumerate_outcomes(run: Callable[[Rng], Outcome], limit: int = 20_000) -> Distribution:
+@dataclass
+class SharedScript(Script):
+    """A script of coupled draws: all that look at one position invert one number, known as far as they have told it.
+
+    A draw chooses among the tokens that the number may still give, and the number then lies in that token's part.
+    """
+
+    known: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    coupled = True
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        if law.probs is None:
+            assert law.tokens is not None
+            return law.tokens
+        rows = [
+            [self._shared(weights, (seed, request, start + j)) for j, weights in enumerate(row)]
+            for seed, request, start, row in zip(
+                key.seeds, key.requests, key.positions, law.probs.tolist(), strict=True
+            )
+        ]
+        return torch.tensor(rows, dtype=torch.long)
+
+    def _shared(self, weights: Sequence[float], place: tuple[int, ...]) -> int:
+        low, high = self.known.get(place, (0.0, 1.0))
+        total = math.fsum(weights)
+        if not total:  # see `_choose`
+            return len(weights)
+        ends = [math.fsum(weights[:count]) / total for count in range(len(weights) + 1)]
+        parts = [(max(low, begin), min(high, end)) for begin, end in pairwise(ends)]
+        sizes = [end - begin if end - begin > ROUNDING else 0.0 for begin, end in parts]
+        token = self._choose(sizes, (*place, len(self.weights)))
+        self.known[place] = parts[token]
+        return token
+
+
+ROUNDING = 1e-15
+"""A part of the numbers from 0 to 1 that is no larger is there by rounding alone."""
+
+
+def enumerate_outcomes(
+    run: Callable[[Rng], Outcome], limit: int = 20_000, script_of: type[Script] = Script
+) -> Distribution:
     """The exact law of `run(rng)`: it is run once for every sequence of draws that has a positive chance."""
     law: Distribution = {}
     choices: list[int] | None = []
     for _ in range(limit):
-        script = Script(choices or [])
+        script = script_of(choices or [])
         outcome = run(script)
         law[outcome] = law.get(outcome, 0.0) + script.probability
         choices = script.following()

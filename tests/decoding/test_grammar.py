@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import slipstream
 from slipstream.core.draws import Rng
 from slipstream.core.protocols import Drafter
+from slipstream.core.stats import Stats
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate, rounds
@@ -25,7 +26,20 @@ from slipstream.drafters.forced import Forced
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
-from toys import EXACT, PAIRS, VOCAB, WRONG, Cycle, enumerate_outcomes, plain_law, request, scorer, total_variation
+from toys import (
+    EXACT,
+    PAIRS,
+    VOCAB,
+    WRONG,
+    Cycle,
+    Script,
+    SharedScript,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    scorer,
+    total_variation,
+)
 
 EOS, PROMPT = 2, (0, 1)
 TEXTS = ("ab", "ba", "aab", "b")
@@ -61,9 +75,9 @@ def masked(pair: str) -> Callable[[tuple[int, ...]], list[float]]:
 class Late(Grammar):
     """The control: every mask is that of one position before."""
 
-    def allowed(self, output: Sequence[int]) -> Tensor:
-        """The mask of an output without its last token."""
-        return super().allowed(output[:-1])
+    def masks(self, outputs: Sequence[Sequence[int]]) -> Tensor:
+        """The masks of outputs without their last token."""
+        return super().masks([output[:-1] for output in outputs])
 
 
 def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter], grammar: Grammar) -> float:
@@ -75,7 +89,8 @@ def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter], grammar: 
         asked = request(PROMPT, 4, sampler, eos=frozenset({EOS}))
         return tuple(list(rounds(decoder, [asked]))[-1].rows[0].output)
 
-    return total_variation(enumerate_outcomes(run, 60_000), plain_law(masked(pair), PROMPT, 4, ends=[EOS]))
+    script = SharedScript if rule.rng.coupled else Script
+    return total_variation(enumerate_outcomes(run, 60_000, script), plain_law(masked(pair), PROMPT, 4, ends=[EOS]))
 
 
 def drafters(pair: str) -> dict[str, Callable[[], Drafter]]:
@@ -90,18 +105,35 @@ def drafters(pair: str) -> dict[str, Callable[[], Drafter]]:
 
 
 @pytest.mark.parametrize("drafter", drafters("generic"))
-@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK, rules.MATCH], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK, rules.MATCH, rules.COUPLED], ids=lambda rule: rule.name)
 def test_the_law_is_the_target_s_behind_the_mask(rule: rules.Rule, drafter: str) -> None:
     for pair in ("generic", "same"):  # with the others, what is allowed may have no chance
         grammar = toy_grammars().choice(TEXTS)
         assert distance(pair, rule, drafters(pair)[drafter], grammar) < EXACT
 
 
-def test_a_mask_that_comes_late_is_noticed() -> None:
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.COUPLED], ids=lambda rule: rule.name)
+def test_a_mask_that_comes_late_is_noticed(rule: rules.Rule) -> None:
     late = toy_grammars().choice(TEXTS)
     late.__class__ = Late
-    found = [distance("generic", rules.TOKEN, drafters("generic")[name], late) for name in ("none", "model")]
+    found = [distance("generic", rule, drafters("generic")[name], late) for name in ("none", "model")]
     assert min(found) > WRONG
+
+
+def test_copies_that_the_grammar_forbids_are_not_drafted() -> None:
+    """The prompt repeats a, b; the grammar allows b alone after the first a b."""
+    prompt, eos = (0, 1, 0, 1, 0, 1), frozenset({EOS})
+
+    def drafted(pattern: str) -> Stats:
+        sampler = Sampling(eos=eos, grammar=toy_grammars().regex(pattern))
+        decoder = Decoder(scorer(PAIRS["generic"][0]), Lookup(), controller=Cycle((4,)))
+        (row,) = generate(decoder, [request(prompt, 9, sampler, eos=eos)])
+        assert row.output == ["ab".index(letter) for letter in pattern] + [EOS]
+        return row.stats
+
+    free, cut = drafted("ababab"), drafted("abbbbb")
+    assert free.drafted >= free.accepted >= 4
+    assert cut.drafted == cut.accepted >= 2  # the a after it was in the copy, and could not stand
 
 
 def test_rows_with_and_without_grammars_share_a_batch() -> None:
@@ -137,6 +169,8 @@ def test_masks_are_those_of_any_order_of_questions() -> None:
     outputs: list[list[int]] = [[0], [0, 0, 1], [], [1], [0, 1], [0, 0], [1, 0], [0]]
     for output in [*outputs, *reversed(outputs)]:
         assert set(torch.nonzero(grammar.allowed(output)).flatten().tolist()) == allowed(output)
+    together = grammar.masks(outputs)
+    assert [set(torch.nonzero(mask).flatten().tolist()) for mask in together] == [allowed(each) for each in outputs]
     assert grammar.allowed([1, 1]).all()  # no text begins so: what stands behind it was refused before
 
 

@@ -34,10 +34,10 @@ class Prefixes:
         last = drafted.shape[1]
         return Prefixes(drafted, [range(last - positions + 1 + j) for j in range(positions)])
 
-    def of(self, row: Row, place: int, position: int) -> Tensor:
-        """The tokens (length,) before a position of the row at `place`."""
+    def of_row(self, row: Row, place: int) -> list[Tensor]:
+        """The tokens (length,) before every position of the row at `place`."""
         text = torch.tensor(row.tokens, device=self.drafted.device)
-        return torch.cat([text, self.drafted[place, list(self.paths[position])]])
+        return [torch.cat([text, self.drafted[place, list(path)]]) for path in self.paths]
 
     def select(self, places: Sequence[int]) -> Prefixes:
         """The texts of some of the rows."""

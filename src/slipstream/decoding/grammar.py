@@ -35,20 +35,38 @@ class Grammar:
         self._count = 0
 
     def allowed(self, output: Sequence[int]) -> Tensor:
-        """The tokens that may come after an output, bool (vocab,).
+        """The tokens that may come after an output, bool (vocab,); see `masks`."""
+        return self.masks([output])[0]
+
+    def masks(self, outputs: Sequence[Sequence[int]]) -> Tensor:
+        """The tokens that may come after each of some outputs, bool (outputs, vocab).
 
         After an output that is not allowed itself every token is: such a draft has been refused before that counts.
         """
+        words = np.stack([np.frombuffer(self._mask(list(output)), np.uint8) for output in outputs])
+        bits = np.unpackbits(words, axis=-1, count=self.vocab, bitorder="little")
+        return torch.from_numpy(bits.view(bool))
+
+    def fitting(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of some tokens may follow an output, one after another."""
         state = self._follow(output)
-        if state is None:
-            return torch.ones(self.vocab, dtype=torch.bool)
-        bits = np.unpackbits(np.frombuffer(state.matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return torch.from_numpy(bits[: self.vocab].view(bool))
+        return 0 if state is None else state.matcher.validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> list[int]:
         """The tokens in which the only text that may come next is usually written; empty if there is a choice."""
         state = self._follow(output)
         return [] if state is None else state.matcher.compute_ff_tokens()
+
+    def _mask(self, output: list[int]) -> bytes:
+        """The mask after an output, in bits; the target takes those that the draft has asked for."""
+        for known in reversed(self._states.values()):
+            if len(output) in known.masks and known.tokens[: len(output)] == output:
+                return known.masks[len(output)]
+        state = self._follow(output)
+        if state is None:
+            return b"\xff" * (4 * -(-self.vocab // 32))
+        state.masks[len(output)] = state.matcher.compute_bitmask()
+        return state.masks[len(output)]
 
     def _follow(self, output: Sequence[int]) -> _State | None:
         """The state after an output; None if the output is not allowed."""
@@ -83,10 +101,11 @@ DRAFTED = 64
 
 @dataclass
 class _State:
-    """A matcher and the tokens that it has taken in."""
+    """A matcher, the tokens that it has taken in, and the masks after the latest of them, by how many stand before."""
 
     matcher: Any
     tokens: list[int] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
 
     def move_to(self, tokens: list[int]) -> bool:
         """Roll back and go on to another text -> whether that is possible; if not, it stays where the fault is."""
@@ -94,6 +113,8 @@ class _State:
         if shared < len(self.tokens):
             self.matcher.rollback(len(self.tokens) - shared)
             del self.tokens[shared:]
+        least = len(tokens) - DRAFTED  # of older ones nobody asks again
+        self.masks = {length: mask for length, mask in self.masks.items() if least <= length <= shared}
         rest = tokens[shared:]
         taken = self.matcher.try_consume_tokens(rest) if rest else 0
         self.tokens += rest[:taken]
@@ -115,9 +136,13 @@ class GrammarMask(LogitsProcessor):
         self.grammar, self.prompt_length = grammar, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.process_positions(list(input_ids), scores)
+
+    def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        """Mask scores (positions, vocab), each position after its own prefix (length,)."""
         if scores.shape[-1] != self.grammar.vocab:
             return scores  # of a draft over other tokens, for which any law is exact
-        allowed = self.grammar.allowed(input_ids[0, self.prompt_length :].tolist())
+        allowed = self.grammar.masks([prefix[self.prompt_length :].tolist() for prefix in prefixes])
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ from slipstream.decoding.grammar import Grammar, GrammarMask
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
+
+
+@runtime_checkable
+class TakesPositions(Protocol):
+    """A processor that takes all positions of a row in one call."""
+
+    def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        """Process scores (positions, vocab), each position after its own prefix (length,)."""
+        ...
 
 
 # Processors that never look at the prefix: applied to all positions of all rows in one call.
@@ -200,7 +209,7 @@ class Sampling:
                 flat = scores.flatten(0, 1)
                 scores = processor(texts.drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
                 continue
-            prefixes = prefixes or [[texts.of(row, r, j) for j in range(scores.shape[1])] for r, row in enumerate(rows)]
+            prefixes = prefixes or [texts.of_row(row, r) for r, row in enumerate(rows)]
             scores = torch.stack(
                 [_each_position(chain[stage], prefixes[r], scores[r]) for r, chain in enumerate(chains)]
             )
@@ -212,7 +221,8 @@ class Sampling:
         """Make the law one position at a time. Raises RowFailure if a position has none."""
         laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
         for r, row in enumerate(rows):
-            parts = [self._law_at(scores[r, j : j + 1], row, texts.of(row, r, j), model) for j in range(count)]
+            prefixes = texts.of_row(row, r)
+            parts = [self._law_at(scores[r, j : j + 1], row, prefixes[j], model) for j in range(count)]
             laws.append(Law.join([law for law, _ in parts], 1))
             faults |= {(r, j): fault for j, (_, fault) in enumerate(parts) if fault}
         law = Law.join(laws, 0)
@@ -286,4 +296,6 @@ def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
 
 def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
     """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
+    if isinstance(processor, TakesPositions):
+        return processor.process_positions(prefixes, scores)
     return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])

@@ -11,6 +11,7 @@ import torch
 from slipstream.core.draft import Draft, padded
 from slipstream.core.law import Law
 from slipstream.core.request import Row
+from slipstream.decoding.grammar import Grammar
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -56,9 +57,20 @@ def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:
     return source if isinstance(source, tuple) and max(source) < vocab else ()
 
 
+def grammar_of(row: Row) -> Grammar | None:
+    """The grammar that a row's text has to fit, if there is one."""
+    return getattr(row.request.sampler, "grammar", None)
+
+
 def ended(copy: list[int], row: Row) -> list[int]:
-    """A copy up to its first end-of-text token: nothing behind that can be emitted."""
-    return copy[: next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))]
+    """A copy up to its first end-of-text token, and before its first token that the row's grammar forbids.
+
+    Nothing behind them can be emitted. A copy is known before anything is drawn, so that cutting it is exact; what
+    could not stand is not scored, nor counted as drafted.
+    """
+    copy = copy[: next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))]
+    grammar = grammar_of(row)
+    return copy[: grammar.fitting(row.output, copy)] if grammar is not None and copy else copy
 
 
 def sure(copies: Sequence[Sequence[int]], device: torch.device = CPU, windowed: tuple[int, ...] = ()) -> Draft:

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from slipstream.core.draft import Draft
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
-from slipstream.decoding.grammar import Grammar
-from slipstream.drafters.copying import sure
-
-
-def grammar_of(row: Row) -> Grammar | None:
-    """The grammar that a row's text has to fit, if there is one."""
-    return getattr(row.request.sampler, "grammar", None)
+from slipstream.drafters.copying import grammar_of, sure
 
 
 class Forced:

@@ -9,7 +9,8 @@ from slipstream.core.draft import Draft, Part
 from slipstream.core.protocols import Drafter, Scorer, scorers_among
 from slipstream.core.round import Context, Round
 from slipstream.drafters.choice import merge
-from slipstream.drafters.forced import Forced, grammar_of
+from slipstream.drafters.copying import grammar_of
+from slipstream.drafters.forced import Forced
 from slipstream.drafters.prediction import Prediction
 from slipstream.drafters.tree import TreeDrafter
 
