@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jsonschema_rs
 import pytest
 
 import slipstream
@@ -23,26 +25,71 @@ LEAVE = 5
 """One stream of so many hangs up."""
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}, "color": {"enum": ["red", "blue"]}, "place": {"type": "null"}},
+    "required": ["done", "color", "place"],
+    "additionalProperties": False,
+}
+PATTERN = "[A-Z]{2}-[0-9]{3}"
+ENOUGH = 60
+"""Tokens in which every text of the schema and the pattern fits."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a text has to be: the field of a request, how the library makes its grammar, and a check of the text."""
+
+    field: Mapping[str, Any]
+    grammar: Callable[[slipstream.Engine], Any]
+    fits: Callable[[str], bool]
+
+
+def fits_schema(text: str) -> bool:
+    """Whether a text is JSON by the schema."""
+    try:
+        return jsonschema_rs.validator_for(SCHEMA).is_valid(json.loads(text))
+    except json.JSONDecodeError:
+        return False
+
+
+FORMS = (
+    Form(
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}},
+        lambda engine: engine.grammars.json_schema(SCHEMA),
+        fits_schema,
+    ),
+    Form(
+        {"structured_outputs": {"regex": PATTERN}},
+        lambda engine: engine.grammars.regex(PATTERN),
+        lambda text: re.fullmatch(PATTERN, text) is not None,
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Asked:
-    """One stream: its prompt, length and seed (None: greedy), and after how many events it hangs up (None: never)."""
+    """One stream: its prompt, length and seed (None: greedy), after how many events it hangs up (None: never), and
+    what its text has to be (None: anything)."""
 
     prompt: str
     tokens: int
     seed: int | None
     leaves: int | None
+    form: Form | None = None
 
     @property
     def body(self) -> dict[str, Any]:
         """The request."""
         decoding = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
-        return {"prompt": self.prompt, "max_tokens": self.tokens, "stream": True, **decoding}
+        field = {} if self.form is None else self.form.field
+        return {"prompt": self.prompt, "max_tokens": self.tokens, "stream": True, **decoding, **field}
 
     def alone(self, engine: slipstream.Engine) -> str:
         """The text of the library for it, with nothing beside it."""
-        if self.seed is None:
-            return engine.generate(self.prompt, max_new_tokens=self.tokens)[0].text
-        options = {"temperature": 1.0, "seed": self.seed, "verify": "coupled"}
+        options: dict[str, Any] = {} if self.form is None else {"grammar": self.form.grammar(engine)}
+        if self.seed is not None:
+            options |= {"temperature": 1.0, "seed": self.seed, "verify": "coupled"}
         return engine.generate(self.prompt, max_new_tokens=self.tokens, **options)[0].text
 
 
@@ -55,12 +102,14 @@ class Got:
 
 
 def mixed(count: int) -> list[Asked]:
-    """Greedy and seeded streams of several lengths; each prompt is another one."""
+    """Greedy and seeded streams of several lengths, some by a schema or a pattern; each prompt is another one."""
     rng = random.Random(0)
     asked = []
     for i in range(count):
         leaves = rng.randrange(8) if i % LEAVE == 0 else None
-        asked.append(Asked(f"def task_{i}(values, {'ab'[i % 2]}):\n", rng.choice(TOKENS), i if i % 2 else None, leaves))
+        form = (*FORMS, None, None, None, None)[i // 2 % 6]
+        tokens = rng.choice(TOKENS) if form is None else ENOUGH
+        asked.append(Asked(f"def task_{i}(values, {'ab'[i % 2]}):\n", tokens, i if i % 2 else None, leaves, form))
     return asked
 
 
@@ -115,6 +164,8 @@ def faults(asked: Sequence[Asked], got: Sequence[Got], texts: Sequence[str]) -> 
             found.append(f"{one.prompt!r} was lost after {came.text!r}")
         elif came.text != text if came.whole else not text.startswith(came.text):
             found.append(f"{one.prompt!r} is {came.text!r}, alone {text!r}")
+        elif came.whole and one.form is not None and not one.form.fits(came.text):
+            found.append(f"{one.prompt!r} is {came.text!r}, which is not what was asked for")
     return found
 
 
@@ -146,6 +197,8 @@ def test_lost_and_mixed_up_streams_are_found() -> None:
     assert faults(asked, right, texts) == []
     for place, wrong in ((0, Got("two", True)), (0, Got("one", False)), (1, Got("tw", True)), (2, Got("tw", False))):
         assert len(faults(asked, [wrong if i == place else came for i, came in enumerate(right)], texts)) == 1
+    for form in FORMS:
+        assert len(faults([Asked("d", 4, None, None, form)], [Got("{}", True)], ["{}"])) == 1
 
 
 def resident(server: ServerProcess) -> int:
