@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 FIRST_SLOTS = 128
+INDEXER = 1_000_000
+"""Where the stores of indexers begin, behind those of all layers."""
 
 
 class RowCache:
@@ -97,7 +99,7 @@ class RowCache:
         together = torch.stack(tuple(blocks))
         for store in chain.from_iterable(self._layers[layer] for layer in sorted(self._layers)):
             heads, dim = store.shape[1], store.shape[3]
-            part = together[:, offset : offset + heads * size * dim].view(-1, heads, size, dim)
+            part = together[:, offset : offset + heads * size * dim].view(len(blocks), heads, size, dim)
             store[row, :, :length] = part.transpose(0, 1).reshape(heads, length, dim)
             offset += heads * size * dim
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
@@ -194,6 +196,12 @@ class RowCache:
             return None
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         return torch.cat([store[rows, 0, slots] for store in self._layers[layer]], -1)
+
+    def update_indexer(self, layer: int, keys: Tensor) -> Tensor:
+        """Store the keys (rows, count, dim) by which a layer chooses what it attends to -> all so far, (rows, end,
+        dim). They lie as keys of one head beside values of no size."""
+        single = keys[:, None]
+        return self.update(INDEXER + layer, single, single[..., :0])[0][:, 0]
 
     def _write(self, store: Tensor, new: Tensor) -> None:
         starts = self._lengths

@@ -71,6 +71,7 @@ def mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
         return {"all": (window, None)}
     rules: dict[str, tuple[int | None, int | None]] = {
         "full_attention": (None, None),
+        "indexed_attention": (None, None),
         "attention": (window, None),
         "sliding_attention": (window, None),
         "chunked_attention": (None, chunk),

@@ -14,8 +14,11 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.source import Source
 from slipstream.kernels.attention import NAME as ATTENTION
 
-LENGTH_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
-"""Kinds of layers that keep keys and values of every token, or nothing: they roll back by a length."""
+LENGTH_LAYERS = {
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe")
+}
+"""Kinds of layers that keep keys and values of every token, and an indexer's keys, or nothing: they roll back by a
+length."""
 
 STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 

@@ -101,6 +101,9 @@ class HFCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         return self.memory.texts.update(layer_idx, key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        return self.memory.texts.update_indexer(layer_idx, indexer_key_states)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.texts.past
 

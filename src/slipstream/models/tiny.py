@@ -111,7 +111,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
         "indexer_budget": 12,
         "indexer_n_heads": 4,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
     },
     "cohere_compass_text": {
@@ -120,9 +120,15 @@ OWN: dict[str, dict[str, Any]] = {
         }
     },
     "led": {"attention_window": 8},
-    "xlstm": {"qk_dim_factor": 1.0},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},  # its states come in multiples of 64
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}},
+    "dots3_note_text": {
+        **{"num_key_value_heads": 4, "head_dim": 16, "moe_shared_expert_intermediate_size": 24},
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 8, "swa_v_head_dim": 8},
+    },
+    "dots3_note_vision_encoder": {"adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_out_dim": 32},
     "bailing_hybrid": {"layer_group_size": 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 1, "n_mamba_heads": 8, **ZAMBA},
