@@ -25,9 +25,11 @@ from slipstream.cli.options import (
     Plain,
     SamplingOptions,
     Target,
+    TargetOptions,
     Tree,
     Verify,
     option,
+    placed,
     shaped,
     with_options,
 )
@@ -53,7 +55,7 @@ COMMANDS = {
 
 
 @app.command()
-@with_options(SamplingOptions)
+@with_options(TargetOptions, SamplingOptions)
 def chat(
     context: typer.Context,
     target: Target = None,
@@ -84,7 +86,7 @@ def chat(
         from slipstream.engine.load import load
 
         how: dict[str, Any] = {"dtype": dtype, "device": device, "compile": compile, "batch_size": 1, "verify": verify}
-        engine = load(target, draft, progress=say, **shaped(context), **how)
+        engine = load(target, draft, progress=say, **shaped(context), **placed(context), **how)
     tell(engine.notes)
     if not raw and not getattr(engine.tokenizer, "chat_template", None):
         raise ValueError(f"{engine.decoder.target.name} has no chat template: --raw continues text as it is.")

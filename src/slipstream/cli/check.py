@@ -26,13 +26,16 @@ from slipstream.cli.options import (
     RepetitionPenalty,
     ReportJson,
     Target,
+    TargetOptions,
     Task,
     TopK,
     TopP,
     Tree,
     TypicalP,
     Verify,
+    placed,
     shaped,
+    with_options,
 )
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
@@ -54,6 +57,7 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", 
 
 
 @app.command()
+@with_options(TargetOptions)
 def check(
     context: typer.Context,
     prompts: Prompts = None,
@@ -97,7 +101,7 @@ def check(
     with busy(console(stderr=True), "loading"):
         names = ("verify", "dtype", "device", "batch_size", "compile", "task")
         how = {name: context.params[name] for name in names}
-        engine = load(target, draft, progress=say, **shaped(context), **how)
+        engine = load(target, draft, progress=say, **shaped(context), **placed(context), **how)
     tell(engine.notes)
     try:
         with steps(console(stderr=True)) as on_step:

@@ -42,9 +42,11 @@ from slipstream.cli.options import (
     SamplingOptions,
     Stream,
     Target,
+    TargetOptions,
     Task,
     Tree,
     Verify,
+    placed,
     shaped,
     with_options,
 )
@@ -82,7 +84,7 @@ class OutputOptions:
 
 
 @app.command()
-@with_options(SamplingOptions, FormOptions, SampleOptions, OutputOptions)
+@with_options(TargetOptions, SamplingOptions, FormOptions, SampleOptions, OutputOptions)
 def generate(
     context: typer.Context,
     prompts: Prompts = None,
@@ -214,7 +216,7 @@ def _how(context: typer.Context) -> dict[str, Any]:
     """How to load; a plan stands in for a gamma and a rule that were not given."""
     params = context.params
     names = ("verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")
-    how = {**shaped(context), **{name: params[name] for name in names}}
+    how = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
     if not params["plan"]:
         return how
     plan, temperature = Plan.read(params["plan"]), params["temperature"]

@@ -67,6 +67,13 @@ Dtype = Annotated[
     _option(MODELS, "NAME", "Of the weights: auto, float32, bfloat16 or float16."),
 ]
 Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
+DeviceMap = Annotated[
+    str | None,
+    _option(MODELS, "NAME", "Spread the target over devices: auto, balanced ... (needs accelerate).", "--device-map"),
+]
+TrustRemoteCode = Annotated[
+    bool, _option(MODELS, None, "Run Python code that comes with the target: read it first.", "--trust-remote-code")
+]
 Compile = Annotated[
     bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
 ]
@@ -154,6 +161,13 @@ class SamplingOptions:
     max_time: MaxTime = None
 
 
+class TargetOptions:
+    """How the target is loaded, beyond its type and device."""
+
+    device_map: DeviceMap = None
+    trust_remote_code: TrustRemoteCode = False
+
+
 class FormOptions:
     """The form that answers have to have: at most one of these is given."""
 
@@ -194,6 +208,12 @@ def parse_tree(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--tree {text!r} is not a list of candidates per level, such as 3,2,1.") from None
+
+
+def placed(context: typer.Context) -> dict[str, Any]:
+    """What `load` gets of the options in `TargetOptions`: those that were given, so that a loaded target can do
+    without."""
+    return {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
 
 
 def shaped(context: typer.Context) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from slipstream.cli.options import (
     Lossless,
     PlanFile,
     Target,
+    TargetOptions,
     Task,
     Tree,
     Verify,
     option,
+    placed,
     shaped,
+    with_options,
 )
 
 SERVER, LIMITS = "Server", "Limits"
@@ -62,6 +65,7 @@ Memory = Annotated[
 
 
 @app.command()
+@with_options(TargetOptions)
 def serve(
     context: typer.Context,
     target: Target = None,
@@ -134,7 +138,7 @@ def _engine(context: typer.Context, max_rows: int) -> Any:
     if params["plan"]:  # it says what nobody gave
         sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
         how |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
-    shape = shaped(context)
+    shape = {**shaped(context), **placed(context)}
     return load(params["target"], params["draft"], batch_size=max_rows, progress=say, **{**shape, **how})
 
 

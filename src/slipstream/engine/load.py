@@ -65,7 +65,8 @@ def load(
     each); a model that cannot be compiled runs eagerly, with one warning.
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
-    them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target.
+    them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target: `device_map="auto"` spreads it
+    over devices, and `trust_remote_code=True` runs code that comes with it.
 
     A draft may have another tokenizer (`Engine.notes` then tell how it drafts). Raises ValueError if a model cannot be
     loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is for
@@ -86,7 +87,8 @@ def load(
     chosen = BLOCK if verify is None else rule(verify)
     mode = Mode(compile, False if exact_shape else None, progress=progress)
     scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
-    tokenizer = find_tokenizer(target) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = find_tokenizer(target, from_pretrained.get("trust_remote_code", False))
     if made:
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)

@@ -16,6 +16,7 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from slipstream.models.families import first_sentence
@@ -30,6 +31,10 @@ BINARIES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PICKLES = (
     "its weights are pickles (.bin) that are damaged or hold more than tensors, so they are not opened; "
     "take a copy of the model in safetensors"
+)
+OWN_CODE = (
+    "it comes with Python code of its own, which runs only if you ask for it: read that code, then pass "
+    "trust_remote_code=True (--trust-remote-code)"
 )
 SHAPES = "its weights have other shapes than its config.json says: the files do not belong together"
 
@@ -52,8 +57,10 @@ def refuse_missing(source: str | Path) -> None:
 def _missing(path: Path) -> str | None:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return "the folder may not be read: change its permissions"
+    if path.is_file():
+        return None if path.suffix == ".gguf" else "that is a file: name the folder that it lies in"
     if not path.is_dir():
-        return "that is a file: name the folder that it lies in" if path.is_file() else "there is no such folder"
+        return "there is no such folder"
     if (path / "config.json").is_file():
         return None
     if (path / "adapter_config.json").is_file():
@@ -81,10 +88,25 @@ def refuse_other_kinds(source: str | Path, config: Any) -> None:
         )
 
 
+def refuse_unknown_quantization(source: str | Path, config: Any) -> None:
+    """Raises ValueError for weights in a form that transformers does not know: it would read them as plain ones."""
+    given = getattr(config, "quantization_config", None)
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if method and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
+        raise ValueError(
+            f"cannot load the model {str(source)!r}: its weights are quantized by {method!r}, which transformers does "
+            "not know; take another copy of the model."
+        )
+
+
 def model_fault(source: str | Path, error: Exception) -> str:
     """Why transformers could not load a model, without a full stop."""
+    if "trust_remote_code" in str(error):
+        return OWN_CODE
     if fault := _forbidden(source) or damaged_record(source, MODEL_RECORDS):
         return fault
+    if missing := re.search(r"No module named '(\w+)", str(error)):
+        return f"it needs a package that is not installed: pip install {missing[1].replace('_', '-')}"
     if isinstance(error, SafetensorError):
         return f"its weights are damaged ({first_sentence(error)}): copy or download them again"
     if "ignore_mismatched_sizes" in str(error):
@@ -106,6 +128,8 @@ def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) ->
 
 def tokenizer_fault(source: str | Path, error: Exception) -> str:
     """Why transformers could not load a tokenizer, without a full stop."""
+    if "trust_remote_code" in str(error):
+        return OWN_CODE
     if Path(source).is_dir() and not has_tokenizer(source):
         return "the folder has none"
     return _forbidden(source) or damaged_record(source, ("config.json", *TOKENIZER_RECORDS)) or _sentence(error)

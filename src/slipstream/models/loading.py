@@ -33,9 +33,11 @@ from slipstream.models.load_faults import (
     refuse_missing,
     refuse_missing_weights,
     refuse_other_kinds,
+    refuse_unknown_quantization,
     tokenizer_fault,
     usable_device,
 )
+from slipstream.models.origin import Origin
 from slipstream.models.recurrent import StateScorer
 
 
@@ -54,7 +56,8 @@ EMBEDDED = Path(__file__).parents[1] / "demo"
 def load_model(
     source: str | Path | PreTrainedModel, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """A hub name, a folder or a loaded model -> the model. `kwargs` go to `from_pretrained` (quantization, ...).
+    """A hub name, a folder, a .gguf file or a loaded model -> the model. `kwargs` go to `from_pretrained`
+    (quantization, `device_map`, ...). Code that comes with a model runs only with `trust_remote_code=True`.
 
     `device` defaults to the GPU if there is one. A loaded model stays where it is unless `device` is given.
     Raises ValueError in one sentence if there is no such model.
@@ -64,12 +67,15 @@ def load_model(
         if kwargs:
             raise TypeError(f"unknown option {', '.join(sorted(kwargs))}: a loaded model is used as it is.")
         return source.to(place) if device else source
-    refuse_missing(source)
-    wanted, kind = _dtype(dtype), _kind(source)
+    refuse_missing(source)  # a .gguf file is no folder, but holds a model
+    origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
+    wanted, kind = _dtype(dtype), _kind(origin)
     try:
-        model, about = kind.from_pretrained(source, dtype=wanted, output_loading_info=True, **kwargs)
+        model, about = kind.from_pretrained(
+            origin.place, dtype=wanted, output_loading_info=True, **origin.options, **kwargs
+        )
     except Exception as error:  # what lies there was written by others, and damage shows as any error
-        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.place, error)}.") from error
     refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)
@@ -127,13 +133,15 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode) -> StateScorer:
     return scorer
 
 
-def _kind(source: str | Path) -> Any:
+def _kind(origin: Origin) -> Any:
     """transformers' class for what lies there. Raises ValueError in one sentence if it cannot write text."""
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(origin.place, **origin.options)
     except Exception as error:  # of any kind, depending on what stands in the file
-        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(source, error)}.") from error
-    refuse_other_kinds(source, config)
+        fault = model_fault(origin.place, error)
+        raise ValueError(f"cannot load the model {str(origin.source)!r}: {fault}.") from error
+    refuse_other_kinds(origin.source, config)
+    refuse_unknown_quantization(origin.source, config)
     if _sees_images(config):
         return AutoModelForImageTextToText
     if not config.is_encoder_decoder:
@@ -153,25 +161,28 @@ def _sees_images(config: Any) -> bool:
     return not names.isdisjoint(config.architectures or ())
 
 
-def load_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises ValueError in one sentence if there is none."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     if not name and isinstance(source, str):
         raise ValueError("cannot load a tokenizer: the name of its model is empty.")
     if not name:
         raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
+    origin = Origin.of(name, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(origin.place, **origin.options)
     except Exception as error:  # of any kind, depending on what stands in the files
-        reason = tokenizer_fault(name, error)
+        reason = tokenizer_fault(origin.place, error)
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
 
 
-def find_tokenizer(source: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(
+    source: str | Path | PreTrainedModel, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies with a model; None if there is none. Raises ValueError for a damaged one."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     try:
-        return load_tokenizer(source)
+        return load_tokenizer(source, trust_remote_code)
     except ValueError as error:
         if name and has_tokenizer(name):
             raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error

@@ -123,11 +123,14 @@ OWN: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},  # its states come in multiples of 64
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dots3_note_text": {
-        **{"num_key_value_heads": 4, "head_dim": 16, "moe_shared_expert_intermediate_size": 24},
-        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
-        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 8, "swa_v_head_dim": 8},
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim", "swa_v_head_dim"), 8),
     },
-    "dots3_note_vision_encoder": {"adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense"] * 4},
     "dots3_note_audio_encoder": {"adapter_out_dim": 32},
     "bailing_hybrid": {"layer_group_size": 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
