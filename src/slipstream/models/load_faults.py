@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def refuse_missing(source: str | Path) -> None:
     if not str(source).strip():
         raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
     path = Path(source)
-    local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.is_dir()
+    local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.exists()
     if local and (fault := _missing(path)):
         raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
 
@@ -58,7 +59,7 @@ def _missing(path: Path) -> str | None:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return "the folder may not be read: change its permissions"
     if path.is_file():
-        return None if path.suffix == ".gguf" else "that is a file: name the folder that it lies in"
+        return _gguf_fault() if path.suffix == ".gguf" else "that is a file: name the folder that it lies in"
     if not path.is_dir():
         return "there is no such folder"
     if (path / "config.json").is_file():
@@ -66,6 +67,11 @@ def _missing(path: Path) -> str | None:
     if (path / "adapter_config.json").is_file():
         return "the folder holds an adapter and no model: merge it into its model first, and name that folder"
     return "the folder has no config.json"
+
+
+def _gguf_fault() -> str | None:
+    installed = find_spec("gguf") and find_spec("accelerate")
+    return None if installed else "a .gguf file needs two more packages: pip install gguf accelerate"
 
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:
