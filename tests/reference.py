@@ -127,5 +127,5 @@ def contract(model: PreTrainedModel | StateScorer, execution: Execution | None =
     gaps += [rows.step(1, 2, 3, 4), rows.step(4, 3, 2, 1)]
     gaps += [rows.verify(1, 2, 3, 4), rows.step(2, 1, 3, 1), rows.verify(4, 3, 2, 1)]
     rows.free(0, 2)
-    gaps += [rows.step(2, 2), rows.verify(2, 5), rows.step(1, 1)]
+    gaps += [rows.step(2, 2), rows.verify(2, 5), rows.step(1, 2)]
     return max(gaps)

@@ -342,7 +342,7 @@ def test_a_last_token_from_another_law_is_caught(monkeypatch: pytest.MonkeyPatch
 def test_penalties_that_do_not_move_inside_the_block_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     options = [{"repetition_penalty": 2.0}, {"frequency_penalty": 0.5, "temperature": 0.0}]
     assert [run(**each).verdict for each in options] == ["pass", "pass"]
-    monkeypatch.setattr(Prefixes, "of", lambda self, row, place, position: torch.tensor(row.tokens))
+    monkeypatch.setattr(Prefixes, "of_row", lambda self, row, place: [torch.tensor(row.tokens) for _ in self.paths])
     assert all("wiring" in failed(run(**each)) for each in options)
 
 

@@ -114,7 +114,7 @@ def test_prompts_are_read_behind_rows_that_run(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
 def test_logits_in_half_precision(family: str) -> None:
-    assert contract(tiny(SEQ2SEQ[family], dtype=torch.bfloat16)) < TOLERANCE[torch.bfloat16]
+    assert contract(tiny(SEQ2SEQ[family], seed=1, dtype=torch.bfloat16)) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)

@@ -136,7 +136,7 @@ def image_of(part: Mapping[str, Any], where: str) -> Any:
     return given
 
 
-def images_in(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts of messages that are images, in order."""
-    contents = [message.get("content") for message in messages]
+def images_in(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """The parts of messages that are images, in order; what is no message has none."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     return [part for content in contents if isinstance(content, list) for part in content if is_image_part(part)]
