@@ -31,6 +31,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
+from slipstream.kernels.packing import packed
 from slipstream.measure.environment import environment
 from slipstream.models.recurrent import StateScorer
 from slipstream.models.states import copied
@@ -58,11 +59,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def made(family: str) -> StateScorer:
-    """A random model of a family, in float32, where no rounding makes texts differ."""
+    """A random model of a family, with packed weights as when it is loaded by name, in float32, where no rounding makes
+    texts differ."""
     config, kind, sizes = FAMILIES[family]
     torch.manual_seed(0)
     settings = getattr(transformers, config)(**SIZES, **sizes, max_position_embeddings=4096)
-    return StateScorer(getattr(transformers, kind)(settings), family)
+    return StateScorer(packed(getattr(transformers, kind)(settings).eval()), family)
 
 
 class Known:

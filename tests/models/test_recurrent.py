@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
+from slipstream.kernels.packing import PackedLinear, can_pack
 from slipstream.models import recurrent, rewinding
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import load_scorer
@@ -329,6 +331,16 @@ def test_loading_finds_the_way_by_itself() -> None:
     dense = tiny_config(transformers.GraniteMoeHybridConfig, layer_types=["attention"] * 4)
     attends = tiny_model(transformers.GraniteMoeHybridForCausalLM, dense)
     assert isinstance(load_scorer(attends), CausalScorer)  # judged by its layers, which keep nothing else
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba"])
+def test_weights_of_a_loaded_model_are_packed_if_it_runs_with_them(family: str, tmp_path: Path) -> None:
+    model(family).save_pretrained(tmp_path)
+    loaded = load_scorer(tmp_path)
+    assert isinstance(loaded, StateScorer)
+    packs = any(isinstance(part, PackedLinear) for part in loaded.model.modules())
+    assert packs == (family == "qwen3_5" and can_pack(model(family)))
+    assert contract(fresh(loaded)) < LOOSE
 
 
 def test_one_shape_gives_bits_that_do_not_depend_on_company() -> None:

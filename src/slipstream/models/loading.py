@@ -99,17 +99,19 @@ def load_scorer(
     name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
     model = load_model(source, dtype, device, **kwargs)
     name = name or model.config.name_or_path or type(model).__name__
+    # of a model that we have loaded nobody else holds the plain weights, so they can go
+    packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
+    packs = packs and can_pack(model)
     try:
-        return _causal(model, name, mode, mine=not isinstance(source, PreTrainedModel))
+        return _causal(model, name, mode, packs)
     except (ValueError, AttributeError, KeyError, TypeError):  # a family that does not have what others have
-        return _stateful(model, name, mode)
+        return _stateful(model, name, mode, packs)
 
 
-def _causal(model: PreTrainedModel, name: str, mode: Mode, mine: bool) -> CausalScorer:
-    """The Scorer of a model that rolls back by a length; of one that is `mine` nobody holds the plain weights, so they
-    can go."""
+def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> CausalScorer:
+    """The Scorer of a model that rolls back by a length, with packed weights if it `packs`."""
     refuse_unsupported(model, name)
-    if (mode.compiled or mine if mode.packed is None else mode.packed) and can_pack(model):
+    if packs:
         # inductor takes what BART and Marian add to oneDNN's head for the bias of one that it packed, and stops
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed(model, keep=model.get_output_embeddings() if biased else None)
@@ -119,10 +121,12 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, mine: bool) -> Causal
     return scorer
 
 
-def _stateful(model: PreTrainedModel, name: str, mode: Mode) -> StateScorer:
-    """The Scorer of a model with states. Raises ValueError if that is inexact too."""
+def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
+    """The Scorer of a model with states, with packed weights if it `packs` and runs with them (Mamba-1 kinds multiply by
+    weights beside their layers). Raises ValueError if that is inexact too."""
     try:
-        scorer = StateScorer(model, name)
+        scorer = _packed_stateful(model, name) if packs else None
+        scorer = scorer or StateScorer(model, name)
     except (AttributeError, KeyError, TypeError) as error:
         kind = type(model).__name__
         raise ValueError(
@@ -131,6 +135,13 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode) -> StateScorer:
     if mode.compiled:
         warnings.warn(f"{name} runs eagerly: it keeps a state.", RuntimeWarning, stacklevel=4)
     return scorer
+
+
+def _packed_stateful(model: PreTrainedModel, name: str) -> StateScorer | None:
+    try:
+        return StateScorer(packed(model), name)
+    except (ValueError, AttributeError, KeyError, TypeError):  # what is wrong besides shows with plain weights too
+        return None
 
 
 def _kind(origin: Origin) -> Any:
