@@ -38,6 +38,7 @@ PAIR = ("--target", "{target}", "--draft", "{draft}")
 BARS = ("benchmarks/bars.py", *PAIR, "--compile", "--json", "{json}")
 PLAN = ("-m", "slipstream", "plan", "--json", "--prompts", "{prompts}")
 PADDED_PLAN = (*PLAN, *PAIR, "--dtype", "bfloat16", "--max-new-tokens", "48", "--repetitions", "2")
+SERVING = ("benchmarks/serving.py", "{prompts}", *PAIR, "--json", "{json}")
 SMALL_PLAN = (*PLAN, "--sample", "32", "--max-new-tokens", "64")
 
 MEASUREMENTS = (
@@ -68,6 +69,15 @@ MEASUREMENTS = (
         (("benchmarks/controllers.py", "{prompts}", "{news}", "--texts", "2", "--max-new-tokens", "200", "--json"),),
     ),
     Measurement("kernel", (("benchmarks/kernel.py", "--json"),)),
+    Measurement("recurrent", (("benchmarks/recurrent.py", "--repetitions", "3", "--tokens", "32"),)),
+    Measurement(
+        "serving",
+        (
+            (*SERVING, "--compile", "--max-tokens", "48", "--max-rows", "16", "--repetitions", "2"),
+            (*SERVING, "--part", "prefix", "--context", "8192"),
+            (*SERVING, "--part", "prompt", "--context", "8192"),
+        ),
+    ),
 )
 
 PADDED = {

@@ -6,7 +6,8 @@ python benchmarks/tables.py --measure --prompts HumanEval.jsonl.gz --news NEWS.t
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with machine, build, date and commands below it. With
 `--measure`, `measurements.py` runs first; that takes about an hour, and nothing else should run. The prompts are
-HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, any prose.
+HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, any prose. transformers'
+server needs `pip install accelerate`.
 """
 
 from __future__ import annotations
@@ -207,6 +208,29 @@ def kernel_table(record: Record) -> str:
     return kernel.table(record["figures"][0])
 
 
+def recurrent_table(record: Record) -> str:
+    """A round of hybrid models beside a bare pass over as many tokens."""
+    rows = []
+    for row in record["figures"][0]:
+        times, over = row["milliseconds"], row["over a bare pass"]
+        size = f"{row['family']}, {row['parameters'] / 1e6:.0f} M"
+        ways = (number(over[name]) for name in ("one pass", "two passes"))
+        rows.append([size, *(number(times[name], 0) for name in ("plain step", "bare", "one pass")), *ways])
+    head = ["model", "plain step, ms", "bare pass of six, ms", "round, ms", "round / bare pass", "with a second pass"]
+    return markdown(head, rows)
+
+
+def serving_table(record: Record) -> str:
+    """The server beside others, by the number of streams."""
+    rows = []
+    for row in sorted(record["figures"][0]["race"], key=lambda row: row["streams"]):
+        times = [None if row.get(name) is None else 1e3 * row[name] for name in ("first_p50", "gap_p50", "gap_p99")]
+        speed = number(row["tokens_per_second"], 0)
+        rows.append([str(row["streams"]), row["contender"], speed, *(number(time, 0) for time in times)])
+    head = ["streams", "contender", "tokens/s", "first token, ms", "gap, median, ms", "gap, 99 %, ms"]
+    return markdown(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "speed": ("bars", speed_table),
     "bench": ("bench", bench_table),
@@ -217,6 +241,8 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "plan": ("plan", plan_table),
     "controllers": ("controllers", controllers_table),
     "kernel": ("kernel", kernel_table),
+    "recurrent": ("recurrent", recurrent_table),
+    "serving": ("serving", serving_table),
 }
 """By the name in a document: the measurement, and what writes the table from it."""
 
