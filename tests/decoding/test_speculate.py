@@ -531,6 +531,14 @@ def test_the_controller_sees_every_round_and_its_gamma_is_obeyed() -> None:
     assert drafter.asked[:3] == [[3, 3], [0, 0], [1, 1]]
 
 
+def test_a_row_without_room_for_a_draft_teaches_nothing_about_drafting() -> None:
+    """What a controller asked for beyond the last token would look like a draft that took no time and had no tokens."""
+    drafter = Scripted(right)
+    decoder = Decoder(TableScorer(counting, V), drafter, controller=Fixed(3))
+    generate(decoder, [request([1], 5, GREEDY)])  # 4 tokens of the first round leave room for one
+    assert [round.gammas for round in drafter.observed] == [(3,), (0,)]
+
+
 def test_gamma_0_is_plain_decoding() -> None:
     requests = [request([1], 9, key=1)]
     (row,) = generate(pair(gamma=0), requests)

@@ -192,9 +192,10 @@ def test_a_real_graph_drafts_for_greedy_and_sampled_texts_at_once() -> None:
     model, samplers = tiny(FAMILIES["llama"], num_hidden_layers=1), [Sampling(), Sampling(temperature=1.0)]
     one, other, said = CausalScorer(model), CausalScorer(model), list[str]()
     one.make_draft_graphs([], said.append)
-    rounds: Gammas = [(2, 2), (1, 2), (2, 1)]
-    for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
-        _agree(left, right)
+    rounds: Gammas = [(2, 2), (1, 1), (3, 1)]
+    with torch._dynamo.config.patch(error_on_recompile=True):  # other lengths need no other graphs
+        for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
+            _agree(left, right)
     assert all("sampled drafts of batches" in line for line in said) and said
 
 

@@ -83,11 +83,12 @@ def _attempt(rows: Sequence[Row], logits: Tensor, texts: Prefixes, model: str) -
 class Round:
     """One draft and its verification: the record that streams, statistics, benchmarks and controllers read.
 
-    `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from the
-    draft, and one more, unless a cut came before it, from the target. `gammas` are what the controller asked for;
-    the room that is left and the drafter may have made `draft.lengths` of it. `seconds` has the phases `draft`,
-    `target`, `accept` (laws, verification and draws) and `rest`. `p` are the target's laws that the draft was verified
-    with, at the pending token and after every drafted one (None in the rounds of a simulation, which has no models).
+    `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from
+    the draft, and one more, unless a cut came before it, from the target. `gammas` are what the drafter was asked for:
+    what the controller chose, within the room that is left. It may have drafted less: `draft.lengths`. `seconds` has
+    the phases `draft`, `target`, `accept` (laws, verification and draws) and `rest`. `p` are the target's laws that
+    the draft was verified with, at the pending token and after every drafted one (None in the rounds of a simulation,
+    which has no models).
     """
 
     rows: tuple[Row, ...]

@@ -8,7 +8,7 @@ It serves laws that are made by a temperature alone; all else is drafted token b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -123,9 +123,9 @@ class DraftGraphs:
 
     def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens (rows, gamma or more), the greatest logits, and the laws of sampled tokens."""
-        tokens, last, start, *seen, chances = self._inputs(wish, room, steps)
+        tokens, last, start, *seen = self._inputs(wish, room, steps)
         parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        for size, some in zip(steps, chances.split(steps, 1), strict=True):
+        for size, some in zip(steps, self._chances(wish, steps), strict=True):
             if parts:  # graphs that follow each other are steps of one token
                 tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
             kind = GraphKind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
@@ -136,13 +136,20 @@ class DraftGraphs:
         drawn, best, laws = zip(*parts, strict=True)
         return torch.cat(drawn, 1), torch.cat(best), torch.cat(laws, 1) if wish.sampled else None
 
-    def _inputs(self, wish: Wish, room: Room, steps: Sequence[int]) -> Inputs:
+    def _chances(self, wish: Wish, steps: Sequence[int]) -> Iterator[Tensor]:
+        """The numbers to draw by (rows, size) of every graph, in memory of one layout: for another one, which a part of
+        a longer table would have, torch would make another graph in the middle of a call."""
+        chances = torch.zeros(sum(steps), len(wish.fed), dtype=torch.float64)
+        if wish.sampled:
+            chances[: wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64).T
+        for some in chances.split(list(steps)):
+            yield some[0][:, None] if len(some) == 1 else some.T
+
+    def _inputs(self, wish: Wish, room: Room, steps: Sequence[int]) -> tuple[Any, ...]:
+        """What the first graph is given, but for the numbers to draw by; see `Inputs`."""
         if len(self._slots) < room.end:
             self._slots = torch.arange(2 * room.end)
         width = FED if steps[0] > 1 else max(map(len, wish.fed))  # a long graph is made once, for both
-        chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
-        if wish.sampled:
-            chances[:, : wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64)
         return (
             torch.tensor([[*fed, *[0] * (width - len(fed))] for fed in wish.fed]),
             torch.tensor([len(fed) - 1 for fed in wish.fed]),
@@ -151,7 +158,6 @@ class DraftGraphs:
             room.stores,
             (room.cross.stores, room.cross.mask, None) if room.cross else None,
             torch.tensor(wish.temperatures)[:, None],
-            chances,
         )
 
     def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:

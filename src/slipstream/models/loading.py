@@ -122,8 +122,8 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
 
 
 def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
-    """The Scorer of a model with states, with packed weights if it `packs` and runs with them (Mamba-1 kinds multiply by
-    weights beside their layers). Raises ValueError if that is inexact too."""
+    """The Scorer of a model with states; with packed weights if it `packs` and runs with them, for Mamba-1 kinds read
+    weights beside their layers. Raises ValueError if that is inexact too."""
     try:
         scorer = _packed_stateful(model, name) if packs else None
         scorer = scorer or StateScorer(model, name)

@@ -113,8 +113,8 @@ class Ledger:
 class Record:
     """The measurements of one drafter, taken while it sweeps. `beats` come with the number of their part."""
 
-    def __init__(self, most: int, texts: int, rows: int, context: int | None) -> None:
-        self.most, self.rows, self.context = most, rows, context
+    def __init__(self, most: int, texts: int, rows: int) -> None:
+        self.most, self.rows = most, rows
         self.ledgers = [Ledger(most) for _ in range(texts)]
         self.beats: list[tuple[int, Beat]] = []
         self.lengths: list[int] = []
@@ -124,15 +124,10 @@ class Record:
         if beat.rows == self.rows:
             self.beats.append((part, beat))
         for r, row in enumerate(round.rows):
-            before = len(row.tokens) - len(round.tokens[r])
-            room = row.room + len(round.tokens[r])
-            if self.context is not None:
-                room = min(room, self.context - before)
-            possible = max(0, min(round.gammas[r], room - 1))
             ledger = self.ledgers[places[row.index]]
-            ledger.add(possible, round.accepted[r])
+            ledger.add(round.gammas[r], round.accepted[r])
             ledger.stats = row.stats
-            if possible == self.most:
+            if round.gammas[r] == self.most:
                 self.lengths.append(round.draft.lengths[r])
 
     def costs(self, calm: Sequence[tuple[int, Beat]]) -> PlanCosts:
@@ -170,8 +165,7 @@ def sweep(
     decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
 ) -> tuple[list[tuple[int, Beat]], list[Record]]:
     """Measure plain decoding and every drafter by turns -> plain rounds of full batches, a record per drafter."""
-    context = decoder.target.context
-    records = [Record(most, len(task.texts), task.rows, context) for _ in drafters]
+    records = [Record(most, len(task.texts), task.rows) for _ in drafters]
     calm: list[tuple[int, Beat]] = []
     warm_up(decoder, drafters, task, most, step)
     for number, part in enumerate(task.parts()):
