@@ -104,8 +104,15 @@ def stuck(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("name", ["token", "block", "match"])
-@pytest.mark.parametrize("draft", ["model", "tree", "chain"])
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        *(("token", draft) for draft in ("model", "tree", "chain")),
+        *(("block", draft) for draft in ("model", "tree", "chain")),
+        ("match", "tree"),
+        *(pytest.param("match", draft, marks=pytest.mark.slow) for draft in ("model", "chain")),
+    ],
+)
 def test_speculation_fails_with_the_chance_of_plain_decoding(name: str, draft: str) -> None:
     """The joint law of the output and of its end, by enumeration of all draws."""
     if (name, draft) == ("match", "tree"):

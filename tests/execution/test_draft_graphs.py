@@ -175,7 +175,7 @@ def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize("texts", [1, pytest.param(3, marks=pytest.mark.slow)])  # batches: see the next test
 def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
     model, said = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str]()
     one, other, samplers = CausalScorer(model), CausalScorer(model), [Sampling(temperature=temperature)] * texts

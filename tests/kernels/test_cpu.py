@@ -109,7 +109,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @built
-@pytest.mark.parametrize("lacking", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512f"])
+@pytest.mark.parametrize(
+    "lacking",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("-mno-amx-bf16", "-mno-avx512bf16")), "-mno-avx512f"],
+)
 @pytest.mark.skipif(
     not Path("/proc/cpuinfo").exists() or "avx512" not in Path("/proc/cpuinfo").read_text(), reason="x86"
 )

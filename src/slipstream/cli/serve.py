@@ -64,6 +64,18 @@ Memory = Annotated[
 ]
 
 
+PrefillChunk = Annotated[
+    int | None,
+    option(
+        LIMITS,
+        "Tokens of prompts that are read between two rounds; with fewer, running texts wait less. Without: 64 on a "
+        "CPU, else 512.",
+        metavar="N",
+        min=1,
+    ),
+]
+
+
 @app.command()
 @with_options(TargetOptions)
 def serve(
@@ -92,6 +104,7 @@ def serve(
     max_body: MaxBody = "16M",
     cache_bytes: CacheBytes = "512M",
     memory: Memory = None,
+    prefill_chunk: PrefillChunk = None,
 ) -> None:
     """Serve a model behind OpenAI's interface, with a page at /, until Ctrl-C or SIGTERM.
 
@@ -106,9 +119,8 @@ def serve(
     from slipstream.serve.state import ServerState
 
     limits = Limits(body_bytes=parse_bytes("--max-body", max_body))
-    room = Room(
-        max_rows, parse_bytes("--cache-bytes", cache_bytes), None if memory is None else parse_bytes("--memory", memory)
-    )
+    limit = None if memory is None else parse_bytes("--memory", memory)
+    room = Room(max_rows, parse_bytes("--cache-bytes", cache_bytes), limit, prefill_chunk)
     keys = read_keys(api_key_file) if api_key_file else {}
     template = chat_template.read_text(encoding="utf-8") if chat_template else None
     log = AccessLog(_log(access_log))

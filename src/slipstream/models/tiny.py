@@ -131,7 +131,7 @@ OWN: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim", "swa_v_head_dim"), 8),
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense"] * 4},
-    "dots3_note_audio_encoder": {"adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "bailing_hybrid": {"layer_group_size": 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 1, "n_mamba_heads": 8, **ZAMBA},

@@ -34,11 +34,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Room:
-    """How much runs at a time: rows, bytes for prefixes that are kept, and bytes for running texts (None: no limit)."""
+    """How much runs at a time: rows, bytes for prefixes that are kept, bytes for running texts (None: no limit), and
+    tokens of prompts that are read between two rounds (None: as many as the device reads at full speed)."""
 
     rows: int
     cache_bytes: int = 512 << 20
     memory: int | None = None
+    prefill_chunk: int | None = None
 
 
 @dataclass(frozen=True)
