@@ -142,7 +142,7 @@ def attempt(architecture: Architecture) -> Outcome:
     except Exception as error:  # of any kind: what a family needs beside small sizes
         return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
     try:
-        target = _by_name(model) if architecture.vision else load_scorer(model)
+        target = _by_name(model)
         decoder = Decoder(target, EveryOther(ModelDrafter(load_scorer(model))), controller=Fixed(GAMMA))
         rows = generate(decoder, asked)
         same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, asked)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,13 +17,33 @@ from transformers.masking_utils import sdpa_mask
 from slipstream.kernels.cpu import STEP, panel_attention
 
 NAME = "slipstream"  # of this attention, among transformers'
+ASKS = re.compile(r"_attn_implementation\s*(==|!=|not in|in)\s*[^\n]*\"sdpa\"")
+"""How models ask whether torch's attention is in use."""
+
 UNKNOWN = ("softcap", "s_aux")  # arguments of some models that the kernel does not know
 
 
 def attend_by_kernel(model: PreTrainedModel) -> None:
-    """Let a model that uses torch's attention use ours, where it fits; one with another keeps it."""
-    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+    """Let a model that uses torch's attention use ours, where it fits; one with another keeps it, and one that does
+    something else beside torch's, such as choosing keys by an indexer, which goes by its name."""
+    usual = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    if usual and not _asks_for_torch(model):
         model.set_attn_implementation(NAME)
+
+
+def _asks_for_torch(model: PreTrainedModel) -> bool:
+    """Whether the code of some layer asks whether torch's attention is in use."""
+    modules = {inspect.getmodule(type(part)) for part in model.modules()}
+    return any(ASKS.search(_source(module)) for module in modules if module is not None)
+
+
+@functools.cache
+def _source(module: ModuleType) -> str:
+    """The code of a module; empty if there is none to be read."""
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):
+        return ""
 
 
 def attend(

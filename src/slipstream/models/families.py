@@ -90,11 +90,8 @@ def probe(scorer: Probed, kind: str) -> None:
     last tokens. Raises ValueError if logits differ by more than rounding: the model, of type `kind`, does not obey
     positions, mask or cache.
     """
-    low = min(4, scorer.vocab // 2)  # the first tokens are often padding, which some models count differently
-    texts = [
-        [low + (7 * i + 3 * r) % (scorer.vocab - low) for i in range(length)]
-        for r, length in enumerate(_trial_lengths(scorer))
-    ]
+    lengths = trial_lengths(scorer.windows, scorer.context)
+    texts = [trial_text(scorer.vocab, length, place) for place, length in enumerate(lengths)]
     sources = [form.example(3 + 3 * r) if (form := scorer.source_form) else None for r in range(len(texts))]
     try:
         scorer.add(len(texts), sources)
@@ -105,7 +102,7 @@ def probe(scorer: Probed, kind: str) -> None:
         raise ValueError(f"{scorer.name} ({kind}) does not run with our cache: {reason}") from error
     theirs = torch.cat([logits.to(ours.device) for logits in alone]).float()
     gap = float((ours.float() - theirs).abs().max() / theirs.std())
-    allowed = 0.01 if ours.dtype in {torch.float32, torch.float64} else 0.3
+    allowed = allowed_gap(ours.dtype)
     if not gap <= allowed:
         raise ValueError(
             f"{scorer.name} ({kind}) gives other logits with a rolled-back cache "
@@ -130,11 +127,22 @@ def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
     return feed([text[-2:] for text in texts], [2] * len(texts))
 
 
-def _trial_lengths(scorer: Probed) -> list[int]:
-    """Lengths of texts to be tried: short ones, and around the model's windows, within its context."""
-    windows = sorted(window for window in scorer.windows if 1 < window <= LONGEST_TRIAL)
-    lengths = [6, 12, 12, *(window + 1 for window in windows), *(window + 9 for window in windows[-1:])]
-    return [min(length, scorer.context or length) for length in lengths]
+def trial_lengths(windows: set[int], context: int | None) -> list[int]:
+    """Lengths of texts to be tried: short ones, and around a model's windows, within its context."""
+    crossed = sorted(window for window in windows if 1 < window <= LONGEST_TRIAL)
+    lengths = [6, 12, 12, *(window + 1 for window in crossed), *(window + 9 for window in crossed[-1:])]
+    return [min(length, context or length) for length in lengths]
+
+
+def trial_text(vocab: int, length: int, place: int = 0) -> list[int]:
+    """The tokens of a text to be tried, another one at every place."""
+    low = min(4, vocab // 2)  # the first tokens are often padding, which some models count differently
+    return [low + (7 * i + 3 * place) % (vocab - low) for i in range(length)]
+
+
+def allowed_gap(dtype: torch.dtype) -> float:
+    """How far apart logits of this type may be by rounding, in standard deviations."""
+    return 0.01 if dtype in {torch.float32, torch.float64} else 0.3
 
 
 LOOKS_BACK = {"attention_chunk_size", "local_attention", "index_topk", "indexer_budget"}

@@ -24,7 +24,7 @@ from transformers import (
 from slipstream.execution.backends import execution
 from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import can_pack, packed
+from slipstream.kernels.packing import can_pack
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.load_faults import (
@@ -38,6 +38,7 @@ from slipstream.models.load_faults import (
     usable_device,
 )
 from slipstream.models.origin import Origin
+from slipstream.models.packed_twins import packed_twin
 from slipstream.models.recurrent import StateScorer
 
 
@@ -114,7 +115,7 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
     if packs:
         # inductor takes what BART and Marian add to oneDNN's head for the bias of one that it packed, and stops
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
-        model = packed(model, keep=model.get_output_embeddings() if biased else None)
+        model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
     scorer = CausalScorer(model, name, execution(model, name, mode))
     if mode.compiled and mode.ahead is not None and model.device.type == "cpu":
         scorer.make_draft_graphs(mode.ahead, mode.progress)
@@ -122,11 +123,9 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
 
 
 def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
-    """The Scorer of a model with states; with packed weights if it `packs` and runs with them, for Mamba-1 kinds read
-    weights beside their layers. Raises ValueError if that is inexact too."""
+    """The Scorer of a model with states, with packed weights if it `packs`. ValueError if that is inexact too."""
     try:
-        scorer = _packed_stateful(model, name) if packs else None
-        scorer = scorer or StateScorer(model, name)
+        scorer = StateScorer(packed_twin(model, name) if packs else model, name)
     except (AttributeError, KeyError, TypeError) as error:
         kind = type(model).__name__
         raise ValueError(
@@ -135,13 +134,6 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
     if mode.compiled:
         warnings.warn(f"{name} runs eagerly: it keeps a state.", RuntimeWarning, stacklevel=4)
     return scorer
-
-
-def _packed_stateful(model: PreTrainedModel, name: str) -> StateScorer | None:
-    try:
-        return StateScorer(packed(model), name)
-    except (ValueError, AttributeError, KeyError, TypeError):  # what is wrong besides shows with plain weights too
-        return None
 
 
 def _kind(origin: Origin) -> Any:
