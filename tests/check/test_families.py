@@ -33,6 +33,8 @@ WAYS = {
     "JambaForCausalLM": "state, token by token",
     "T5ForConditionalGeneration": "length",
     "LEDForConditionalGeneration": "state, two passes",
+    "VoxtralForConditionalGeneration": "length",
+    "MambaForCausalLM": "state, token by token",
     "NllbMoeForConditionalGeneration": "state, two passes",
 }
 

@@ -142,7 +142,8 @@ def attempt(architecture: Architecture) -> Outcome:
     except Exception as error:  # of any kind: what a family needs beside small sizes
         return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
     try:
-        target = _by_name(model)
+        named = type(model.config) is architecture.config  # else transformers' own automatic classes do not know it
+        target = _by_name(model) if named else load_scorer(model)
         decoder = Decoder(target, EveryOther(ModelDrafter(load_scorer(model))), controller=Fixed(GAMMA))
         rows = generate(decoder, asked)
         same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, asked)]
@@ -158,8 +159,12 @@ def attempt(architecture: Architecture) -> Outcome:
 def _by_name(model: Any) -> Any:
     """The Scorer of a model that was saved, and is loaded from its folder as users do."""
     with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return load_scorer(Path(folder), "float32")
+        place = Path(folder) / type(model).__name__
+        model.save_pretrained(place)
+        try:
+            return load_scorer(place, "float32")
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"{folder}/", "")) from error
 
 
 def _failed(architecture: Architecture, why: str) -> Outcome:

@@ -48,8 +48,19 @@ class Calls(Protocol):
         ...
 
 
+UNLIKE_OTHERS = {
+    "cpmant": "puts learned tokens of its own before every text, which its cache counts and its masks do not",
+    "prophetnet": "predicts several tokens ahead in streams of their own, whose cache gives other logits than the text",
+    "xlnet": "predicts a token from a blank in its place, so that what it has read says nothing of the next one",
+}
+"""Types of models that are not called as others are, and why."""
+
+
 def calls_of(model: PreTrainedModel) -> Calls:
-    """How this model is called. Raises ValueError for one that treats its first pass unlike later ones."""
+    """How this model is called. Raises ValueError for one that is not called as others are, or treats its first pass
+    unlike later ones."""
+    if reason := UNLIKE_OTHERS.get(model.config.model_type):
+        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) {reason}; use another model.")
     if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise ValueError(
             f"{type(model).__name__} gives what is read in its first pass another place than what follows, so that a "

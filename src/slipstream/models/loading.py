@@ -147,7 +147,9 @@ def _kind(origin: Origin) -> Any:
     refuse_unknown_quantization(origin.source, config)
     if _sees_images(config):
         return AutoModelForImageTextToText
-    if not config.is_encoder_decoder:
+    # transformers lists models that hear among encoder-decoders only, though they are none
+    hears = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not config.is_encoder_decoder and not hears:
         return AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
 

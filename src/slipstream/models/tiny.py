@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB = 101
@@ -168,4 +169,15 @@ def tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int 
     if kind.config_class == (getattr(config, "sub_configs", None) or {}).get("text_config"):
         config = config.get_text_config()
     torch.manual_seed(seed)
-    return kind._from_config(config).eval()
+    model = kind._from_config(config).eval()
+    _fill_padding(model)
+    return model
+
+
+@torch.no_grad()
+def _fill_padding(model: nn.Module) -> None:
+    """Give padding an embedding like any token's: behind one of zeros an indexer likes all keys equally well, and which
+    of them it takes is then left to how a pass is divided."""
+    for part in model.modules():
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            part.weight[part.padding_idx] = part.weight[part.padding_idx - 1].roll(1)
