@@ -23,6 +23,8 @@ Gammas = list[tuple[int, ...]]
 ONE: Gammas = [(4,), (2,), (4,)]
 SHORT: Gammas = [(2,), (1,), (2,)]
 THREE: Gammas = [(4, 2, 3), (1, 4, 0), (3, 3, 3)]
+LATE: Gammas = [(4, 0, 3), (1, 0, 2), (3, 3, 3)]
+"""The second text is drafted nothing, and not read, for two rounds."""
 KEPT = ((1, 1, 0), (1, 3, 0), (0, 0, 0))  # of what each of three rows drafts in each of three rounds
 
 
@@ -52,7 +54,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma2", "opt"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("rounds", [ONE, THREE])
+@pytest.mark.parametrize("rounds", [ONE, THREE, LATE])
 def test_a_chain_is_what_token_by_token_would_have_been(
     untraced: None, name: str, temperature: float, rounds: Gammas
 ) -> None:
@@ -148,6 +150,27 @@ def test_chains_are_drafted_for_the_first_rows_alone(untraced: None, texts: int)
     assert left.tolist() == right.tolist()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_are_given_numbers_to_draw_by_that_lie_alike(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Torch makes another graph for a tensor that begins elsewhere in its memory, or has other strides."""
+    found = set[tuple[int, tuple[int, ...]]]()
+
+    def watched(function: Any, **_: Any) -> Any:
+        def run(*given: Any) -> Any:
+            found.add((given[-1].storage_offset(), given[-1].stride()))
+            return function(*given)
+
+        return run
+
+    monkeypatch.setattr(tracing.torch, "compile", watched)
+    scorer = CausalScorer(tiny(FAMILIES["llama"]))
+    scorer.make_draft_graphs([])
+    drafts(scorer, [Sampling(temperature=temperature)] * 3, THREE)
+    assert {offset for offset, _ in found} == {0} and len(found) == 1
+
+
 def test_damaged_weights_are_told_as_ever(untraced: None) -> None:
     model = tiny(FAMILIES["llama"])
     scorer = CausalScorer(model)
@@ -174,8 +197,9 @@ def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pyt
     ]
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-@pytest.mark.parametrize("texts", [1, pytest.param(3, marks=pytest.mark.slow)])  # batches: see the next test
+@pytest.mark.slow  # the next two tests make real graphs of batches and of single texts
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("texts", [1, 3])
 def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
     model, said = tiny(FAMILIES["llama"], num_hidden_layers=1), list[str]()
     one, other, samplers = CausalScorer(model), CausalScorer(model), [Sampling(temperature=temperature)] * texts

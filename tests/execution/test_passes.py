@@ -94,6 +94,7 @@ def test_a_compiled_scorer_gives_the_eager_logits() -> None:
                 torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
     assert said == [f"compiling toy for {served}" for served in ("one text", "batches", "batches, a token each")]
     _grow_and_branch(eager, fast)
+    _draft_by_columns(eager, fast)
     _run_before_others(eager, fast)
     assert counters["stats"]["unique_graphs"] == before + 3  # torch made none anew behind our back
 
@@ -107,6 +108,22 @@ def _grow_and_branch(*scorers: CausalScorer) -> None:
         passes = [scorer.extend(torch.tensor([[i, i + 1, i + 2]]), [3]) for i in range(0, 12, 3)]
         found.append([*passes, scorer.extend(torch.tensor([[5, 6, 7, 8]]), [4], tree=tree)])
         scorer.free([0])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+def _draft_by_columns(*scorers: CausalScorer) -> None:
+    """Tokens that are columns of a tensor that gets wider, as those of chains that are drafted token by token."""
+    found = list[list[Tensor]]()
+    for scorer in scorers:
+        scorer.add(2)
+        scorer.prefill([[1, 2, 3], [4, 5]])
+        with torch.inference_mode():  # as a drafter makes them
+            tokens = torch.arange(12).view(2, 6).clone()
+        found.append([scorer.extend(tokens[:, :1], [1, 1])])
+        with torch.inference_mode():
+            found[-1] += [scorer.extend(tokens[:, :width].clone()[:, -1:], [1, 1]) for width in range(1, 4)]
+        scorer.free([0, 1])
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
 

@@ -69,7 +69,7 @@ class ModelDrafter:
         samplers = [row.request.sampler for row in context.rows]
         known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
         temperatures = [each for each in known if each is not None]
-        if not all(missing) or len(temperatures) < len(samplers):
+        if len(temperatures) < len(samplers):
             return None
         chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
         if chances is None:

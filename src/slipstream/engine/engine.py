@@ -151,17 +151,16 @@ class Engine:
         check_requests(self.decoder.target, [job.generations[0].request])
         return job
 
-    def warm_up(self, rows: Sequence[int] = (1,), temperatures: Sequence[float] = (0.0,)) -> None:
+    def warm_up(self, rows: Sequence[int] = (1,), samplers: Sequence[Sampling] = (Sampling(),)) -> None:
         """Decode a few tokens, with and without the draft, so that the graphs for it are made.
 
-        `rows` are how many texts run together: one, and any other number, have graphs of their own; so have greedy and
-        sampled drafts.
+        `rows` are how many texts run together: one, and any other number, have graphs of their own; so have drafts that
+        are greedy, that are sampled at a temperature, and those of which more is asked, as top-p.
         """
         most, form = self.decoder.controller.most, self.decoder.target.source_form
         source = None if form is None else form.example()
         for decoder in (self.decoder, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
-            for count, temperature in product(rows, temperatures):
-                sampler = Sampling(temperature=temperature)
+            for count, sampler in product(rows, samplers):
                 requests = [Request((0, 0), sampler, 2 + most, key=key, source=source) for key in range(count)]
                 deque(rounds(decoder, requests), maxlen=0)
 

@@ -31,8 +31,9 @@ the numbers of the slots (end,), the cache, the source, the temperatures (rows, 
 
 @dataclass(frozen=True)
 class Wish:
-    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens, at a temperature (0: the
-    likeliest tokens), among the first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by, if
+    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens (none for a text that is
+    drafted nothing, whose place in the batch is filled up), at a temperature (0: the likeliest tokens), among the
+    first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by, if
     any text is sampled."""
 
     fed: Sequence[Sequence[int]]
@@ -137,12 +138,12 @@ class DraftGraphs:
         return torch.cat(drawn, 1), torch.cat(best), torch.cat(laws, 1) if wish.sampled else None
 
     def _chances(self, wish: Wish, steps: Sequence[int]) -> Iterator[Tensor]:
-        """The numbers to draw by (rows, size) of every graph, in memory of one layout: for another one, which a part of
-        a longer table would have, torch would make another graph in the middle of a call."""
+        """The numbers to draw by (rows, size) of every graph, each in memory of its own with one layout: for another
+        one, or for a part that begins elsewhere in a table, torch would make a graph in the middle of a call."""
         chances = torch.zeros(sum(steps), len(wish.fed), dtype=torch.float64)
         if wish.sampled:
             chances[: wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64).T
-        for some in chances.split(list(steps)):
+        for some in map(torch.clone, chances.split(list(steps))):
             yield some[0][:, None] if len(some) == 1 else some.T
 
     def _inputs(self, wish: Wish, room: Room, steps: Sequence[int]) -> tuple[Any, ...]:
@@ -152,7 +153,7 @@ class DraftGraphs:
         width = FED if steps[0] > 1 else max(map(len, wish.fed))  # a long graph is made once, for both
         return (
             torch.tensor([[*fed, *[0] * (width - len(fed))] for fed in wish.fed]),
-            torch.tensor([len(fed) - 1 for fed in wish.fed]),
+            torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed]),
             torch.tensor(room.lengths),
             self._slots[: room.end],
             room.stores,

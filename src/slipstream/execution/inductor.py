@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -99,10 +100,11 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 
 def _settled(work: Pass) -> Pass:
-    """Return the pass with integers made in inference mode, as graphs require."""
-    if work.tokens.is_inference() and work.positions.is_inference() and work.slots.is_inference():
-        return work
-    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), work.masks, work.cross)
+    """Return the pass with integers made in inference mode, each in memory of its own and lying row behind row: torch
+    would make another graph in the middle of a call for a column of a wider tensor, or for one tensor in two places."""
+    parts = (work.tokens, work.positions, work.slots)
+    tokens, positions, slots = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return Pass(tokens, positions, slots, work.masks, work.cross)
 
 
 def _parts(work: Pass) -> Parts:

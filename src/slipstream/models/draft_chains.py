@@ -28,7 +28,7 @@ class DraftChains:
         found = self.draft_graphs.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
         if found is not None:
             fed = zip(wish.fed, wish.gammas, strict=True)
-            texts.advance([len(tokens) + max(gamma, 1) - 1 for tokens, gamma in fed])
+            texts.advance([len(tokens) + max(gamma, 1) - 1 if tokens else 0 for tokens, gamma in fed])
         return found
 
     def _room(self, wish: Wish) -> int:

@@ -14,11 +14,15 @@ from typing import Protocol
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
+from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import PREFILL_CHUNK, Scheduler
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Generation, Piece
 from slipstream.serve.faults import QueueFull, Unavailable
 from slipstream.serve.settings import Room
+
+EVERY_KIND = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
+"""Sampling of every kind that has graphs of its own: greedy, at a temperature, and with more than that."""
 
 CPU_CHUNK = 64
 """Tokens of prompts that a processor reads between two rounds: as fast as more, and running texts wait less."""
@@ -196,7 +200,7 @@ class Worker:
     def _run(self) -> None:
         try:
             batches = (1, 2) if self.engine.decoder.batch_size > 1 else (1,)
-            self.engine.warm_up(batches, temperatures=(0.0, 1.0))  # no graph is to be made while requests wait
+            self.engine.warm_up(batches, EVERY_KIND)  # no graph is to be made while requests wait
             self._scheduler = self._new_scheduler()  # warming up had schedulers of its own
             self.ready = True
             self._call(self.on_ready)
