@@ -98,7 +98,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "pydantic": ("serve.*",),
     "uvicorn": ("serve.server",),
     "prometheus_client": ("serve.metrics", "serve.routes.models"),
-    "soundfile": ("serve.sound",),
+    "soundfile": ("engine.sounds",),
     "PIL": ("engine.pictures", "serve.pictures"),
 }
 

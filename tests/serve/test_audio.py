@@ -13,18 +13,26 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationMixin, WhisperFeatureExtractor
+from transformers import AutoTokenizer, GenerationMixin, LogitsProcessorList, WhisperFeatureExtractor
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 import slipstream
 from serve.conftest import ServerProcess
 from slipstream.models.loading import EMBEDDED
+from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
 RATE = 16_000
-LANGUAGES = {
-    "lang_to_id": {"<|en|>": 11, "<|de|>": 12},
-    "task_to_id": {"transcribe": 13, "translate": 14},
-    "no_timestamps_token_id": 15,
+VOCABULARY = 4096
+END, ENGLISH, GERMAN, TRANSCRIBE, TRANSLATE, SILENT = range(VOCABULARY - 57, VOCABULARY - 51)
+"""As Whisper lays its tokens out: words, the end, languages, tasks, no times, and a time per 20 ms of the second."""
+SETTINGS = {
+    "eos_token_id": END,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+    "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
+    "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+    "no_timestamps_token_id": SILENT,
     "begin_suppress_tokens": [7, 8],
 }
 
@@ -34,11 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Whisper of two languages that hears one second at once, with the embedded pair's tokenizer."""
     path = tmp_path_factory.mktemp("whisper")
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
-    config = {**WHISPER, "vocab_size": len(tokenizer), "eos_token_id": 0, "max_source_positions": 50}
+    config = {**WHISPER, "vocab_size": VOCABULARY, "eos_token_id": END, "max_source_positions": 50}
+    assert len(tokenizer) == VOCABULARY
     model = tiny(Family("WhisperConfig", config, {}), seed=4)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[SILENT:] *= 1.5  # so that it writes times now and then
     model.save_pretrained(path)
-    settings = {"eos_token_id": 0, "pad_token_id": 1, "decoder_start_token_id": 2, **LANGUAGES}
-    (path / "generation_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps(SETTINGS))
     tokenizer.save_pretrained(path)
     WhisperFeatureExtractor(feature_size=8, chunk_length=1, n_fft=400, hop_length=160).save_pretrained(path)
     return path
@@ -68,8 +78,8 @@ def test_a_transcription_is_the_models_own(listening: ServerProcess, folder: Pat
     samples = np.frombuffer(content[44:], "<i2") / 32768
     extractor = WhisperFeatureExtractor.from_pretrained(folder)
     features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
-    for language, token in ((None, 11), ("de", 12)):
-        begin = torch.tensor([[model.config.decoder_start_token_id, token, 13, 15]])
+    for language, token in ((None, ENGLISH), ("de", GERMAN)):
+        begin = torch.tensor([[model.config.decoder_start_token_id, token, TRANSCRIBE, SILENT]])
         alone = GenerationMixin.generate(
             model, input_features=features, decoder_input_ids=begin, do_sample=False, max_new_tokens=124
         )
@@ -102,6 +112,91 @@ def test_what_cannot_be_heard(listening: ServerProcess, content: bytes, more: di
     with pytest.raises(openai.BadRequestError) as caught:
         listening.client().audio.transcriptions.create(model="w", file=("x.wav", content), **more)
     assert caught.value.param == field, caught.value.message
+
+
+def timed_by_transformers(folder: Path, content: bytes) -> list[int]:
+    """The tokens, with times, of transformers' own greedy decoding of a sound of one window, without the end."""
+    model = slipstream.load(str(folder)).decoder.target.model
+    samples = np.frombuffer(content[44:], "<i2") / 32768
+    extractor = WhisperFeatureExtractor.from_pretrained(folder)
+    features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    begin = torch.tensor([[model.config.decoder_start_token_id, ENGLISH, TRANSCRIBE]])
+    rules = WhisperTimeStampLogitsProcessor(model.generation_config, begin.shape[1])
+    tokens = GenerationMixin.generate(
+        model,
+        input_features=features,
+        decoder_input_ids=begin,
+        do_sample=False,
+        max_new_tokens=125,
+        logits_processor=LogitsProcessorList([rules]),
+    )
+    return [token for token in tokens[0, begin.shape[1] :].tolist() if token != END]
+
+
+def test_times_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    content = sound(0.9)
+    expected = timed_by_transformers(folder, content)
+    assert sum(token > SILENT for token in expected) > 2
+    texts = [token for token in expected if token < SILENT]
+    (tmp_path / "x.wav").write_bytes(content)
+    for draft in (None, str(folder)):
+        engine = slipstream.load(str(folder), draft)
+        found = engine.transcribe(tmp_path / "x.wav", timestamps=True)
+        assert found.duration == pytest.approx(0.9)
+        assert [token for segment in found.segments for token in segment.tokens if token != END] == texts
+        ends = [time for segment in found.segments for time in (segment.start, segment.end)]
+        assert ends == sorted(ends) and ends[-1] <= 0.9
+
+
+def test_answers_with_times(listening: ServerProcess, folder: Path) -> None:
+    content = sound(1.4)
+    expected = slipstream.load(str(folder)).transcribe(content, timestamps=True)
+    client = listening.client()
+    verbose = client.audio.transcriptions.create(
+        model="w", file=("x.wav", content), response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert verbose.duration == pytest.approx(1.4) and verbose.text == expected.text and verbose.language == "en"
+    assert [(each.start, each.end, each.text) for each in verbose.segments] == [
+        (each.start, each.end, each.text) for each in expected.segments
+    ]
+    for form, subtitles in (("srt", expected.srt()), ("vtt", expected.vtt())):
+        assert client.audio.transcriptions.create(model="w", file=("x.wav", content), response_format=form) == subtitles
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.audio.transcriptions.create(
+            model="w", file=("x.wav", content), response_format="verbose_json", timestamp_granularities=["word"]
+        )
+    assert "timestamp_granularities" in caught.value.message
+
+
+@pytest.mark.parametrize("form", ["text", "srt", "vtt", "json"])
+def test_the_command_writes_down_files(folder: Path, tmp_path: Path, form: str) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    content = sound(0.9)
+    samples = np.frombuffer(content[44:], "<i2")
+    soundfile.write(tmp_path / "x.flac", samples, RATE, subtype="PCM_16")
+    engine = slipstream.load(str(folder))
+    expected = engine.transcribe(content, timestamps=form != "text")
+    done = run(
+        "transcribe", str(tmp_path / "x.flac"), "--target", str(folder), "--draft", str(folder), "--format", form
+    )
+    assert done.exit_code == 0, done.stderr
+    if form == "json":
+        made = json.loads(done.stdout)
+        assert made["text"] == expected.text and len(made["segments"]) == len(expected.segments)
+    else:
+        wanted = expected.text if form == "text" else getattr(expected, form)()
+        assert done.stdout.strip() == wanted.strip()
+
+
+def test_what_the_command_cannot_hear_is_told_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.wav").write_bytes(b"no sound at all")
+    for arguments, reason in (
+        ([str(tmp_path / "x.wav"), "--target", str(folder)], "holds no sound"),
+        ([str(tmp_path / "none.wav"), "--target", str(folder)], "cannot be read"),
+        ([str(tmp_path / "x.wav")], "name a Whisper"),
+    ):
+        done = run("transcribe", *arguments)
+        assert done.exit_code == 2 and reason in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_model_of_texts_hears_nothing(client: openai.OpenAI) -> None:

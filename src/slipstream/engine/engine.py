@@ -31,7 +31,9 @@ from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
+from slipstream.engine.transcription import Transcriber
 from slipstream.models.images import Vision
+from slipstream.text.transcripts import Transcript
 
 
 class Interrupted(KeyboardInterrupt):
@@ -150,6 +152,28 @@ class Engine:
             raise ValueError(f"stream gives one text, but n={count} asks for several: use stream_batch for them.")
         check_requests(self.decoder.target, [job.generations[0].request])
         return job
+
+    def transcribe(
+        self,
+        sound: Any,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        timestamps: bool = False,
+        **options: Any,
+    ) -> Transcript:
+        """Write down what is said in a sound file, its bytes, or samples (n,), with a Whisper as the target.
+
+        `language` is the one spoken (English without it), `task` "translate" writes English; `timestamps` divides the
+        text by the times that the model writes. Windows of the encoder's length run as a batch; other options as for
+        `generate`. Raises ValueError for a target that reads no sound, and for what holds none.
+
+        >>> engine.transcribe("talk.wav", timestamps=True).srt()  # doctest: +SKIP
+        """
+        transcriber = Transcriber.of(self.decoder.target, self.tokenizer)
+        samples = transcriber.read(sound)
+        asked = {**transcriber.options(language, task, timestamps), **options}
+        return transcriber.transcript(self.generate(transcriber.windows(samples), **asked), samples, timestamps)
 
     def warm_up(self, rows: Sequence[int] = (1,), samplers: Sequence[Sampling] = (Sampling(),)) -> None:
         """Decode a few tokens, with and without the draft, so that the graphs for it are made.

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+from slipstream.text.transcripts import Stamps
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,33 @@ class SpeechInput:
             for part in parts
         ]
 
-    def decoder_prompt(self, language: str | None, task: str) -> tuple[int, ...]:
-        """The tokens after the first of the decoder that name language and task, without time stamps.
+    @property
+    def seconds(self) -> float:
+        """How long the windows are."""
+        return round(self.extractor.n_samples) / self.rate
 
-        Empty for models of one language. Without a language, English is taken. Raises ValueError for a language that
-        the model does not know.
+    @property
+    def stamps(self) -> Stamps:
+        """The tokens that stand for times. Raises ValueError for a model that knows none."""
+        silent = getattr(self.settings, "no_timestamps_token_id", None)
+        if silent is None:
+            raise ValueError("the model knows no times (no_timestamps_token_id): ask for the text alone.")
+        return Stamps(silent + 1, 2 * self.extractor.hop_length / self.rate)  # its encoder halves the frames
+
+    def time_rules(self, begin: int) -> Any:
+        """Whisper's rules for times behind `begin` tokens of the decoder, as a logits processor: they come in pairs,
+        do not go back, and are written where they are together more probable than any word."""
+        assert self.stamps
+        return WhisperTimeStampLogitsProcessor(self.settings, begin)
+
+    def decoder_prompt(self, language: str | None, task: str, timestamps: bool = False) -> tuple[int, ...]:
+        """The tokens after the first of the decoder that name language and task, and forbid times unless they are
+        wanted.
+
+        Without a language, English is taken. Raises ValueError for a language that the model does not know.
         """
         languages = getattr(self.settings, "lang_to_id", None)
-        silent = getattr(self.settings, "no_timestamps_token_id", None)
+        silent = None if timestamps else getattr(self.settings, "no_timestamps_token_id", None)
         if not languages:
             if language not in (None, "en") or task != "transcribe":
                 raise ValueError("the model writes English only: leave language and translation out.")

@@ -311,6 +311,27 @@ class Properties(Answer):
     version: str
 
 
+class TranscriptionSegment(Answer):
+    """What was said between two times, in seconds."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+
+
+class VerboseTranscription(Answer):
+    """The answer of /v1/audio/transcriptions as verbose_json; `duration` in seconds."""
+
+    task: str
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscriptionSegment]
+
+
 class Transcription(Answer):
     """The answer of /v1/audio/transcriptions."""
 

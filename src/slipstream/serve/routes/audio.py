@@ -9,19 +9,21 @@ from fastapi import APIRouter, Form, Request, Response, UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from slipstream.core.protocols import HasModel
-from slipstream.models.speech import SpeechInput
+from slipstream.engine.engine import Engine
+from slipstream.engine.transcription import Transcriber
 from slipstream.serve import answers
 from slipstream.serve.call import unless_gone
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason
-from slipstream.serve.sound import read_sound
 from slipstream.serve.state import ServerState, state_of, tenant_of
+from slipstream.text.transcripts import Transcript
 
 router = APIRouter(tags=["audio"])
 
 PLAIN: dict[str, Any] = {"description": "The text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
+STAMPED = ("srt", "verbose_json", "vtt")
+"""Forms of answers that tell times."""
 
 
 class AudioForm(BaseModel):
@@ -32,20 +34,31 @@ class AudioForm(BaseModel):
     file: UploadFile = Field(description="A sound file; WAV always works.")
     model: str | None = None
     language: str | None = Field(None, description="The language that is spoken, as in ISO 639-1; English without it.")
-    response_format: Literal["json", "text"] = "json"
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: float = Field(0.0, ge=0, le=1)
+    timestamp_granularities: list[Literal["segment"]] | None = Field(
+        None, alias="timestamp_granularities[]", description="With verbose_json; words have no times here."
+    )
 
 
 Asked = Annotated[AudioForm, Form(media_type="multipart/form-data")]
 
 
-@router.post("/v1/audio/transcriptions", responses={**ERRORS, 200: PLAIN}, response_model=answers.Transcription)
+@router.post(
+    "/v1/audio/transcriptions",
+    responses={**ERRORS, 200: PLAIN},
+    response_model=answers.Transcription | answers.VerboseTranscription,
+)
 async def transcriptions(request: Request, form: Asked) -> Response:
     """Write down what is said."""
     return await _written(request, form, TRANSCRIBE)
 
 
-@router.post("/v1/audio/translations", responses={**ERRORS, 200: PLAIN}, response_model=answers.Transcription)
+@router.post(
+    "/v1/audio/translations",
+    responses={**ERRORS, 200: PLAIN},
+    response_model=answers.Transcription | answers.VerboseTranscription,
+)
 async def translations(request: Request, form: Asked) -> Response:
     """Write down in English what is said in another language."""
     return await _written(request, form, TRANSLATE)
@@ -54,41 +67,57 @@ async def translations(request: Request, form: Asked) -> Response:
 async def _written(request: Request, form: AudioForm, task: str) -> Response:
     state = state_of(request)
     state.check_model(form.model)
-    speech = _speech(state)
+    transcriber, stamped = _transcriber(state), form.response_format in STAMPED
     try:
-        begin = speech.decoder_prompt(form.language, task)
+        asked = transcriber.options(form.language, task, stamped)
     except ValueError as error:
-        raise BadRequest(str(error), "language") from None
-    samples = await run_in_threadpool(read_sound, await form.file.read(), speech.rate)
-    windows = await run_in_threadpool(speech.windows, samples)
-    options = {
-        "temperature": form.temperature,
-        "decoder_prompt": begin,
-        "max_new_tokens": state.longest - len(begin) - 1,
-        "cache_salt": tenant_of(request),
-    }
+        raise BadRequest(str(error), "response_format" if "times" in str(error) else "language") from None
+    try:
+        samples = await run_in_threadpool(transcriber.read, await form.file.read())
+    except ValueError as error:
+        raise BadRequest(str(error), "file") from None
+    windows = await run_in_threadpool(transcriber.windows, samples)
+    options = {**asked, "temperature": form.temperature, "cache_salt": tenant_of(request)}
     call = await state.call(request, windows, options, "file")
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
     for completion in done:
         finish_reason(completion)
-    text = " ".join(completion.text.strip() for completion in done)
-    if form.response_format == "text":
-        return Response(text, media_type="text/plain")
-    return answered(answers.Transcription(text=text))
+    return _answer(transcriber.transcript(done, samples, stamped), form, task)
 
 
-def _speech(state: ServerState) -> SpeechInput:
-    form = state.engine.decoder.target.source_form
-    if form is None or form.features is None:
-        raise BadRequest(f"{state.model} does not read sound: serve a Whisper.", "model")
-    target = state.engine.decoder.target
-    assert isinstance(target, HasModel), "what reads features is a model"
+def _answer(found: Transcript, form: AudioForm, task: str) -> Response:
+    """A transcript in the form that was asked for."""
+    texts = {"text": lambda: found.text, "srt": found.srt, "vtt": found.vtt}
+    if form.response_format in texts:
+        return Response(texts[form.response_format](), media_type="text/plain")
+    if form.response_format == "json":
+        return answered(answers.Transcription(text=found.text))
+    segments = [
+        answers.TranscriptionSegment(
+            id=number,
+            start=each.start,
+            end=each.end,
+            text=each.text,
+            tokens=list(each.tokens),
+            temperature=form.temperature,
+        )
+        for number, each in enumerate(found.segments)
+    ]
+    language = form.language or "en"
+    return answered(
+        answers.VerboseTranscription(
+            task=task, language=language, duration=found.duration, text=found.text, segments=segments
+        )
+    )
+
+
+def _transcriber(state: ServerState) -> Transcriber:
     try:
-        return _input_of(target.model)
+        return _of(state.engine)
     except ValueError as error:
-        raise BadRequest(str(error), "model") from None
+        raise BadRequest(f"{state.model}: {error}", "model") from None
 
 
 @lru_cache(maxsize=1)
-def _input_of(model: Any) -> SpeechInput:
-    return SpeechInput.of(model)
+def _of(engine: Engine) -> Transcriber:
+    return Transcriber.of(engine.decoder.target, engine.tokenizer)

@@ -1,34 +1,54 @@
-"""Sound files -> samples. WAV is read here; other formats need the package soundfile."""
+"""Sound as users pass it (files, their bytes, arrays) -> samples. WAV is read here; other formats need soundfile."""
 
 from __future__ import annotations
 
 import io
 import wave
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-from slipstream.serve.faults import BadRequest
 
 WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
 """The number format of samples of so many bytes."""
 
 
-def read_sound(content: bytes, rate: int) -> np.ndarray:
-    """The samples (n,) of a sound file in -1 .. 1, one channel, `rate` per second. Raises BadRequest without sound."""
+def read_sound(given: Any, rate: int) -> np.ndarray:
+    """A file, the bytes of one, or samples (n,) at `rate` -> samples (n,) in -1 .. 1, `rate` per second.
+
+    Raises ValueError for what holds no sound.
+    """
+    if isinstance(given, np.ndarray):
+        if given.ndim != 1 or not np.issubdtype(given.dtype, np.floating) or not given.size:
+            raise ValueError(
+                f"the sound is an array of shape {given.shape} and {given.dtype}: pass numbers in -1 .. 1, "
+                f"of shape (n,), {rate} per second."
+            )
+        return given.astype(np.float32)
+    if not isinstance(given, bytes | str | Path):
+        raise ValueError(f"the sound is of type {type(given).__name__}: pass a file, its bytes, or an array.")
+    content = given if isinstance(given, bytes) else _content(Path(given).expanduser())
     try:
         samples, own = _read_wav(content)
     except (wave.Error, EOFError):
         samples, own = _read_other(content)
     if not len(samples):
-        raise BadRequest("the file holds no sound.", "file")
+        raise ValueError("the file holds no sound.")
     return _resampled(samples, own, rate)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {path}.") from error
 
 
 def _read_wav(content: bytes) -> tuple[np.ndarray, int]:
     with wave.open(io.BytesIO(content)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         if width not in WIDTHS:
-            raise BadRequest(f"the file has samples of {8 * width} bits: send 8, 16 or 32.", "file")
+            raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16 or 32.")
         whole = file.readframes(file.getnframes())
     numbers = np.frombuffer(whole[: len(whole) // (width * channels) * width * channels], np.dtype(WIDTHS[width]))
     samples = numbers.astype(np.float32) - (128 if width == 1 else 0)
@@ -39,13 +59,11 @@ def _read_other(content: bytes) -> tuple[np.ndarray, int]:
     try:
         import soundfile
     except ImportError:
-        raise BadRequest(
-            "the file is no WAV; for other formats the server needs the package soundfile.", "file"
-        ) from None
+        raise ValueError("the file is no WAV; other formats need soundfile: pip install 'slipstream[audio]'.") from None
     try:
         samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's own kinds
-        raise BadRequest(f"the file holds no sound that can be read: {error}", "file") from None
+        raise ValueError(f"the file holds no sound that can be read: {error}") from None
     return samples.mean(1), rate
 
 

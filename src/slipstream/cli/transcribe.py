@@ -1,0 +1,99 @@
+"""`slipstream transcribe`: sound files to text, or to subtitles, by a Whisper with a draft."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.app import app, say, tell
+from slipstream.cli.console import busy, console
+from slipstream.cli.options import (
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    Gamma,
+    Plain,
+    Target,
+    TargetOptions,
+    Temperature,
+    Verify,
+    placed,
+    with_options,
+)
+from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.text.transcripts import Transcript
+
+
+class Form(StrEnum):
+    """What is printed of a transcript."""
+
+    TEXT = "text"
+    JSON = "json"
+    SRT = "srt"
+    VTT = "vtt"
+
+
+Sounds = Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV files; others need the package soundfile.")]
+Language = Annotated[str | None, typer.Option(metavar="CODE", help="The language spoken, as de; English without it.")]
+Translate = Annotated[bool, typer.Option("--translate", help="Write English, whatever is spoken.")]
+FormOption = Annotated[Form, typer.Option("--format", help="text; json, with times; or subtitles, srt or vtt.")]
+Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the same as --format json.")]
+
+
+@app.command()
+@with_options(TargetOptions)
+def transcribe(
+    context: typer.Context,
+    sounds: Sounds,
+    target: Target = None,
+    draft: Draft = None,
+    gamma: Gamma = 5,
+    verify: Verify = "block",
+    plain: Plain = False,
+    temperature: Temperature = 0.0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    compile: Compile = False,
+    language: Language = None,
+    translate: Translate = False,
+    form: FormOption = Form.TEXT,
+    as_json: Json = False,
+) -> None:
+    """Write down what is said in sound files, with a Whisper as the target and a smaller one as its draft.
+
+    Example: slipstream transcribe talk.wav --target openai/whisper-small --draft openai/whisper-tiny --format srt
+    """
+    if target is None:
+        raise ValueError("the embedded target reads text: name a Whisper with --target, such as openai/whisper-small.")
+    with busy(console(stderr=True), "loading"):
+        from slipstream.engine.load import load
+
+        how = {"dtype": dtype, "device": device, "compile": compile, "gamma": gamma, "verify": verify}
+        engine = load(target, draft, progress=say, **placed(context), **how)
+    tell(engine.notes)
+    form = Form.JSON if as_json else form
+    task, timestamps = "translate" if translate else "transcribe", form is not Form.TEXT
+    for sound in sounds:
+        found = engine.transcribe(
+            sound, language=language, task=task, timestamps=timestamps, temperature=temperature, plain=plain
+        )
+        print(_printed(found, sound, form), flush=True)
+
+
+def _printed(found: Transcript, sound: Path, form: Form) -> str:
+    """A transcript in the form that was asked for."""
+    if form is Form.SRT:
+        return found.srt().rstrip("\n") + "\n"
+    if form is Form.VTT:
+        return found.vtt().rstrip("\n") + "\n"
+    if form is Form.TEXT:
+        return found.text
+    segments = [asdict(segment) for segment in found.segments]
+    return json_text({"file": str(sound), "text": found.text, "duration": found.duration, "segments": segments})
