@@ -678,15 +678,16 @@ def test_the_command_exits_with_the_verdict(
 # ---- false alarms -------------------------------------------------------------------------------------------------
 
 
-def test_no_false_alarm_in_twenty_seeds() -> None:
-    """Each has a chance of 1e-4; so do all together of 2e-3."""
+@pytest.mark.parametrize("seeds", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_no_false_alarm_in_many_seeds(seeds: int) -> None:
+    """Each has a chance of 1e-4; so do 20 together of 2e-3."""
     values = []
-    for seed in range(20):
+    for seed in range(seeds):
         report = run(samples=64, seed=seed, max_new_tokens=8)
         assert not failed(report), report.text()
         assert report.sampling
         values.append(report.sampling.tests[1].figures["p_value"])
-    assert len(set(values)) > 10 and 0.3 < sum(values) / 20 < 0.8
+    assert len(set(values)) > seeds // 2 and 0.1 < sum(values) / seeds < 0.9
 
 
 def test_tails_are_those_of_the_tables() -> None:

@@ -122,7 +122,9 @@ def test_trees_serve_greedy_beside_sampled_rows() -> None:
     assert sum(row.stats.accepted for row in rows if row.request.sampler.greedy) > 0
 
 
-@pytest.mark.parametrize("rule", [TOKEN, BLOCK, pytest.param(MATCH, marks=pytest.mark.slow), COUPLED])
+@pytest.mark.parametrize(
+    "rule", [TOKEN, BLOCK, *(pytest.param(each, marks=pytest.mark.slow) for each in (MATCH, COUPLED))]
+)
 def test_the_law_of_a_sampled_row_beside_a_greedy_one_is_the_target_s(rule: Rule) -> None:
     """By enumeration of everything that a batch of both can draw."""
     greedy, sampled = request([0, 1], 3, GREEDY, key=1), request([0, 2], 2, key=2, rule=rule)

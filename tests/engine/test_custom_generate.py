@@ -492,7 +492,7 @@ def chi_squared_odds(counts: Tensor, law: Tensor) -> float:
     return float(torch.special.gammaincc((len(seen) - 1) / torch.tensor(2.0, dtype=torch.float64), statistic / 2))
 
 
-@pytest.mark.parametrize("pads", [0, 2])
+@pytest.mark.parametrize("pads", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_sampled_law(pads: int) -> None:
     """1,200 samples of two tokens; the seed is fixed, and another one would fail by chance with odds of 1e-4."""
     model, draft = pair()

@@ -294,6 +294,7 @@ def test_packed_weights_obey_the_contract(family: str, dtype: torch.dtype) -> No
     assert float((left - right).detach().abs().max() / left.detach().std()) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow  # the graphs of whole decoders are traced below, and a real one is made in execution/test_passes.py
 def test_compiled_passes_obey_the_contract() -> None:
     """One graph for batches and one for single rows, over sources of any length, which graphs read too."""
     model, said = tiny(SEQ2SEQ["t5"], num_layers=1), list[str]()
@@ -338,7 +339,9 @@ def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
             torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("family", ["umt5", "bart", "m2m_100", "whisper"])
+@pytest.mark.parametrize(
+    "family", ["umt5", "bart", *(pytest.param(each, marks=pytest.mark.slow) for each in ("m2m_100", "whisper"))]
+)
 def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph alone, without the compiler behind it."""
     compiler = torch.compile
@@ -350,7 +353,11 @@ def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.Monk
     assert len(said) == (1 if family == "whisper" else 2)  # audio is read eagerly
 
 
-@pytest.mark.parametrize("family", [SEQ2SEQ["t5"], SEQ2SEQ["bart"], FAMILIES["llama"]], ids=["t5", "bart", "llama"])
+@pytest.mark.parametrize(
+    "family",
+    [SEQ2SEQ["t5"], pytest.param(SEQ2SEQ["bart"], marks=pytest.mark.slow), FAMILIES["llama"]],
+    ids=["t5", "bart", "llama"],
+)
 def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for every length, until torch makes no more of them and all runs eagerly."""
     compiler = torch.compile

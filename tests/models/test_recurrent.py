@@ -293,7 +293,9 @@ def test_control_the_law_is_another_if_one_layer_is_not_restored(monkeypatch: py
 # ---- the certificate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "draft"), [("qwen3_5", "qwen3_5"), ("lfm2", "lfm2")])
+@pytest.mark.parametrize(
+    ("target", "draft"), [pytest.param("qwen3_5", "qwen3_5", marks=pytest.mark.slow), ("lfm2", "lfm2")]
+)
 def test_the_certificate_passes_on_recurrent_pairs(target: str, draft: str) -> None:
     engine = load(copy.deepcopy(model(target)), copy.deepcopy(model(draft, 1)), gamma=3)
     report = check(engine, [text(1, 9), text(2, 4)], samples=256, max_new_tokens=12)
