@@ -389,6 +389,26 @@ def test_a_draft_reads_a_long_prompt_in_pieces_too(shape: tuple[int, ...] | None
     assert [running.output, late.output] == [row.output for row in expected]
 
 
+@pytest.mark.parametrize("shape", [None, (2, 1)])
+def test_a_draft_reads_no_more_per_round_than_the_target_however_many_prompts_come(
+    shape: tuple[int, ...] | None,
+) -> None:
+    draft = Counting()
+    drafter = ModelDrafter(draft) if shape is None else TreeDrafter(draft, shape)
+    requests = [request([number % 3 for number in range(70 + place)], 12, GREEDY, key=place) for place in range(4)]
+    first = request([0, 1], 40, GREEDY, key=9)
+    decoder = Decoder(scorer(dirichlet_table(1)), drafter, BLOCK.verify, Fixed(2))
+    with Scheduler(decoder, prefill_chunk=20) as scheduler:
+        running = scheduler.add(first)
+        scheduler.step()
+        draft.read.clear()
+        rows = [scheduler.add(each) for each in requests]
+        drain(scheduler)
+    assert sum(draft.read) > 100 and max(draft.read) <= 20 and rows[0].stats.accepted > 0
+    expected = plain(Decoder(scorer(dirichlet_table(1))), [first, *requests])
+    assert [row.output for row in (running, *rows)] == [row.output for row in expected]
+
+
 def test_an_aborted_prompt_is_read_no_further() -> None:
     target = Counting()
     with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10) as scheduler:
@@ -419,7 +439,7 @@ def test_a_long_prompt_can_be_aborted_while_it_is_read() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3, 4, 7])
 def test_an_abort_at_any_time_leaves_the_others_alone(steps: int) -> None:
     """In the queue, while its prompt is read, before its first token, while it runs."""
-    requests = [request([0, 1], 30, key=1), request([1, 2] * 20, 20, key=2), request([2], 30, key=3)]
+    requests = [request([0, 1], 30, GREEDY), request([1, 2] * 20, 20, GREEDY), request([2], 30, GREEDY)]
     with Scheduler(pair(), prefill_chunk=10) as scheduler:
         rows = [scheduler.add(requests[0])]
         scheduler.step()

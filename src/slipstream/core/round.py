@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,13 +14,20 @@ from slipstream.core.draws import Key, Rng
 from slipstream.core.law import Fault, Faults, Law, RowFailure
 from slipstream.core.request import Prefixes, Row
 
+PREFILL_CHUNK = 512
+"""Tokens of texts that a model reads between two rounds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The rows that run together, as drafters see them, and how they draw."""
+    """The rows that run together, as drafters see them, and how they draw.
+
+    A drafter reads at most `prefill_chunk` tokens of their texts per round while any of them waits for it.
+    """
 
     rows: tuple[Row, ...]
     rng: Rng
+    prefill_chunk: int = PREFILL_CHUNK
 
     def law(self, logits: Tensor, texts: Prefixes, model: str) -> Law:
         """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
@@ -56,7 +63,7 @@ class Context:
 
     def select(self, places: Sequence[int]) -> Context:
         """The context of some of the rows."""
-        return Context(tuple(self.rows[place] for place in places), self.rng.select(places))
+        return replace(self, rows=tuple(self.rows[place] for place in places), rng=self.rng.select(places))
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
         """Token ids (rows, positions), drawn from a law by `key`."""

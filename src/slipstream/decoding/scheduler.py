@@ -13,16 +13,13 @@ from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.images import check_images
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Round
+from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.source import check_source
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited, scorers_of
 from slipstream.decoding.reading import Reader
 from slipstream.decoding.speculate import play_round
 from slipstream.kernels.threads import release_threads
-
-PREFILL_CHUNK = 512
-"""Tokens of prompts that are read between two rounds."""
 
 
 class Scheduler:
@@ -112,7 +109,7 @@ class Scheduler:
         controller = self.decoder.controller
         chosen = zip(self.running, controller.gammas(self._state, self.running), strict=True)
         gammas = [gamma if row.request.gamma is None else row.request.gamma for row, gamma in chosen]
-        round = play_round(self.decoder, self.running, gammas)
+        round = play_round(self.decoder, self.running, gammas, self.prefill_chunk)
         self._state = controller.update(self._state, round)
         self._end_at_limits()
         self._dismiss()

@@ -17,17 +17,19 @@ from slipstream.core.draws import Purpose
 from slipstream.core.law import Faults
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
-from slipstream.core.round import Context, Round
+from slipstream.core.round import PREFILL_CHUNK, Context, Round
 from slipstream.decoding.accounting import Stopwatch, count_round, share_time
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.row_settings import rng_of, verify
 
 
 @torch.inference_mode()
-def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int]) -> Round:
+def play_round(
+    decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], prefill_chunk: int = PREFILL_CHUNK
+) -> Round:
     """One round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
     watch = Stopwatch()
-    target, context = decoder.target, Context(tuple(running), rng_of(decoder, running))
+    target, context = decoder.target, Context(tuple(running), rng_of(decoder, running), prefill_chunk)
     possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
     draft = decoder.drafter.propose(context, possible).to(target.device)
     watch.lap("draft")

@@ -71,7 +71,7 @@ class DFlashDrafter:
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows)
-        gammas = self._follower.read_late(gammas)
+        gammas = self._follower.read_late(gammas, context.prefill_chunk)
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         missing = self._follower.lacking(0)

@@ -12,7 +12,6 @@ from slipstream.core.draft import accepted_paths, ancestors, padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.decoding.scheduler import PREFILL_CHUNK
 from slipstream.execution.draft_graphs import FED
 
 
@@ -32,9 +31,7 @@ class Follower:
         self.starts: list[int] = []  # where each row's window begins in its text
         self._rows: list[Row] = []
         self._known: list[int] = []  # how many tokens of each row are stored for others
-        self._late: list[
-            bool
-        ] = []  # rows that are drafted nothing in this round, and at most read a piece of their text
+        self._late: list[bool] = []  # rows that are drafted nothing in this round
 
     def follow(self, rows: Sequence[Row]) -> None:
         """Make our rows those of the context: free those that left, add the new.
@@ -68,28 +65,31 @@ class Follower:
             recalling(self.scorer).remember(place, self._ids(row.readable[:have]), row.request.cache_salt)
         self._known[place] = have
 
-    def read_late(self, gammas: Sequence[int]) -> list[int]:
-        """Read a piece of the texts that the cache lacks most of, if others would have to wait for all of it.
+    def read_late(self, gammas: Sequence[int], piece: int) -> list[int]:
+        """Read at most `piece` tokens of the texts that the cache lacks, if rows that run would wait for more.
 
-        Returns how many tokens to draft for each row in this round: none for those, `gammas` for the others.
-
-        What is unread is known before anything is sampled, so that any such choice is exact.
+        Returns how many tokens to draft for each row in this round: none for those whose text is not read yet, `gammas`
+        for the others. What is unread is known before anything is sampled, so that any such choice is exact.
         """
         texts = self._texts_behind()
         wanted = [bool(gamma) and row.request.gamma != 0 for row, gamma in zip(self._rows, gammas, strict=True)]
-        late = [want and len(text) > PREFILL_CHUNK for want, text in zip(wanted, texts, strict=True)]
+        behind = [len(text) if want and len(text) > FED else 0 for want, text in zip(wanted, texts, strict=True)]
         # What nobody asks for is not read until somebody does; a token or two are fed along, which costs nothing.
-        idle = [
+        self._late = [
             not want and row.request.gamma != 0 and len(text) > FED
             for want, row, text in zip(wanted, self._rows, texts, strict=True)
         ]
-        if not any(late) or late == wanted:
-            self._late = idle
+        if sum(behind) <= piece or not any(row.output for row in self._rows):
             return list(gammas)
-        self._late = [is_late or is_idle for is_late, is_idle in zip(late, idle, strict=True)]
-        self.scorer.prefill(
-            [text[:PREFILL_CHUNK] if is_late else [] for is_late, text in zip(late, texts, strict=True)]
-        )
+        counts, room = [0] * len(texts), piece
+        for place in sorted(range(len(texts)), key=behind.__getitem__):  # the shortest first
+            counts[place] = min(behind[place], room)
+            room -= counts[place]
+        late = [count < length for count, length in zip(counts, behind, strict=True)]
+        pieces = [text[:count] if is_late else [] for is_late, text, count in zip(late, texts, counts, strict=True)]
+        if any(pieces):
+            self.scorer.prefill(pieces)
+        self._late = [is_late or is_idle for is_late, is_idle in zip(late, self._late, strict=True)]
         return [0 if is_late else gamma for is_late, gamma in zip(late, gammas, strict=True)]
 
     def catch_up(self, room: int) -> Tensor:

@@ -43,7 +43,7 @@ class ModelDrafter:
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows)
-        gammas = self._follower.read_late(gammas)
+        gammas = self._follower.read_late(gammas, context.prefill_chunk)
         gamma = max(gammas, default=0)
         if not gamma:
             return Draft.empty(len(context.rows), self.scorer.device)

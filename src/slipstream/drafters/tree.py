@@ -73,7 +73,7 @@ class TreeDrafter:
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows)
-        gammas = self._follower.read_late(gammas)
+        gammas = self._follower.read_late(gammas, context.prefill_chunk)
         depth = min(max(gammas, default=0), len(self.shape))
         if not depth:
             return Draft.empty(len(context.rows), self.scorer.device)

@@ -12,10 +12,10 @@ from time import monotonic
 from typing import Protocol
 
 from slipstream.cache.prefixes import PrefixCache
-from slipstream.core.round import Round
+from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.stats import Stats
 from slipstream.decoding.sampling import Sampling
-from slipstream.decoding.scheduler import PREFILL_CHUNK, Scheduler
+from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Generation, Piece
 from slipstream.serve.faults import QueueFull, Unavailable
