@@ -99,7 +99,7 @@ MEANT: dict[str, list[Any]] = {
     "max_new_tokens": [1, 2],
     "skip": [(), (0,), {5}],
     "on_round": [None, print, 5],
-    "on_completion": [None, 5],
+    "on_completion": [None, 5, []],
     "lossless": [True, False],
     "plain": [True, False],
     "ignore_eos": [True, False],

@@ -223,6 +223,7 @@ def test_a_real_graph_drafts_for_greedy_and_sampled_texts_at_once() -> None:
     assert all("sampled drafts of batches" in line for line in said) and said
 
 
+@pytest.mark.slow  # that a graph kept by torch reads the weights at hand is tested in test_rewrites too
 @pytest.mark.skipif(not can_pack(tiny(FAMILIES["llama"])), reason="nothing can be packed here")
 def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> None:
     """Torch keeps graphs by their shapes: one from its cache must read the weights of the model at hand."""

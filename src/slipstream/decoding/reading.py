@@ -46,7 +46,7 @@ class Reader:
     """
 
     def __init__(self, target: Scorer, piece: int) -> None:
-        self.target, self.piece = target, piece
+        self.target, self.piece, self._store = target, piece, recalling(target)
         self.groups: list[Reading] = []  # in the order of their rows in the target's cache
 
     @property
@@ -93,10 +93,9 @@ class Reader:
 
     def _recall(self, first: int) -> None:
         """Take over what is stored of the texts that nothing was read of."""
-        store = recalling(self.target)
         for place, group in enumerate(self.groups, first):
             if not self.target.lengths[place] and group.text and not group.illustrated:
-                known = store.recall(place, group.text, group.rows[0].request.cache_salt)
+                known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
 
     def _pieces(self, others_wait: bool, have: Sequence[int]) -> list[list[int]]:
@@ -124,7 +123,7 @@ class Reader:
         if not done:
             return []
         for group in (group for group in done if not group.illustrated):
-            recalling(self.target).remember(places[id(group)], group.text, group.rows[0].request.cache_salt)
+            self._store.remember(places[id(group)], group.text, group.rows[0].request.cache_salt)
         twins = [(row, places[id(group)]) for group in done for row in group.rows[1:]]
         last = len(self.target.lengths) if twins else places[id(done[-1])]
         late = [group for group in self.groups if group not in done and places[id(group)] < last]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
 
 
-@runtime_checkable
 class TakesPositions(Protocol):
     """A processor that takes all positions of a row in one call."""
 
@@ -296,6 +295,6 @@ def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
 
 def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
     """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
-    if isinstance(processor, TakesPositions):
-        return processor.process_positions(prefixes, scores)
+    if hasattr(processor, "process_positions"):  # asking the protocol would take longer than most processors
+        return cast(TakesPositions, processor).process_positions(prefixes, scores)
     return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])

@@ -27,7 +27,7 @@ class Follower:
         """`at_once`: how many tokens that the cache lacks are fed with the first drafting step."""
         self._at_once = at_once
         scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
-        self.scorer = scorer
+        self.scorer, self._store = scorer, recalling(scorer)
         self.starts: list[int] = []  # where each row's window begins in its text
         self._rows: list[Row] = []
         self._known: list[int] = []  # how many tokens of each row are stored for others
@@ -54,7 +54,7 @@ class Follower:
         self.scorer.add(1, [row.request.source])
         text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
         if row.request.gamma != 0 and (limit is None or len(text) < limit):
-            known = recalling(self.scorer).recall(len(self.starts), text, row.request.cache_salt)
+            known = self._store.recall(len(self.starts), text, row.request.cache_salt)
         self.starts.append(0)
         self._known.append(known)
 
@@ -62,7 +62,7 @@ class Follower:
         """Store what the cache holds of a row, if that is the beginning of its text."""
         row, have = self._rows[place], self.scorer.lengths[place]
         if not self.starts[place] and row.finish_reason != "error":
-            recalling(self.scorer).remember(place, self._ids(row.readable[:have]), row.request.cache_salt)
+            self._store.remember(place, self._ids(row.readable[:have]), row.request.cache_salt)
         self._known[place] = have
 
     def read_late(self, gammas: Sequence[int], piece: int) -> list[int]:

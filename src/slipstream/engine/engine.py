@@ -29,7 +29,7 @@ from slipstream.drafters.prediction import MOST
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
-from slipstream.engine.options import Options, read_options, sampling
+from slipstream.engine.options import Options, check_callback, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
 from slipstream.engine.transcription import Transcriber
 from slipstream.models.images import Vision
@@ -106,18 +106,20 @@ class Engine:
 
         >>> engine.generate("def fibonacci(n):", max_new_tokens=32)[0].text  # doctest: +SKIP
         """
+        check_callback("on_round", on_round)
+        check_callback("on_completion", on_completion)
         job, done = self.prepare(read_prompts(prompts), options), dict[int, Completion]()
         with Scheduler(job.decoder) as scheduler:
             begun = job.begin(scheduler, skip)
             try:
                 for round in scheduler.rounds():
-                    if on_round:
+                    if on_round is not None:
                         on_round(round)
                     for place, row in enumerate(round.rows):
                         begun[row.index].record(round, place)
                     for index in (row.index for row in round.rows if row.finish_reason):
                         done[index] = begun[index].completion
-                        if on_completion:
+                        if on_completion is not None:
                             on_completion(index, done[index])
             except KeyboardInterrupt:
                 raise Interrupted([done.get(index) or one.completion for index, one in begun.items()]) from None

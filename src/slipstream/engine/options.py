@@ -176,6 +176,12 @@ def sampling(
     return found
 
 
+def check_callback(name: str, value: object) -> None:
+    """Raises ValueError for what cannot be called and is not None either."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={shown(value)} is not possible: it must be a function, or None.")
+
+
 def _check_grammar(grammar: Grammar, asked: Options, least: int, vocab: int) -> None:
     """Raises ValueError for what a grammar cannot be used with: it alone says where a text may end."""
     if asked.ignore_eos or least:
