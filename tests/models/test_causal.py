@@ -146,6 +146,23 @@ def test_long_prompts_are_prefilled_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert rows.step(2, 3, 1, 2) < TOLERANCE[torch.float32]
 
 
+def test_rows_without_text_take_no_part_in_a_prefill() -> None:
+    model = tiny(FAMILIES["llama"])
+    rows = Reference(model)
+    rows.add(9, 4, 6, 3, 5)
+    passes: list[tuple[int, ...]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    more: list[list[int]] = [[], text(7, 3), text(8, 2), [], text(9, 1)]
+    rows.scorer.prefill(more)
+    hook.remove()
+    assert passes == [(2, 3), (1, 1)]
+    rows.texts = [[*old, *new] for old, new in zip(rows.texts, more, strict=True)]
+    assert rows.scorer.lengths == [len(each) for each in rows.texts]
+    assert rows.step(2, 3, 1, 2, 1) < TOLERANCE[torch.float32]
+
+
 # ---- rows that fork, and rows that take no part -------------------------------------------------------------------
 
 

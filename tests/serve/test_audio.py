@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import soundfile
 import torch
 from transformers import AutoTokenizer, GenerationMixin, LogitsProcessorList, WhisperFeatureExtractor
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
@@ -170,7 +171,6 @@ def test_answers_with_times(listening: ServerProcess, folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "srt", "vtt", "json"])
 def test_the_command_writes_down_files(folder: Path, tmp_path: Path, form: str) -> None:
-    soundfile = pytest.importorskip("soundfile")
     content = sound(0.9)
     samples = np.frombuffer(content[44:], "<i2")
     soundfile.write(tmp_path / "x.flac", samples, RATE, subtype="PCM_16")
@@ -189,9 +189,11 @@ def test_the_command_writes_down_files(folder: Path, tmp_path: Path, form: str) 
 
 
 def test_what_the_command_cannot_hear_is_told_in_a_sentence(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.wav").write_bytes(b"no sound at all")
+    (tmp_path / "x.wav").write_bytes(sound(0))
+    (tmp_path / "x.ogg").write_bytes(b"no sound at all")
     for arguments, reason in (
-        ([str(tmp_path / "x.wav"), "--target", str(folder)], "holds no sound"),
+        ([str(tmp_path / "x.wav"), "--target", str(folder)], "the file holds no sound."),
+        ([str(tmp_path / "x.ogg"), "--target", str(folder)], "slipstream: the file"),  # the rest is soundfile's
         ([str(tmp_path / "none.wav"), "--target", str(folder)], "cannot be read"),
         ([str(tmp_path / "x.wav")], "name a Whisper"),
     ):

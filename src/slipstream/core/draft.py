@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -52,6 +53,14 @@ def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Texts of different lengths -> (rows, longest), padded on the right with zeros."""
     width = max(map(len, texts), default=0)
     return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
+
+
+def runs_of_texts(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+    """The first row and the texts of every run of neighbouring rows that have any text."""
+    for some, run in groupby(range(len(texts)), lambda row: bool(texts[row])):
+        rows = list(run)
+        if some:
+            yield rows[0], texts[rows[0] : rows[-1] + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from slipstream.cache.prefixes import PrefixCache
-from slipstream.core.draft import Tree, padded
+from slipstream.core.draft import Tree, padded, runs_of_texts
 from slipstream.core.images import Images
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
@@ -254,8 +254,9 @@ class CausalScorer:
         if self.shape:  # one by one, so that a row's keys do not depend on which rows it came with
             for row, text in enumerate(texts, first):
                 self._prefill([text], row)
-        else:
-            self._prefill(texts, first)
+        else:  # a row without text would cost the attention of one that has as much as the longest
+            for row, part in runs_of_texts(texts):
+                self._prefill(part, first + row)
 
     def _see(self, row: int, text: Sequence[int]) -> Sequence[int]:
         """Read a text with images by the model's own ways -> what is left to read."""
