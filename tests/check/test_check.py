@@ -80,7 +80,14 @@ def test_exact_rules_pass_greedy_and_sampled(rule: Rule) -> None:
     assert ("same seed" in names) == (rule is COUPLED)
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": "block"}, {"verify": "coupled", "top_k": 40}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"verify": "block"})),
+        {"verify": "coupled", "top_k": 40},
+    ],
+    ids=str,
+)
 def test_a_pair_of_models_passes(options: dict[str, Any]) -> None:
     target, draft = (tiny(FAMILIES["llama"], seed, initializer_range=0.3) for seed in (0, 1))
     made = load(target, draft, gamma=3, tokenizer=Nobody())
@@ -89,6 +96,7 @@ def test_a_pair_of_models_passes(options: dict[str, Any]) -> None:
     assert report.greedy and report.greedy.tests[1].figures["whole"] is not None
 
 
+@pytest.mark.slow
 def test_one_shape_leaves_no_rounding() -> None:
     target, draft = (tiny(FAMILIES["llama"], seed, initializer_range=0.3) for seed in (0, 1))
     made = load(target, draft, gamma=2, batch_size=4, tokenizer=Nobody(), exact_shape=True)
@@ -110,7 +118,11 @@ class Nobody:
         return {}
 
 
-@pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH, COUPLED], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [TOKEN, *(pytest.param(each, marks=pytest.mark.slow) for each in (BLOCK, MATCH, COUPLED))],
+    ids=lambda each: each.name,
+)
 def test_trees_pass(rule: Rule) -> None:
     made = engine(drafter=lambda small: TreeDrafter(small, (2, 2)))
     report = check(made, PROMPTS, verify=rule, **FEW)
@@ -339,6 +351,7 @@ def test_a_last_token_from_another_law_is_caught(monkeypatch: pytest.MonkeyPatch
     assert "wiring" in failed(run())
 
 
+@pytest.mark.slow
 def test_penalties_that_do_not_move_inside_the_block_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     options = [{"repetition_penalty": 2.0}, {"frequency_penalty": 0.5, "temperature": 0.0}]
     assert [run(**each).verdict for each in options] == ["pass", "pass"]
@@ -445,7 +458,7 @@ def test_a_coupled_rule_that_is_not_coupled_is_caught() -> None:
     assert "same seed" in failed(run(verify=broken))
 
 
-@pytest.mark.parametrize("leniency", [0.3, 0.9])
+@pytest.mark.parametrize("leniency", [0.3, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_lossy_rules_fail_and_the_distance_is_told(leniency: float) -> None:
     report = run(verify=lenient(leniency))
     assert report.verdict == "fail" and report.sampling
@@ -503,6 +516,7 @@ def test_rounding_does_not_excuse_a_rule_that_prefers_the_second_best() -> None:
     assert failed(report) == {"tokens"}, report.text()
 
 
+@pytest.mark.slow
 def test_coupled_sampling_has_near_ties_too() -> None:
     for noise, verdicts in ((1e-3, {"pass"}), (0.2, {"fail"})):
         made = engine(target=lambda table, noise=noise: Noisy(table, noise))

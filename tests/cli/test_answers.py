@@ -292,7 +292,7 @@ def test_text_is_printed_in_order_as_soon_as_possible(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_keeps_what_is_finished_and_the_rest_is_resumed(kind: signal.Signals, tmp_path: Path) -> None:
     prompts, out, count = tmp_path / "prompts.txt", tmp_path / "a.jsonl", 400
     prompts.write_text("".join(f"x{number} =\n" for number in range(count)))

@@ -301,7 +301,7 @@ def trio() -> PreTrainedModel:
     return tiny(FAMILIES["llama"], vocab_size=3, initializer_range=0.4, num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("rule", [pytest.param(rules.TOKEN, marks=pytest.mark.slow), rules.BLOCK])
 def test_the_law_is_the_target_s_though_the_draft_knows_two_tokens_of_three(rule: rules.Rule) -> None:
     target = CausalScorer(trio())
     drafter = HeadDrafter(target, eagle(trio(), 2), "eagle3")
@@ -518,6 +518,7 @@ def shuffled(module: Any) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(tmp_path: Path) -> None:
     target = CausalScorer(learned())
     net = new_eagle3(learned(), TEXT, 40)
@@ -529,7 +530,7 @@ def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(t
     assert good > 0.75 and bad < 0.3
 
 
-@pytest.mark.parametrize("kind", ["glm", "qwen"])
+@pytest.mark.parametrize("kind", ["glm", pytest.param("qwen", marks=pytest.mark.slow)])
 def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path) -> None:
     model = mtp_model(kind, folder, 40)
     heads, target = load_mtp(model, kind), load_scorer(model)

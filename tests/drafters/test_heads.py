@@ -164,8 +164,15 @@ def error_of(decoder: Decoder, count: int = 4) -> float:
     return total_variation(law, plain_law(lambda prefix: target_step(model, prefix), (0, 2), count))
 
 
-@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
-@pytest.mark.parametrize("pending", [True, False], ids=["pending", "blind"])
+@pytest.mark.parametrize(
+    ("pending", "rule"),
+    [
+        pytest.param(True, rules.TOKEN, marks=pytest.mark.slow),
+        (True, rules.BLOCK),
+        (False, rules.TOKEN),
+        pytest.param(False, rules.BLOCK, marks=pytest.mark.slow),
+    ],
+)
 def test_the_law_is_the_target_s(rule: rules.Rule, pending: bool) -> None:
     """A first plain step, then two independent tokens at once."""
     target = trio()

@@ -344,7 +344,14 @@ def test_the_law_of_sample_and_match_is_the_target_s(pair: str, gammas: tuple[in
     assert distance(pair, rules.MATCH, gammas, 2, Lookup) < EXACT
 
 
-@pytest.mark.parametrize("settings", [{"max_matching_ngram_size": 1}, {"factor": 3}, {"min_matching_ngram_size": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_matching_ngram_size": 1},
+        pytest.param({"factor": 3}, marks=pytest.mark.slow),
+        {"min_matching_ngram_size": 2},
+    ],
+)
 def test_the_law_is_exact_under_other_settings(settings: dict[str, Any]) -> None:
     assert distance("generic", rules.TOKEN, (3,), 4, lambda: Lookup(**settings)) < EXACT
 

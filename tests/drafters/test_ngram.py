@@ -550,7 +550,7 @@ by_name = pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda
 
 
 @pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
-@pytest.mark.parametrize("gammas", [(0,), (1,), (2,), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("gammas", [(0,), (1,), pytest.param((2,), marks=pytest.mark.slow), (2, 0, 1)], ids=str)
 @pytest.mark.parametrize("pair", ["generic", "zeros", "points"])
 @by_name
 def test_the_law_is_the_target_s(rule: rules.Rule, pair: str, gammas: tuple[int, ...], online: bool) -> None:
@@ -558,7 +558,7 @@ def test_the_law_is_the_target_s(rule: rules.Rule, pair: str, gammas: tuple[int,
 
 
 @pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
-@pytest.mark.parametrize("order", [1, 2, 5])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 @by_name
 def test_the_law_is_the_target_s_at_every_order(rule: rules.Rule, order: int, online: bool) -> None:
     assert distance("zeros", rule, (1,), toy(order, online), count=4) < EXACT

@@ -209,7 +209,7 @@ def test_nothing_to_load_is_one_sentence() -> None:
         slipstream.load(device="bogus")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_one_shape_gives_the_same_text_bit_by_bit(temperature: float) -> None:
     exact = slipstream.load(exact_shape=True, batch_size=2, gamma=4)
     settings: dict[str, Any] = {"max_new_tokens": 32, "temperature": temperature, "verify": "coupled"}

@@ -212,6 +212,7 @@ def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
     assert sorted(said) == [f"compiling {one.name} for {how} {part}" for part in parts]
 
 
+@pytest.mark.slow
 def test_a_real_graph_drafts_for_greedy_and_sampled_texts_at_once() -> None:
     model, samplers = tiny(FAMILIES["llama"], num_hidden_layers=1), [Sampling(), Sampling(temperature=1.0)]
     one, other, said = CausalScorer(model), CausalScorer(model), list[str]()

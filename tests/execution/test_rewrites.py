@@ -127,6 +127,7 @@ def test_layers_that_do_not_fit_are_refused(wrong: str) -> None:
         torch.ops.slipstream.linears(torch.randn(1, WIDTH), *given[wrong], None, None, 0)
 
 
+@pytest.mark.slow
 def test_another_model_of_the_same_shape_has_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever inductor keeps in files must not bring the first one's weights; and merged graphs are not kept."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -108,11 +108,9 @@ def test_what_does_not_fit_is_refused() -> None:
         into_panels(odd)
 
 
+@pytest.mark.slow
 @built
-@pytest.mark.parametrize(
-    "lacking",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("-mno-amx-bf16", "-mno-avx512bf16")), "-mno-avx512f"],
-)
+@pytest.mark.parametrize("lacking", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512f"])
 @pytest.mark.skipif(
     not Path("/proc/cpuinfo").exists() or "avx512" not in Path("/proc/cpuinfo").read_text(), reason="x86"
 )
@@ -192,6 +190,7 @@ def test_a_folder_that_cannot_be_written_gives_one_sentence_and_the_portable_pat
 
 
 @built
+@pytest.mark.slow
 def test_a_damaged_library_in_the_cache_is_built_again(tmp_path: Path) -> None:
     """With a compiler that copies what was built before, in processes that have not loaded it."""
     sound = next(path for path in torch.ops.loaded_libraries if "slipstream" in path)

@@ -230,8 +230,15 @@ def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
     assert sum(row.stats.drafted for row in rows) > 0
 
 
-@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        ("t5", BLOCK),
+        pytest.param("t5", TOKEN, marks=pytest.mark.slow),
+        pytest.param("bart", BLOCK, marks=pytest.mark.slow),
+        ("bart", TOKEN),
+    ],
+)
 def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
     """The law of whole texts over all draws, of two sources that run together, is the product of the model's own."""
     sizes = {"vocab_size": 3, "pad_token_id": None, "decoder_start_token_id": 0}
@@ -340,7 +347,7 @@ def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
 
 
 @pytest.mark.parametrize(
-    "family", ["umt5", "bart", *(pytest.param(each, marks=pytest.mark.slow) for each in ("m2m_100", "whisper"))]
+    "family", ["bart", *(pytest.param(each, marks=pytest.mark.slow) for each in ("umt5", "m2m_100", "whisper"))]
 )
 def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph alone, without the compiler behind it."""
@@ -355,7 +362,7 @@ def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "family",
-    [SEQ2SEQ["t5"], pytest.param(SEQ2SEQ["bart"], marks=pytest.mark.slow), FAMILIES["llama"]],
+    [*(pytest.param(SEQ2SEQ[each], marks=pytest.mark.slow) for each in ("t5", "bart")), FAMILIES["llama"]],
     ids=["t5", "bart", "llama"],
 )
 def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,7 @@ def test_the_law_of_a_recurrent_target_with_a_recurrent_draft(target: str, draft
     assert total_variation(law(small(target, 0), small(draft, 1)), oracle(small(target, 0))) < SLACK
 
 
+@pytest.mark.slow
 def test_the_law_of_a_recurrent_target_with_a_draft_of_keys_and_values() -> None:
     plain_draft = CausalScorer(tiny(FAMILIES["llama"], vocab_size=THREE))
     assert total_variation(law(small("qwen3_5", 0), plain_draft), oracle(small("qwen3_5", 0))) < SLACK
@@ -302,6 +303,7 @@ def test_the_certificate_passes_on_recurrent_pairs(target: str, draft: str) -> N
     assert report.verdict == "pass", report.text()
 
 
+@pytest.mark.slow
 def test_the_certificate_fails_if_one_layer_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = ModelDrafter(fresh(scorer("qwen3_5", 1)))
     engine = Engine(Decoder(fresh(scorer("qwen3_5")), drafter, controller=Fixed(3)), eos=frozenset())

@@ -41,6 +41,7 @@ def test_idle_layers_are_left_out_first() -> None:
     assert lines[1] == "layers 0,2: alpha about 1.000"
 
 
+@pytest.mark.slow
 def test_every_choice_is_tried_and_the_best_race() -> None:
     target = target_of(idle=(2, 3))
     lines: list[str] = []

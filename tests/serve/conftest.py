@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,28 +15,27 @@ import openai
 import pytest
 
 import slipstream
-
-SOURCES = str(Path(slipstream.__file__).parents[1])
+from processes import Command
 
 
 @dataclass
 class ServerProcess:
     """`slipstream serve ARGUMENTS` as a process, ready at `url`; `lines` are what it wrote to stderr so far."""
 
-    process: subprocess.Popen[str]
+    process: Command | subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
     reader: threading.Thread | None = None
     clients: list[openai.OpenAI] = field(default_factory=list)
 
     @staticmethod
-    def start(*arguments: str, **environment: str) -> ServerProcess:
+    def start(*arguments: str) -> ServerProcess:
         """Start a server with the embedded pair, unless the arguments name another, and wait until it is ready."""
-        command = [sys.executable, "-m", "slipstream", "serve", "--port", "0", *arguments]
-        path = os.pathsep.join([SOURCES, *sys.path])
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment}
-        )
+        return ServerProcess.of(Command("serve", "--port", "0", *arguments))
+
+    @staticmethod
+    def of(process: Command | subprocess.Popen[str]) -> ServerProcess:
+        """The server in a process that was just started, once it is ready."""
         server, ready = ServerProcess(process), threading.Event()
 
         def follow() -> None:

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seeing(folder: Path, host: str) -> Iterator[ServerProcess]:
     """A server with a vision model that may fetch from one host."""
     arguments = ("--target", str(folder), "--draft", "lookup", "--allow-image-host", host)
-    with ServerProcess.start(*arguments, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1") as started:
+    with ServerProcess.start(*arguments) as started:
         yield started
 
 

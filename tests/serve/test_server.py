@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import openai
 import pytest
 
 import slipstream
-from serve.conftest import SOURCES, ServerProcess
+from serve.conftest import ServerProcess
 from terminal import run
 
 PROMPT = "def moving_average(values, window):"
@@ -199,7 +200,6 @@ DYING = """
 import os
 import sys
 
-sys.path.insert(0, os.environ["SOURCES"])
 if "serve" in sys.orig_argv:
     from slipstream.decoding.scheduler import Scheduler
 
@@ -217,8 +217,10 @@ if "serve" in sys.orig_argv:
 def test_a_worker_that_dies_gives_503_and_a_non_zero_exit(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(DYING)
     flag = tmp_path / "die"
-    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCES, *sys.path]), "SOURCES": SOURCES, "DIE": str(flag)}
-    with ServerProcess.start(**paths) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "DIE": str(flag)}
+    command = [sys.executable, "-m", "slipstream", "serve", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    with ServerProcess.of(process) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/completions", json=long_body())
         until(lambda: running(http)[0] == 1)
         flag.touch()

@@ -10,15 +10,7 @@ from typing import Any
 import torch.fx.experimental._config
 from torch import Tensor
 
-from slipstream.execution.rewrites import MergeLinear, TanhBySigmoid
-
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
-FROZEN = {
-    "freezing": True,
-    "cpp_wrapper": True,
-    "post_grad_custom_pre_pass": TanhBySigmoid(),
-    "post_grad_custom_post_pass": MergeLinear(),
-}
 LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
 
 
@@ -43,7 +35,7 @@ class Frozen:
         # before every call. What torch warns of here is its own.
         with (
             torch._dynamo.config.patch(STATIC),
-            torch._inductor.config.patch(FROZEN),
+            torch._inductor.config.patch(frozen_settings()),
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             warnings.catch_warnings(action="ignore"),
         ):
@@ -55,6 +47,19 @@ class Frozen:
         """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a
         model that nobody changes, would cost as much as a small draft's pass."""
         return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(self._inputs) for guard in guards]
+
+
+def frozen_settings() -> dict[str, Any]:
+    """How inductor compiles: weights are constants, C++ calls the kernels, and our own passes rewrite the graph."""
+    # Inductor takes longer to import than all of ours: only who compiles shall wait for it.
+    from slipstream.execution.rewrites import MergeLinear, TanhBySigmoid
+
+    return {
+        "freezing": True,
+        "cpp_wrapper": True,
+        "post_grad_custom_pre_pass": TanhBySigmoid(),
+        "post_grad_custom_post_pass": MergeLinear(),
+    }
 
 
 Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
