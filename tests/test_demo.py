@@ -36,7 +36,7 @@ def reference() -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("gamma", [pytest.param(1, marks=pytest.mark.slow), 4, 8])
+@pytest.mark.parametrize("gamma", [4, *(pytest.param(gamma, marks=pytest.mark.slow) for gamma in (1, 8))])
 def test_a_ragged_greedy_batch_is_what_transformers_says(gamma: int, reference: list[list[int]]) -> None:
     engine = slipstream.load(device="cpu", gamma=gamma, batch_size=8)
     for prompt, done, want in zip(PROMPTS, engine.generate(PROMPTS, max_new_tokens=48), reference, strict=True):

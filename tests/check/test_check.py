@@ -70,7 +70,9 @@ def failed(report: CheckReport) -> set[str]:
 # ---- what is exact passes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH, COUPLED], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [TOKEN, BLOCK, pytest.param(MATCH, marks=pytest.mark.slow), COUPLED], ids=lambda each: each.name
+)
 def test_exact_rules_pass_greedy_and_sampled(rule: Rule) -> None:
     report = check(engine(), PROMPTS, verify=rule, **FEW)
     assert report.verdict == "pass", report.text()
@@ -80,10 +82,12 @@ def test_exact_rules_pass_greedy_and_sampled(rule: Rule) -> None:
     assert ("same seed" in names) == (rule is COUPLED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"verify": "block"})),
+        {},
+        {"verify": "block"},
         {"verify": "coupled", "top_k": 40},
     ],
     ids=str,
@@ -308,7 +312,7 @@ def chosen(boastful: bool) -> Engine:
     return engine(drafter=drafter)
 
 
-@pytest.mark.parametrize("made", [chained, chosen])
+@pytest.mark.parametrize("made", [pytest.param(chained, marks=pytest.mark.slow), chosen])
 def test_a_law_that_was_not_sampled_from_is_caught_inside_a_draft(made: Callable[[bool], Engine]) -> None:
     assert not failed(run(made(False)))
     assert "wiring" in failed(run(made(True)))
@@ -445,6 +449,7 @@ def test_a_greedy_token_that_nobody_verified_is_caught() -> None:
     assert "DIFFERENCE" in report.text()
 
 
+@pytest.mark.slow
 def test_a_coupled_rule_that_is_not_coupled_is_caught() -> None:
     """Its law is the target's, but not its text."""
     calls = iter(range(10**9))
@@ -692,7 +697,7 @@ def test_the_command_exits_with_the_verdict(
 # ---- false alarms -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seeds", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_no_false_alarm_in_many_seeds(seeds: int) -> None:
     """Each has a chance of 1e-4; so do 20 together of 2e-3."""
     values = []

@@ -58,7 +58,9 @@ SEEING = {
 }
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "Florence" in name else ()) for name in SEEING]
+)
 def test_vision_models_work_on_texts_by_name(name: str) -> None:
     assert one(name).vision
     outcome = attempt(one(name))

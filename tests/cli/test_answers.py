@@ -310,6 +310,7 @@ def test_a_signal_keeps_what_is_finished_and_the_rest_is_resumed(kind: signal.Si
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_a_kill_leaves_whole_lines_in_the_file(tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "a.jsonl"

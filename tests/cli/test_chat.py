@@ -231,6 +231,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
     assert terminal.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_program(terminal: Terminal) -> None:
     terminal.until("> ")
     terminal.send(signal.SIGTERM)

@@ -654,6 +654,7 @@ def test_streams_that_were_closed_before(closed: str, code: int, sentence: str) 
     assert done.stdout == ("" if code else f"slipstream {slipstream.__version__}\n")
 
 
+@pytest.mark.slow
 def test_our_warnings_are_notes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "c++").write_text("#!/bin/sh\n")

@@ -78,7 +78,7 @@ def decoder(drafter: Drafter, gamma: int = 3) -> Decoder:
 @pytest.mark.parametrize("kind", BAD)
 def test_a_row_that_fails_says_why_and_the_others_go_on(kind: str, draft: str, temperature: float) -> None:
     bad, says = BAD[kind]
-    for length in (3, 4, 6):  # at once, and in the middle of a round
+    for length in (3, 6):  # at once, and in the middle of a round
         sampler = Sampling(temperature=temperature, processors=[failing(bad, length)])
         harmless = Sampling(temperature=temperature, processors=[failing(bad, 99)])
         parts = decoder(DRAFTERS[draft]())
@@ -107,18 +107,14 @@ def stuck(ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "draft"),
     [
-        ("token", "tree"),
-        ("block", "model"),
-        ("match", "chain"),
-        *(pytest.param("token", draft, marks=pytest.mark.slow) for draft in ("model", "chain")),
-        *(pytest.param("block", draft, marks=pytest.mark.slow) for draft in ("tree", "chain")),
-        *(pytest.param("match", draft, marks=pytest.mark.slow) for draft in ("model", "tree")),
+        *(("token", draft) for draft in ("model", "tree", "chain")),
+        *(("block", draft) for draft in ("model", "chain")),
+        pytest.param("block", "tree", marks=pytest.mark.slow),
+        *(pytest.param("match", draft, marks=pytest.mark.slow) for draft in ("model", "chain")),
     ],
 )
 def test_speculation_fails_with_the_chance_of_plain_decoding(name: str, draft: str) -> None:
     """The joint law of the output and of its end, by enumeration of all draws."""
-    if (name, draft) == ("match", "tree"):
-        pytest.skip("there is no such rule")
 
     def outcome(drafter: Callable[[], Drafter], gamma: int) -> Callable[[Rng], Any]:
         def run(rng: Rng) -> Any:

@@ -71,23 +71,27 @@ def test_block_verification_is_exact(pair: str, gammas: tuple[int, ...]) -> None
 
 # Sample-and-match draws at every position, so its trees of outcomes are wide: fewer tokens, the same claim.
 @pytest.mark.parametrize("gammas", [(0,), (1,), (2,)], ids=str)
-@pytest.mark.parametrize("pair", ["zeros", "disjoint", "points"])
+@pytest.mark.parametrize("pair", ["zeros", "disjoint", pytest.param("points", marks=pytest.mark.slow)])
 def test_sample_and_match_is_exact(pair: str, gammas: tuple[int, ...]) -> None:
     assert distance(pair, rules.MATCH.verify, ModelDrafter, gammas) < EXACT
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3,), (1, 1), pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda each: each.name)
 def test_trees_are_exact(rule: rules.Rule, pair: str, shape: tuple[int, ...]) -> None:
     assert distance(pair, rule.verify, tree(*shape), (2, 1)) < EXACT
 
 
-@pytest.mark.parametrize(("pair", "shape"), [("zeros", (2, 1)), ("generic", (2,)), ("points", (2,)), ("same", (3,))])
+@pytest.mark.parametrize(
+    ("pair", "shape"),
+    [("zeros", (2, 1)), ("generic", (2,)), pytest.param("points", (2,), marks=pytest.mark.slow), ("same", (3,))],
+)
 def test_sample_and_match_on_trees_is_exact(pair: str, shape: tuple[int, ...]) -> None:
     assert distance(pair, rules.MATCH.verify, tree(*shape), (2,), count=1 if len(shape) > 1 else 2) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["generic", "zeros", "same"])
 def test_trees_with_replacement_are_exact(pair: str) -> None:
     assert distance(pair, rules.TOKEN.verify, tree(2, 1, replacement=True), (2,)) < EXACT
@@ -116,7 +120,7 @@ def ordinary_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verd
 
 def test_block_faults_are_caught() -> None:
     for fault in (token_wise_block, ordinary_residual):
-        assert max(distance(pair, fault, ModelDrafter, (2,), count=3) for pair in ("generic", "zeros")) > WRONG / 2
+        assert any(distance(pair, fault, ModelDrafter, (2,), count=3) > WRONG / 2 for pair in ("zeros", "generic"))
 
 
 def independent_candidates(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:

@@ -113,7 +113,7 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
 
 
 @pytest.mark.parametrize("layers", [1, 3, (0, 3), (1, 2), (2,)])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", "gemma3", "gpt2"])
 def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
     target = CausalScorer(deep(family))
     decoder = Decoder(target, ExitDrafter(target, layers), controller=Fixed(3), batch_size=2)

@@ -391,7 +391,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-@pytest.mark.parametrize("rows", [slice(0, 4), slice(2, 3)], ids=["batch", "row"])
+@pytest.mark.parametrize("rows", [slice(0, 4), pytest.param(slice(2, 3), marks=pytest.mark.slow)], ids=["batch", "row"])
 def test_arguments(name: str, rows: slice) -> None:
     """Equal token by token; what is recorded is as close as one pass over several tokens is to several passes."""
     given = {**padded(), **SETTINGS, **COMBINATIONS[name]}

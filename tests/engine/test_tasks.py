@@ -245,6 +245,7 @@ def test_whisper_features_have_the_size_that_the_model_says() -> None:
 # ---- the other commands -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str]) -> None:
     report = check(slipstream.load(*pair, dtype="float32"), SOURCES, max_new_tokens=16, samples=200, ignore_eos=True)
     assert report.verdict == "pass"

@@ -139,7 +139,9 @@ def _forgetting(layer: int) -> Callable[[Rewind, int, int], Any]:
     return state_after
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "mamba2"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5", "mamba2")), "lfm2"]
+)
 def test_control_a_layer_whose_state_is_not_restored_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rewind, "state_after", _forgetting(0))
     assert contract(fresh(scorer(family))) > 30 * LOOSE
@@ -270,8 +272,7 @@ def small(family: str, seed: int) -> StateScorer:
     ("target", "draft"),
     [
         ("lfm2", "mamba"),
-        pytest.param("qwen3_5", "lfm2", marks=pytest.mark.slow),  # as a target it is in the next test too
-        pytest.param("mamba2", "qwen3_5", marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("qwen3_5", "lfm2"), ("mamba2", "qwen3_5"))),
     ],
 )
 def test_the_law_of_a_recurrent_target_with_a_recurrent_draft(target: str, draft: str) -> None:
@@ -284,7 +285,10 @@ def test_the_law_of_a_recurrent_target_with_a_draft_of_keys_and_values() -> None
     assert total_variation(law(small("qwen3_5", 0), plain_draft), oracle(small("qwen3_5", 0))) < SLACK
 
 
-def test_control_the_law_is_another_if_one_layer_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_control_the_law_is_another_if_one_layer_is_not_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, draft = small("qwen3_5", 0), small("lfm2", 1)
     want = oracle(target)
     monkeypatch.setattr(Rewind, "state_after", _forgetting(1))
@@ -294,9 +298,8 @@ def test_control_the_law_is_another_if_one_layer_is_not_restored(monkeypatch: py
 # ---- the certificate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"), [pytest.param("qwen3_5", "qwen3_5", marks=pytest.mark.slow), ("lfm2", "lfm2")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "draft"), [("qwen3_5", "qwen3_5"), ("lfm2", "lfm2")])
 def test_the_certificate_passes_on_recurrent_pairs(target: str, draft: str) -> None:
     engine = load(copy.deepcopy(model(target)), copy.deepcopy(model(draft, 1)), gamma=3)
     report = check(engine, [text(1, 9), text(2, 4)], samples=256, max_new_tokens=12)

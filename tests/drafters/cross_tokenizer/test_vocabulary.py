@@ -138,7 +138,7 @@ class Counting:
         return self.inner.encode(text)
 
 
-@pytest.mark.parametrize("longest", [1, 9, 700])
+@pytest.mark.parametrize("longest", [pytest.param(1, marks=pytest.mark.slow), 9, 700])
 @pytest.mark.parametrize("name", TONGUES)
 def test_a_text_in_parts_has_the_tokens_of_the_whole(name: str, longest: int) -> None:
     rng, found = random.Random(longest), vocabulary(name)
