@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -81,7 +82,8 @@ def test_bodies_that_are_none(server: ServerProcess) -> None:
         assert http.post("/v1/completions", content=b"x" * (17 << 20), headers=JSON).status_code == 413
         assert http.post("/v1/completions", content=iter([b"x" * (1 << 20)] * 17), headers=JSON).status_code == 413
         many = {f"X-Header-{i}": "y" * 100 for i in range(2000)}
-        assert http.get("/health", headers=many).status_code in (400, 431)
+        with suppress(httpx.ReadError):  # the connection is closed while headers still come: the answer may be lost
+            assert http.get("/health", headers=many).status_code in (400, 431)
         assert http.get("/health").status_code == 200
 
 
