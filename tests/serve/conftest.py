@@ -69,7 +69,7 @@ class ServerProcess:
 
     def http(self, **settings: Any) -> httpx.Client:
         """A plain client for it."""
-        return httpx.Client(base_url=self.url, **{"timeout": 60, **settings})
+        return httpx.Client(base_url=self.url, **{"timeout": 300, **settings})
 
     def stop(self) -> int:
         """Tell it to end and wait -> its exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from time import monotonic, time
 from typing import TextIO
@@ -11,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, WrongKey
+from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, Unavailable, WrongKey
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
@@ -74,7 +75,11 @@ class Gate:
         except ServeError as error:
             if status:
                 raise
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, answer)
+            await _send(error, scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends at once; uvicorn alone would answer 500, in plain text
+            if status:
+                raise
+            await _send(Unavailable("the server was told to end at once: ask again."), scope, receive, answer)
         finally:
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}
@@ -106,6 +111,10 @@ class Gate:
             return message
 
         return limited
+
+
+async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
 
 def _request_id(given: str | None) -> str:

@@ -1,0 +1,47 @@
+"""What stands before the routes: what an answer that is broken off becomes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slipstream.serve.gate import AccessLog, Gate
+from slipstream.serve.settings import ServeSettings
+
+
+async def never(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that does not get round to answering."""
+    await asyncio.Event().wait()
+
+
+async def begun(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that begins an answer and does not end it."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await asyncio.Event().wait()
+
+
+async def cancelled(app: ASGIApp) -> httpx.Response:
+    """Ask, and cancel the task that answers, as a server does that ends at once."""
+    gate = Gate(app, ServeSettings(("model",)), AccessLog(None))
+    tasks = []
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        tasks.append(asyncio.create_task(gate(scope, receive, send)))
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        await tasks[0]
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(answering), base_url="http://server") as client:
+        return await client.get("/health")
+
+
+def test_a_request_broken_off_before_its_answer_began_is_unavailable_and_one_after_is_cut() -> None:
+    answer = asyncio.run(cancelled(never))
+    assert answer.status_code == 503
+    assert "told to end at once" in answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled(begun))
