@@ -1,4 +1,5 @@
-"""Our kernels beside oneDNN's packed products and torch's attention: the products of two models, and single attentions.
+"""Our kernels beside oneDNN's packed products and torch's attention: the products of models, in bfloat16 and quantized,
+and single attentions.
 
 python benchmarks/kernel.py [--threads 2] [--repetitions 15] [--json]
 """
@@ -7,19 +8,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.cpu import into_panels, kernel_missing, panel_attention, panel_bytes, panel_linear
-from slipstream.kernels.packing import Stretch
+from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
+from slipstream.kernels.packing import Columns, QuantizedLinear, Stretch
+from slipstream.kernels.panels import into_panels, panel_bytes
+from slipstream.kernels.quantization import Precision, quantize
 
 TARGET = [(768, 768), (384, 768), (384, 768), (768, 768), (2304, 768), (2304, 768), (768, 2304)] * 12 + [(32000, 768)]
 DRAFT = [(256, 288), (128, 288), (128, 288), (288, 256), (896, 288), (896, 288), (288, 896)] * 6 + [(32000, 288)]
+LARGE = [(2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632)] * 22 + [
+    (32000, 2048)
+]
+PRECISIONS = (Precision.named("int8"), Precision.named("int4"))
 ATTENTIONS = [(4, 2, 1, 150, 64), (12, 6, 6, 150, 64), (12, 6, 6, 1000, 64), (32, 8, 512, 512, 128)]
 
 
@@ -33,11 +42,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if reason := kernel_missing():
         raise SystemExit(f"nothing to measure: {reason}.")
-    found: dict[str, list[dict[str, Any]]] = {"products": [], "attentions": []}
+    found: dict[str, list[dict[str, Any]]] = {"products": [], "quantized": [], "attentions": []}
     for name, shapes in (("134 M target", TARGET), ("24 M draft", DRAFT)):
         for rows in (1, 2, 6, 12, 48):
             ours, theirs = products(shapes, rows, args.repetitions)
             found["products"].append({"model": name, "rows": rows, "ours": ours, "onednn": theirs})
+    for name, shapes in (("134 M", TARGET), ("1.1 B", LARGE)):
+        found["quantized"] += [{"model": name, **row} for row in quantized(shapes, args.repetitions)]
     for case in ATTENTIONS:
         ours, theirs = attentions(*case, args.repetitions)
         found["attentions"].append({"case": list(case), "ours": ours, "torch": theirs})
@@ -49,6 +60,13 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     lines = ["| bfloat16 | rows | ours, ms | oneDNN, ms |", "|---|---|---|---|"]
     for row in found["products"]:
         lines.append(f"| {row['model']} | {row['rows']} | {1000 * row['ours']:.2f} | {1000 * row['onednn']:.2f} |")
+    lines += ["", "| model | rows | bfloat16, ms (GB/s) | int8 | int4 |", "|---|---|---|---|---|"]
+    for row in found["quantized"]:
+        cells = [
+            f"{1000 * each['seconds']:.2f} ({each['bytes'] / each['seconds'] / 1e9:.0f})"
+            for each in row["times"].values()
+        ]
+        lines.append(f"| {row['model']} | {row['rows']} | {' | '.join(cells)} |")
     lines += ["", "| heads, heads of keys, tokens, slots, width | ours, microseconds | torch |", "|---|---|---|"]
     for row in found["attentions"]:
         shape = ", ".join(map(str, row["case"]))
@@ -56,7 +74,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, float]:
+def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, ...]:
     """Seconds for all matrices one after another, ours and oneDNN's."""
     given = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
@@ -72,10 +90,41 @@ def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tupl
         for (_, width), block in zip(shapes, blocks, strict=True):
             torch.ops.mkldnn._linear_pointwise(given[width], block, None, "none", [], "")
 
-    return timed(ours, theirs, repetitions)
+    return timed([ours, theirs], repetitions)
 
 
-def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, repetitions: int) -> tuple[float, float]:
+def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str, Any]]:
+    """Seconds for all matrices one after another in bfloat16 and quantized, by rows, and the bytes that are read."""
+    weights = [torch.randn(shape).bfloat16() for shape in shapes]
+    plain = Stretch(sum(map(panel_bytes, weights)))
+    layers: dict[str, list[Callable[[Tensor], Tensor]]] = {"bfloat16": []}
+    sizes = {"bfloat16": sum(map(panel_bytes, weights))}
+    for weight in weights:
+        layers["bfloat16"].append(
+            partial(panel_linear, weight=plain.hold(into_panels(weight)), bias=None, features=len(weight))
+        )
+    for precision in PRECISIONS:
+        name, sizes[str(precision)] = str(precision), sum(precision.bytes_of(*shape) for shape in shapes)
+        room, columns = Stretch(sizes[name]), Columns()
+        layers[name] = [
+            QuantizedLinear(quantize(weight, precision), weight.shape[1], None, columns, room).multiply
+            for weight in weights
+        ]
+
+    def through(name: str, given: dict[int, Tensor]) -> None:
+        for (_, width), layer in zip(shapes, layers[name], strict=True):
+            layer(given[width])
+
+    found = []
+    for rows in (1, 2, 6, 8, 16, 48):
+        given = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
+        times = timed([partial(through, name, given) for name in layers], repetitions)
+        each = {name: {"seconds": one, "bytes": sizes[name]} for name, one in zip(layers, times, strict=True)}
+        found.append({"rows": rows, "times": each})
+    return found
+
+
+def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, repetitions: int) -> tuple[float, ...]:
     """Seconds of one attention of a causal text, ours and torch's, which wants keys for every head."""
     queries = torch.randn(1, tokens, heads, width).bfloat16().transpose(1, 2)
     keys, values = torch.randn(2, 1, groups, slots + 13, width).bfloat16()[..., :slots, :]
@@ -87,18 +136,18 @@ def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, rep
         wide = (store.repeat_interleave(heads // groups, 1) for store in (keys, values))
         functional.scaled_dot_product_attention(queries, *wide, attn_mask=hidden)
 
-    return timed(lambda: panel_attention(queries, keys, values, hidden, width**-0.5), theirs, repetitions)
+    return timed([lambda: panel_attention(queries, keys, values, hidden, width**-0.5), theirs], repetitions)
 
 
-def timed(ours: Callable[[], object], theirs: Callable[[], object], repetitions: int) -> tuple[float, float]:
+def timed(runs: Sequence[Callable[[], object]], repetitions: int) -> tuple[float, ...]:
     """Medians of alternating runs; the first of each is left out."""
-    laps: tuple[list[float], list[float]] = ([], [])
+    laps: list[list[float]] = [[] for _ in runs]
     for _ in range(repetitions + 1):
-        for kind, run in zip(laps, (ours, theirs), strict=True):
+        for kind, run in zip(laps, runs, strict=True):
             start = perf_counter()
             run()
             kind.append(perf_counter() - start)
-    return median(laps[0][1:]), median(laps[1][1:])
+    return tuple(median(kind[1:]) for kind in laps)
 
 
 if __name__ == "__main__":

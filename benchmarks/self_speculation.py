@@ -26,7 +26,8 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.specification import BuildContext, drafter
+from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
 from slipstream.models.loading import EMBEDDED
 from slipstream.text.prompts import gather

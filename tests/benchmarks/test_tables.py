@@ -127,6 +127,11 @@ def test_every_table_is_written_from_a_measurement(tables: Any) -> None:
     assert all((BENCHMARKS.parent / file).is_file() for file in files)
 
 
+BYTES = {
+    "model": "small",
+    "rows": 6,
+    "times": {"bfloat16": {"seconds": 0.002, "bytes": 1e8}, "int8": {"seconds": 0.001, "bytes": 5e7}},
+}
 SPREAD = {"case": [1, 2], "ours": 1e-3, "torch": 2e-3, "onednn": 3e-3, "model": "small", "rows": 6}
 PLAN = {
     "compile": False,
@@ -161,7 +166,12 @@ LAPS = [
         ("rules", {"rows": [RULE]}, "| block | 2.500 | +0.100 [-0.100, +0.300] | 0.600 |"),
         ("exact-shape", [WAY], "| bfloat16, any shape, compiled | 0 of 164 | 700 | 801 |"),
         ("controllers", LAPS, "| code (0.70) | live | 1.50 (gamma 3) | 1.20 | 2.00 |"),
-        ("kernel", {"products": [SPREAD], "attentions": [SPREAD]}, "| small | 6 | 1.00 | 3.00 |"),
+        ("kernel", {"products": [SPREAD], "quantized": [], "attentions": [SPREAD]}, "| small | 6 | 1.00 | 3.00 |"),
+        (
+            "kernel",
+            {"products": [], "quantized": [BYTES], "attentions": []},
+            "| small | 6 | 2.00 (50) | 1.00 (50) |",
+        ),
         ("passes", {"steps": {"target eager": {"1": 10.0, "6": 12.0}}}, "| target eager | 10.0 | 12.0 | 1.20 |"),
         ("bench", {"rows": RACE}, "| 0 | transformers generate | 50 (50-50) | 1.00 | 1.00 | - | - | - | - |"),
         ("bars", {"race": RACE}, "| <= 1.3 | not measured |"),

@@ -32,6 +32,7 @@ from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Choice
+from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.lookup import Lookup
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
@@ -149,7 +150,7 @@ def made(kind: str, folder: Path) -> tuple[Any, HeadDrafter]:
         target: Any = CausalScorer(llama())
         return target, HeadDrafter(target, eagle(target.model), "eagle3")
     target = load_scorer(mtp_model(kind, folder))
-    drafter = drafting.drafter("mtp", drafting.BuildContext(target))
+    drafter = drafting.drafter("mtp", BuildContext(target))
     assert isinstance(drafter, HeadDrafter)
     return target, drafter
 
@@ -478,7 +479,7 @@ def test_a_trained_block_is_accepted_far_more_often_than_a_shuffled_one(tmp_path
         loss.backward()
         optimizer.step()
     net.save_pretrained(tmp_path)
-    by_name = drafting.drafter(f"dflash:{tmp_path}", drafting.BuildContext(target))
+    by_name = drafting.drafter(f"dflash:{tmp_path}", BuildContext(target))
     good = acceptance(target, by_name)
     bad = acceptance(target, DFlashDrafter(target, shuffled(net), "shuffled"))
     assert good > 0.6 and bad < 0.3
@@ -488,7 +489,7 @@ def test_what_is_no_block_draft_of_the_target_is_refused(tmp_path: Path) -> None
     for model, says in ((llama(), "is no DFlash draft"), (block_draft(llama()), "hidden size 32 and more")):
         model.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=says):
-            drafting.drafter(f"dflash:{tmp_path}", drafting.BuildContext(CausalScorer(trio())))
+            drafting.drafter(f"dflash:{tmp_path}", BuildContext(CausalScorer(trio())))
 
 
 # ---- acceptance ---------------------------------------------------------------------------------------------------
@@ -638,15 +639,15 @@ def test_what_is_wrong_with_a_draft_is_one_sentence(change: Any, says: str, tmp_
     save_eagle3(eagle(llama()), tmp_path)
     rewrite(tmp_path, change)
     with pytest.raises(ValueError, match=says):
-        drafting.drafter(f"eagle3:{tmp_path}", drafting.BuildContext(CausalScorer(llama())))
+        drafting.drafter(f"eagle3:{tmp_path}", BuildContext(CausalScorer(llama())))
 
 
 def test_there_has_to_be_a_checkpoint_with_heads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json: give a folder"):
-        drafting.drafter(f"eagle3:{tmp_path}", drafting.BuildContext(CausalScorer(llama())))
+        drafting.drafter(f"eagle3:{tmp_path}", BuildContext(CausalScorer(llama())))
     with pytest.raises(ValueError, match="was not loaded from a checkpoint"):
-        drafting.drafter("mtp", drafting.BuildContext(CausalScorer(llama())))
+        drafting.drafter("mtp", BuildContext(CausalScorer(llama())))
     llama().save_pretrained(tmp_path)
     target = load_scorer(tmp_path)
     with pytest.raises(ValueError, match="has no heads for several tokens: there are no weights mtp"):
-        drafting.drafter("mtp", drafting.BuildContext(target))
+        drafting.drafter("mtp", BuildContext(target))

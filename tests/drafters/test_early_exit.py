@@ -26,6 +26,7 @@ from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.kinds import BuildContext
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
@@ -342,9 +343,9 @@ def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> N
 
 def test_it_is_reached_by_name() -> None:
     target = CausalScorer(deep("llama"))
-    drafter = drafting.drafter("exit:0,3", drafting.BuildContext(target))
+    drafter = drafting.drafter("exit:0,3", BuildContext(target))
     assert isinstance(drafter, ExitDrafter) and drafter.layers == (0, 3)
     with pytest.raises(ValueError, match="the target has 4, leave some out"):
-        drafting.drafter("exit:4", drafting.BuildContext(target))
+        drafting.drafter("exit:4", BuildContext(target))
     with pytest.raises(ValueError, match="cannot draft for itself"):
-        drafting.drafter("exit:1", drafting.BuildContext(scorer(dirichlet_table(1))))
+        drafting.drafter("exit:1", BuildContext(scorer(dirichlet_table(1))))

@@ -24,6 +24,7 @@ from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, Tap
+from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
@@ -269,10 +270,10 @@ def test_heads_are_saved_and_loaded(tmp_path: Path, pending: bool) -> None:
 
 def test_they_are_reached_by_name(tmp_path: Path) -> None:
     some_heads(2).save(tmp_path)
-    drafter = drafting.drafter(f"heads:{tmp_path}", drafting.BuildContext(target_of()))
+    drafter = drafting.drafter(f"heads:{tmp_path}", BuildContext(target_of()))
     assert isinstance(drafter, HeadsDrafter) and drafter.heads.sizes.heads == 2
     with pytest.raises(ValueError, match="there is no"):
-        drafting.drafter(f"heads:{tmp_path}/nowhere", drafting.BuildContext(target_of()))
+        drafting.drafter(f"heads:{tmp_path}/nowhere", BuildContext(target_of()))
 
 
 def test_a_missing_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.drafters.kinds import KINDS, BuildContext
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.offers import Offer, offers, tried
-from slipstream.drafters.specification import KINDS, BuildContext
 from slipstream.models.loading import EMBEDDED
 from terminal import run
 from toys import dirichlet_table, scorer

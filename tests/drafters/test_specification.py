@@ -10,11 +10,12 @@ import pytest
 import slipstream
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice
+from slipstream.drafters.kinds import KINDS, BuildContext
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.specification import KINDS, BuildContext, Chain, OneOf, Part, drafter, parse
+from slipstream.drafters.specification import Chain, OneOf, Part, drafter, parse
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.loading import EMBEDDED
 from toys import dirichlet_table, scorer

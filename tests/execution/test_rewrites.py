@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from slipstream.execution.graphs import Frozen
 from slipstream.execution.rewrites import MergeLinear
-from slipstream.kernels.cpu import fits_panels, into_panels, kernel_missing, panel_bytes, panel_linear
+from slipstream.kernels.cpu import kernel_missing, panel_linear
 from slipstream.kernels.packing import Columns, PanelLinear, Stretch
+from slipstream.kernels.panels import fits_panels, into_panels, panel_bytes
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 WIDTH = 64

@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from slipstream.kernels import attention, packing
 from slipstream.kernels import cpu as kernel
-from slipstream.kernels.cpu import fits_panels, into_panels, kernel_missing, panel_attention, panel_linear
+from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
 from slipstream.kernels.packing import BlockedLinear, PackedLinear, PanelLinear, can_pack, packed
+from slipstream.kernels.panels import fits_panels, into_panels
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, HF_VOCAB, tiny
 

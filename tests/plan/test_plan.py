@@ -31,6 +31,7 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import TOKEN
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
+from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import load as engine_room
@@ -585,7 +586,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     def small(*args: Any, **kwargs: Any) -> Engine:
         return load(tiny(FAMILIES["llama"]))
 
-    def draft(name: str, context: drafting.BuildContext) -> Drafter:
+    def draft(name: str, context: BuildContext) -> Drafter:
         return ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1)), context.target.vocab)
 
     monkeypatch.setattr(engine_room, "load", small)
@@ -684,6 +685,7 @@ MEASURED: dict[str, list[str]] = {  # what only a measurement uses
     },
     **{name: [name, "2"] for name in ("--top-k", "--max-new-tokens", "--sample", "--seed", "--repetitions")},
     **{name: [name, "0"] for name in ("--temperature", "--top-p")},
+    "--quantize": ["--quantize", "int8"],
     **{name: [name] for name in ("--chat", "--compile", "--quick", "--force")},
     **{name: [name, "file"] for name in ("--save", "--plot")},
 }

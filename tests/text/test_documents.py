@@ -18,7 +18,8 @@ from slipstream.cli import app as cli
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import MEMORY, Datastore
 from slipstream.drafters.datastore.memory import Memory
-from slipstream.drafters.specification import BuildContext, drafter
+from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import EMBEDDED, load_tokenizer
 from slipstream.text.documents import read

@@ -23,6 +23,7 @@ from slipstream.cli.options import (
     Dtype,
     File,
     Force,
+    Quantize,
     Target,
     Task,
     option,
@@ -69,6 +70,7 @@ def bench(
     dtype: Dtype = "auto",
     device: Device = None,
     compile: Compile = False,
+    quantize: Quantize = None,
     task: Task = None,
     plot: Plot = None,
     force: Force = False,
@@ -91,7 +93,7 @@ def bench(
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
         sizes = settings.gammas if compile else ()
-        engine, others = _engines(target, draft or [], sizes, dtype=dtype, device=device, task=task)
+        engine, others = _engines(target, draft or [], sizes, dtype=dtype, device=device, quantize=quantize, task=task)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
     if target and not draft:
@@ -114,6 +116,7 @@ def _engines(
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
+    where.pop("quantize")  # which the shared target is already
     where |= {"dtype": embedded(target, where["dtype"])[1], "tokenizer": engine.tokenizer}
     others = [Side(load(shared, each, **where), each) for each in drafts[1:]]
     if sizes:

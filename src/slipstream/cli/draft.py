@@ -48,8 +48,8 @@ def offered(
 
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
+    from slipstream.drafters.kinds import BuildContext
     from slipstream.drafters.offers import offers
-    from slipstream.drafters.specification import BuildContext
     from slipstream.engine.load import embedded, load
 
     with busy(console(stderr=True), "loading"):

@@ -77,6 +77,10 @@ TrustRemoteCode = Annotated[
 Compile = Annotated[
     bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
 ]
+Quantize = Annotated[
+    Literal["int8", "int4"] | None,
+    _option(MODELS, "NAME", "int8 or int4: the target's weights, which makes another model (or --draft int4, exact)."),
+]
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
 Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
 MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
@@ -164,6 +168,7 @@ class SamplingOptions:
 class TargetOptions:
     """How the target is loaded, beyond its type and device."""
 
+    quantize: Quantize = None
     device_map: DeviceMap = None
     trust_remote_code: TrustRemoteCode = False
 

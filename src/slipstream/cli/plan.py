@@ -24,6 +24,7 @@ from slipstream.cli.options import (
     File,
     Force,
     Prompts,
+    Quantize,
     Seed,
     Target,
     Task,
@@ -94,6 +95,7 @@ def plan(
     dtype: Dtype = "auto",
     device: Device = None,
     compile: Compile = False,
+    quantize: Quantize = None,
     task: Task = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -126,10 +128,10 @@ def plan(
     _check_outputs(context.params)
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
     with busy(console(stderr=True), "loading"):
-        how = {name: context.params[name] for name in ("verify", "dtype", "device", "compile", "task")}
+        how = {name: context.params[name] for name in ("verify", "dtype", "device", "compile", "quantize", "task")}
         engine, drafters = _load(target, draft or [], settings.sizes, **how)
     report = _measured(engine, drafters, texts, settings)
-    made = report.plan(target, engine.decoder.target.vocab, dtype, compile)
+    made = report.plan(target, engine.decoder.target.vocab, dtype, compile, quantize)
     print(json_text(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
     _write(made, report, save, plot)
     _export(made, export or [])
@@ -201,7 +203,8 @@ def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
     """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
-    from slipstream.drafters.specification import BuildContext, drafter
+    from slipstream.drafters.kinds import BuildContext
+    from slipstream.drafters.specification import drafter
     from slipstream.engine.load import embedded, load
     from slipstream.execution.passes import Mode
 

@@ -121,9 +121,14 @@ class HasModel(Scorer, Protocol):
         """What makes passes faster, as graphs do, which hide the hidden states; None runs them eagerly."""
         ...
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether `sharing_rows` is possible, which a state that sums up a text does not allow."""
+        ...
+
     def sharing_rows(self, model: Any, name: str) -> HasModel:
-        """A Scorer that runs another model, made of some of this one's layers, over the same rows and cache. What it
-        adds to the rows has to be rolled back before this one goes on."""
+        """A Scorer that runs another model, made of this one's layers or of copies of them, over the same rows and
+        cache. What it adds to the rows has to be rolled back before this one goes on."""
         ...
 
 

@@ -8,14 +8,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer
 from slipstream.core.round import Context, Round
-from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.following import Follower, windowed_lengths
-from slipstream.drafters.sampled import law_of, sample_chain
-from slipstream.execution.draft_graphs import FED, DraftsInGraphs, Wish
+from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
+from slipstream.execution.draft_graphs import FED, DraftsInGraphs
 
 
 class ModelDrafter:
@@ -62,19 +60,8 @@ class ModelDrafter:
         return replace(draft, windowed=windowed_lengths(self._follower, gammas))
 
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
-        """The chains by graphs, with the draws they would have token by token; None if there are no such graphs, or if
-        more than temperatures makes the laws."""
-        if self._graphs is None or self._graphs.draft_graphs is None:
-            return None
-        samplers = [row.request.sampler for row in context.rows]
-        known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
-        temperatures = [each for each in known if each is not None]
-        if len(temperatures) < len(samplers):
-            return None
-        chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
-        if chances is None:
-            return None
-        chains = self._graphs.chain(Wish(missing, gammas, temperatures, self.vocab, chances))
+        """The chains by graphs; None if there are no such graphs, or if more than temperatures makes the laws."""
+        chains = chains_by_graphs(self._graphs, context, missing, gammas, self.vocab)
         return chains and Draft(*chains, tuple(gammas), windowed_lengths(self._follower, gammas))
 
     def observe(self, round: Round) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.drafters.specification import KINDS, BuildContext, OneOf, Part, drafter, parse
+from slipstream.drafters.kinds import KINDS, BuildContext
+from slipstream.drafters.specification import OneOf, Part, drafter, parse
 
 
 @dataclass(frozen=True)

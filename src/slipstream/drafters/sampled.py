@@ -1,4 +1,4 @@
-"""`sample_chain` draws a chain token by token, each from the law given those before: the loop of five drafters."""
+"""Chains from a model: `sample_chain` draws them token by token, `chains_by_graphs` at once where graphs were made."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context
+from slipstream.decoding.sampling import Sampling
+from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
 
 LawAfter = Callable[[Tensor], Law | None]
 """Tokens drafted so far (rows, i) -> the law (rows, 1) of the next one; None if no row drafts another."""
@@ -38,3 +40,21 @@ def sample_chain(context: Context, law_after: LawAfter, gammas: Sequence[int], d
 def law_of(context: Context, logits: Tensor, tokens: Tensor, name: str) -> Law:
     """The law of the token after `tokens` (rows, i), from logits (rows, 1, vocab) of the model `name`."""
     return context.law(logits, Prefixes.chain(tokens, 1), name)
+
+
+def chains_by_graphs(
+    graphs: DraftsInGraphs | None, context: Context, fed: Sequence[Sequence[int]], gammas: Sequence[int], vocab: int
+) -> tuple[Tensor, Law] | None:
+    """Tokens (rows, gamma) behind those that are `fed` and the law of each, drawn as token by token; None if there are
+    no graphs for that, or if more than temperatures makes the laws."""
+    if graphs is None or graphs.draft_graphs is None:
+        return None
+    samplers = [row.request.sampler for row in context.rows]
+    known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
+    temperatures = [each for each in known if each is not None]
+    if len(temperatures) < len(samplers):
+        return None
+    chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
+    if chances is None:
+        return None
+    return graphs.chain(Wish(fed, gammas, temperatures, vocab, chances))

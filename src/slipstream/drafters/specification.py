@@ -9,73 +9,22 @@ A specification names a drafter: a model, or a kind from the table `KINDS`, with
 
 `>` binds tighter than `|`, and that tighter than `||`. A prefix is a kind only if the table knows it, so hub names and
 folders (C:\\models\\tiny) mean themselves; `model:lookup` is the model of that name, and a path object is never read as
-a specification. A new drafter is reached from strings by a line in `KINDS`.
+a specification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.core.protocols import Drafter, HasModel, Scorer
-from slipstream.decoding.decoder import NoDraft
+from slipstream.core.protocols import Drafter
 from slipstream.drafters.chain import ChainDrafter
-from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice
-from slipstream.drafters.cross_tokenizer.choose import foreign
-from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
-from slipstream.drafters.datastore.drafter import (
-    MEMORY,
-    Datastore,
-    DatastoreSettings,
-    fingerprint,
-    open_corpus,
-    open_memory,
-)
-from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
-from slipstream.drafters.datastore.index import Embedder
-from slipstream.drafters.datastore.memory import Limits
-from slipstream.drafters.early_exit import ExitDrafter
-from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
-from slipstream.drafters.lookup import Lookup
+from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, BuildContext, build_model, switch
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.ngram import Ngram
-from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.tree import TreeDrafter, tree_shape
-from slipstream.execution.passes import EAGER, Mode
-from slipstream.models.dflash import load_dflash
-from slipstream.models.eagle3 import load_eagle3
-from slipstream.models.layers import read_layers
-from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
-from slipstream.models.mtp import load_mtp
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read."""
-
-    target: Scorer
-    tokenizer: Any = None
-    dtype: Any = "auto"
-    device: str | None = None
-    tree: tuple[int, ...] | None = None
-    notes: list[str] = field(default_factory=list)
-    mode: Mode = EAGER
-
-
-@dataclass(frozen=True)
-class DrafterKind:
-    """A kind of draft: how it is written, what it is, the types of its options, and who builds it.
-
-    A `form` with a colon needs a value. `build(context, value, **options)` raises ValueError in one sentence.
-    """
-
-    form: str
-    about: str
-    build: Callable[..., Drafter]
-    options: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+from slipstream.drafters.tree import tree_shape
+from slipstream.models.loading import EMBEDDED, find_tokenizer
 
 
 @dataclass(frozen=True)
@@ -143,7 +92,7 @@ def drafter(source: Any, context: BuildContext) -> Drafter:
         if context.tree:
             raise ValueError("tree=... goes with a model; a Drafter is used as it is: leave one of them out.")
         return source
-    return _model(context, source)
+    return build_model(context, source)
 
 
 def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:
@@ -174,13 +123,14 @@ def _chain(parts: Sequence[Part], context: BuildContext) -> Drafter:
         return _build(last, context)
     if last.kind not in MODELS:
         raise ValueError(f"{last.kind!r} cannot be drafted for: only a model can stand behind a >.")
-    model = _build(last, context)
+    model = _build(last, replace(context, drafted=True))
     if not isinstance(model, ModelDrafter):
         raise ValueError(f"{last.value} has another tokenizer than {context.target.name}, so nothing can draft for it.")
     options = dict(faster[-1].options)
     step = {"gamma": _typed("gamma", options.pop("gamma"), int)} if "gamma" in options else {}
     faster[-1] = replace(faster[-1], options=tuple(options.items()))
-    inside = replace(context, target=model.scorer, tokenizer=find_tokenizer(_source(last)) or context.tokenizer)
+    own = None if last.kind in QUANTIZED else find_tokenizer(_source(last))
+    inside = replace(context, target=model.scorer, tokenizer=own or context.tokenizer)
     return ChainDrafter(model.scorer, _chain(faster, inside), model.vocab, **step)
 
 
@@ -210,186 +160,3 @@ def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     except ValueError:
         wanted = {int: "a whole number", float: "a number", switch: "true or false"}.get(kind, kind.__name__)
         raise ValueError(f"draft option {name}={text!r} is not possible: write {wanted}.") from None
-
-
-# ---- the kinds --------------------------------------------------------------------------------------------------
-
-
-def _model(
-    context: BuildContext,
-    source: Any,
-    dtype: str | None = None,
-    device: str | None = None,
-    vocabulary: str | None = None,
-) -> Drafter:
-    """A hub name, a folder or a loaded model."""
-    scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode)
-    tokenizer = find_tokenizer(source)
-    _refuse_reader(context.target, scorer)
-    if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
-        return _foreign(context, scorer, tokenizer, vocabulary)
-    if context.tree:
-        return TreeDrafter(scorer, context.tree, context.target.vocab)
-    return ModelDrafter(scorer, context.target.vocab)
-
-
-def _refuse_reader(target: Scorer, draft: Scorer) -> None:
-    """An encoder needs a source, in its own form."""
-    ours, form = target.source_form, draft.source_form
-    if form is None:
-        return
-    if ours is None:
-        raise ValueError(f"{draft.name} is an encoder-decoder, but {target.name} reads no source that it could share.")
-    if ours.features != form.features:
-        raise ValueError(f"{draft.name} hears other features ({form.features}) than {target.name} ({ours.features}).")
-
-
-def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
-    """A model with another tokenizer. Raises ValueError if one is missing, or nothing is common."""
-    if context.tree:
-        raise ValueError(f"a tree of candidates needs a draft with the target's tokenizer, {scorer.name} has another.")
-    if scorer.source_form:
-        raise ValueError(f"{scorer.name} is an encoder-decoder, so it needs the tokenizer of {context.target.name}.")
-    if context.tokenizer is None or tokenizer is None:
-        name = context.target.name if context.tokenizer is None else scorer.name
-        raise ValueError(
-            f"{context.target.name} has {context.target.vocab} tokens and {scorer.name} {scorer.vocab}, and {name} has "
-            "no tokenizer to translate with: name a folder that has one, or choose a draft of the target's own family."
-        )
-    drafter, note = foreign(context.target, scorer, (context.tokenizer, tokenizer), method)
-    context.notes.append(note)
-    return drafter
-
-
-def _embedded(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return _model(context, EMBEDDED / "draft", **options)
-
-
-def _ngram(context: BuildContext, file: str, online: bool = False) -> Drafter:
-    return Ngram(NgramModel.load(file), context.target.vocab, online)
-
-
-def _lookup(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return Lookup(**options, vocab=context.target.vocab)
-
-
-def _exit(context: BuildContext, layers: str) -> Drafter:
-    return ExitDrafter(_own(context), read_layers(layers))
-
-
-def _heads(context: BuildContext, folder: str) -> Drafter:
-    return HeadsDrafter(_own(context), ParallelHeads.load(folder))
-
-
-def _eagle3(context: BuildContext, source: str) -> Drafter:
-    target = _own(context)
-    return HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
-
-
-def _dflash(context: BuildContext, source: str) -> Drafter:
-    target = _own(context)
-    return DFlashDrafter(target, load_dflash(source, target.model), f"dflash:{source}")
-
-
-def _mtp(context: BuildContext, value: str) -> Drafter:
-    target = _own(context)
-    return HeadDrafter(target, load_mtp(target.model, target.name), "mtp")
-
-
-def _own(context: BuildContext) -> HasModel:
-    """The target, where it drafts for itself."""
-    if not isinstance(context.target, HasModel) or context.target.source_form:
-        raise ValueError(f"{context.target.name} is no causal language model, so it cannot draft for itself.")
-    return context.target
-
-
-def _datastore(
-    context: BuildContext,
-    folder: str,
-    namespace: str = "default",
-    learn: bool = False,
-    sentence: str | None = None,
-    entries: int = Limits.entries,
-    **settings: Any,
-) -> Drafter:
-    """The corpus and the memory of a folder, whichever are there; with `learn`, the memory is made."""
-    name, target = fingerprint(context.tokenizer), context.target
-    corpus = open_corpus(folder, target.vocab, name)
-    memory = None
-    if learn or (Path(folder) / MEMORY).exists():
-        memory = open_memory(folder, _embedder(context, sentence), name, Limits(entries), make=learn)
-    if corpus is None and memory is None:
-        raise ValueError(
-            f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`, or let it "
-            f"learn responses: datastore:{folder}?learn=true."
-        )
-    return Datastore(target.vocab, corpus, memory, namespace, learn, DatastoreSettings(**settings))
-
-
-def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
-    """How requests are compared: by a sentence model, or by the target's own input embeddings."""
-    if sentence:
-        if context.tokenizer is None:
-            raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
-        return SentenceEmbedder(sentence, context.tokenizer.decode, context.device)
-    if not isinstance(context.target, HasModel):
-        raise ValueError(
-            f"{context.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
-        )
-    return InputEmbeddings(context.target.model.get_input_embeddings().weight)
-
-
-def switch(text: str) -> bool:
-    """ "true" or "false", as people write it. Raises ValueError for anything else."""
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError(text)
-    return words[text.lower()]
-
-
-PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str}
-MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
-LOOKUP: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
-    **dict.fromkeys(("factor", "offset"), float),
-}
-STORE: dict[str, Callable[[str], Any]] = {
-    "namespace": str,
-    "learn": switch,
-    "sentence": str,
-    "entries": int,
-    "factor": float,
-    "offset": float,
-    "chance": float,
-    "nearest": int,
-    "own": switch,
-}
-
-KINDS: dict[str, DrafterKind] = {
-    "model": DrafterKind("model:NAME", "a smaller model, by hub name or folder", _model, MODEL),
-    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
-    "ngram": DrafterKind(
-        "ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}
-    ),
-    "datastore": DrafterKind(
-        "datastore:DIR",
-        "copies from documents and past responses, built by `slipstream datastore build`",
-        _datastore,
-        STORE,
-    ),
-    "plain": DrafterKind("plain", "no draft: plain decoding, as one of several", lambda context, value: NoDraft()),
-    "lookup": DrafterKind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
-    "exit": DrafterKind(
-        "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit
-    ),
-    "mtp": DrafterKind("mtp", "the target's own heads for several tokens, where its checkpoint has them", _mtp),
-    "eagle3": DrafterKind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder", _eagle3),
-    "dflash": DrafterKind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call", _dflash),
-    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
-}
-"""kind -> how it is written and built."""
-
-MODELS = ("model", "embedded")
-
-ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
-"""Names of options in other engines."""

@@ -13,11 +13,13 @@ from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
-from slipstream.drafters.specification import BuildContext, drafter, read_tree
+from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.specification import drafter, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
+from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads
 from slipstream.models.image_trial import try_images
 from slipstream.models.images import Vision
@@ -43,6 +45,7 @@ def load(
     processor: Any = None,
     task: str | Task | None = None,
     compile: bool = False,
+    quantize: str | Precision | None = None,
     progress: Callable[[str], object] | None = None,
     **from_pretrained: Any,
 ) -> Engine:
@@ -64,6 +67,9 @@ def load(
     `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
 
+    `quantize` ("int8" or "int4") quantizes the target's weights: the quantized model then is the target, whose law the
+    texts have (CPUs only). To keep the law of the weights as they are, quantize the draft: draft="int4".
+
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target: `device_map="auto"` spreads it
     over devices, and `trust_remote_code=True` runs code that comes with it.
@@ -76,17 +82,16 @@ def load(
     if made:
         made.check_target(source_name(target))
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
-        compile = compile or made.compile
+        compile, quantize = compile or made.compile, quantize or made.quantize
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
     draft = "embedded" if target is None and draft is None else draft
     shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
-    _check_tokenizer(tokenizer)
-    _check_settings(exact_shape, tree, compile, batch_size)
+    _check_settings(tokenizer, exact_shape, tree, compile, batch_size)
     steering = _controller(tree, gamma, made)
     chosen = BLOCK if verify is None else rule(verify)
     mode = Mode(compile, False if exact_shape else None, progress=progress)
-    scorer = load_scorer(target, dtype, device, mode, **from_pretrained)
+    scorer = load_scorer(target, dtype, device, replace(mode, precision=_precision(quantize)), **from_pretrained)
     if tokenizer is None:
         tokenizer = find_tokenizer(target, from_pretrained.get("trust_remote_code", False))
     if made:
@@ -95,10 +100,10 @@ def load(
     context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
-    eos = _eos(scorer.model, tokenizer)
     vision, notes = _vision(target, scorer, processor)
     notes += [*context.notes, *(_blind(decoder) if vision else ())]
-    engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, notes, framing, vision)
+    fixed = exact_shape and draft is not None
+    engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, fixed, notes, framing, vision)
     if compile:
         engine.warm_up()
     release_threads()  # another thread may be the one that generates
@@ -130,6 +135,10 @@ def _blind(decoder: Decoder) -> list[str]:
     return [f"{each.name} reads no images, but the texts around them." for each in models]
 
 
+def _precision(quantize: str | Precision | None) -> Precision | None:
+    return quantize if isinstance(quantize, Precision | None) else Precision.named(quantize)
+
+
 def _read_plan(plan: Any) -> Plan | None:
     """A plan, or what its file holds. Raises ValueError for anything else."""
     if plan is None or isinstance(plan, Plan):
@@ -139,14 +148,13 @@ def _read_plan(plan: Any) -> Plan | None:
     return Plan.read(plan)
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def _check_settings(
+    tokenizer: Any, exact_shape: bool, tree: Sequence[int] | None, compile: bool, batch_size: int
+) -> None:
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(
             f"tokenizer={tokenizer!r} is not possible: give one of transformers, or None for the target's."
         )
-
-
-def _check_settings(exact_shape: bool, tree: Sequence[int] | None, compile: bool, batch_size: int) -> None:
     whole_number("batch_size", batch_size, 1)
     true_or_false("exact_shape", exact_shape)
     true_or_false("compile", compile)

@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "dtype": (str,),
     "temperature": (int, float),
     "compile": (bool,),
+    "quantize": (str, type(None)),
     "machine": (dict,),
     "figures": (dict,),
 }
@@ -49,6 +50,7 @@ class Plan:
     dtype: str = "auto"
     temperature: float = 0.0
     compile: bool = False
+    quantize: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,6 +108,7 @@ class Plan:
 
 
 def _parsed(given: dict[str, Any]) -> Plan:
+    given = {"quantize": None, **given}  # which older files lack
     for name, kinds in KINDS.items():
         if not isinstance(given[name], kinds):
             raise TypeError(f"{name} is {given[name]!r}")

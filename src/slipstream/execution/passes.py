@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from slipstream.kernels.quantization import Precision
+
 Stores = list[tuple[Tensor, Tensor]]
 """Keys and values of every layer, (rows, heads, slots, head_dim)."""
 
@@ -65,14 +67,19 @@ class Pass:
 
 @dataclass(frozen=True)
 class Mode:
-    """How models run. `packed` None packs the weights of models that are loaded by name, where that is possible;
-    a loaded model would need its weights twice. Compiled, a draft makes chains of the sizes `ahead` by one graph each
-    and others by a graph per step; None is no draft. `progress` is called when a graph is being made."""
+    """How models run.
+
+    `packed` None packs the weights of models that are loaded by name, where that is possible; a loaded model would need
+    its weights twice. Compiled, a draft makes chains of the sizes `ahead` by one graph each and others by a graph per
+    step; None is no draft. `progress` is called when a graph is being made. A `precision` quantizes the weights, which
+    makes another model.
+    """
 
     compiled: bool = False
     packed: bool | None = None
     ahead: tuple[int, ...] | None = None
     progress: Callable[[str], object] | None = None
+    precision: Precision | None = None
 
 
 EAGER = Mode()

@@ -14,7 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from slipstream.kernels.cpu import STEP, panel_attention
+from slipstream.kernels.cpu import panel_attention
+from slipstream.kernels.panels import STEP
 
 NAME = "slipstream"  # of this attention, among transformers'
 ASKS = re.compile(r"_attn_implementation\s*(==|!=|not in|in)\s*[^\n]*\"sdpa\"")

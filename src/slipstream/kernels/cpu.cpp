@@ -7,24 +7,8 @@
 // memory: (panels, inputs / STEP, PANEL, STEP). STEP inputs of a feature lie side by side: two of bfloat16, which one
 // instruction multiplies, and one of float32.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
+#include "lanes.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -32,86 +16,13 @@
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+// ---- linear layers --------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16;  // 32 registers: MOST_ROWS * PARTS sums and the weights; inputs are read where they lie
-constexpr int MOST_ROWS = 15;
+constexpr int MOST_ROWS = 15;  // MOST_ROWS * PARTS sums and the weights; inputs are read where they lie
 #else
-constexpr int LANES = 8;  // 16 registers
 constexpr int MOST_ROWS = 3;
 #endif
-constexpr int PANEL = 32;  // features; kernel.py has the same number
-constexpr int PARTS = PANEL / LANES;
-constexpr int64_t SHARE = 1 << 15;  // multiplications that are worth a thread
-constexpr int64_t LINE = 64;         // bytes of the cache
-constexpr int64_t AHEAD = 8192;      // bytes of weights asked for before their turn, for the processor guesses late
-constexpr int64_t COLLIDING = 2048;  // bytes from row to row (or multiples) that share two places in the first cache
-constexpr int64_t FEW = 8;           // rows that these places hold
-
-// Where weights go that were asked for: AMD's processors are fastest if these pass the second cache by; Intel's, which
-// then lose two thirds of their speed, if they go there.
-#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-constexpr int LOCALITY = 0;
-#else
-constexpr int LOCALITY = 2;
-#endif
-
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-
-template <class To, class From>
-To bits(From from) {
-  To to;
-  static_assert(sizeof(to) == sizeof(from));
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-struct Float32 {
-  using Item = float;
-  static constexpr int STEP = 1;
-  static void add(Lanes& sum, const Lanes& weights, const Item* input) { sum += weights * *input; }
-  static Item round(float value) { return value; }
-  static float widen(Item value) { return value; }
-  static Lanes load(const Item* place) {
-    Lanes found;
-    std::memcpy(&found, place, sizeof(found));
-    return found;
-  }
-};
-
-struct BFloat16 {
-  using Item = uint16_t;
-  static constexpr int STEP = 2;
-  static float widen(Item value) { return bits<float>(static_cast<uint32_t>(value) << 16); }
-  static Lanes load(const Item* place) {
-    Halves found;
-    std::memcpy(&found, place, sizeof(found));
-    return (Lanes)(__builtin_convertvector(found, Words) << 16);
-  }
-  static void add(Lanes& sum, const Lanes& weights, const Item* input) {
-#if defined(__AVX512BF16__)
-    int32_t pair;
-    std::memcpy(&pair, input, sizeof(pair));
-    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
-#else
-    const Words pairs = (Words)weights;
-    sum += (Lanes)(pairs << 16) * widen(input[0]);
-    sum += (Lanes)(pairs & 0xffff0000u) * widen(input[1]);
-#endif
-  }
-  static Item round(float value) {  // to the nearest, ties to even; what is not a number stays so
-    const uint32_t all = bits<uint32_t>(value);
-    const uint32_t rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
-    return static_cast<Item>((all & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-  }
-};
-
-// ---- linear layers --------------------------------------------------------------------------------------------------
 
 // A layer of a product.
 template <class Type>
@@ -130,29 +41,12 @@ struct Product {
   std::vector<Layer<Type>> layers;
 };
 
-// Asks for weights AHEAD of their turn. Behind the last ones there may be nothing, which is no error.
-inline void prefetch(const void* place, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += LINE)
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + AHEAD + line), 0, LOCALITY);
-}
-
-int64_t panels_of(int64_t features) { return (features + PANEL - 1) / PANEL; }
-
 // Writes a row's features of a panel.
 template <class Type>
 void write(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t row, const void* sums) {
   const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, layer.features - first);
-  typename Type::Item* output = work.outputs + row * work.features + layer.place + first;
-  float found[PANEL];
-  typename Type::Item rounded[PANEL];
-  std::memcpy(found, sums, sizeof(found));
-  if (layer.bias)
-    for (int64_t i = 0; i < count; ++i) found[i] += Type::widen(layer.bias[first + i]);
-  for (int i = 0; i < PANEL; ++i) rounded[i] = Type::round(found[i]);
-  if (count == PANEL)  // a size that the compiler knows takes no call
-    std::memcpy(output, rounded, sizeof(rounded));
-  else
-    std::copy(rounded, rounded + count, output);
+  write_panel<Type>(static_cast<const float*>(sums), layer.bias ? layer.bias + first : nullptr,
+                    work.outputs + row * work.features + layer.place + first, count);
 }
 
 // A panel's features of ROWS rows, beginning with `row`.
@@ -173,17 +67,6 @@ void tile(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, in
       for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * work.apart + step * STEP);
   }
   for (int r = 0; r < ROWS; ++r) write(work, layer, panel, row + r, sums[r]);
-}
-
-// Calls `run` with a number from 1 to MOST as a constant.
-template <class Run, int... NUMBERS>
-void as_constant(int64_t number, const Run& run, std::integer_sequence<int, NUMBERS...>) {
-  (void)((number == NUMBERS + 1 && (run(std::integral_constant<int, NUMBERS + 1>()), true)) || ...);
-}
-
-template <int MOST, class Run>
-void as_constant(int64_t number, const Run& run) {
-  as_constant(number, run, std::make_integer_sequence<int, MOST>());
 }
 
 // A panel's features of all rows, in tiles of nearly the same height.

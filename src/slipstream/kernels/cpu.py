@@ -20,13 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+from slipstream.kernels.panels import PANEL, STEP, into_panels
+from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
+
+HERE = Path(__file__).parent
+SOURCES = (HERE / "cpu.cpp", HERE / "quantized.cpp")
+HEADER = HERE / "lanes.h"
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
 LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
 PATIENCE = 300  # seconds
-PANEL = 32  # features that lie side by side; kernel.cpp has the same number
-STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs of a feature that lie side by side
 
 
 @functools.cache
@@ -45,6 +48,7 @@ def kernel_missing() -> str | None:
         torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
         torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
+        torch.library.register_fake("slipstream::quantized_linear", _quantized_shape, allow_override=True)
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
         reason = _reason(error)
@@ -55,32 +59,16 @@ def kernel_missing() -> str | None:
     return None
 
 
-def fits_panels(weight: Tensor) -> bool:
-    """Whether `into_panels` takes it: float32, or bfloat16 and an even number of inputs."""
-    return weight.dtype in STEP and weight.shape[1] % STEP[weight.dtype] == 0
-
-
-def panel_bytes(weight: Tensor) -> int:
-    """What `into_panels` takes for it."""
-    return -(-weight.shape[0] // PANEL) * PANEL * weight.shape[1] * weight.element_size()
-
-
-def into_panels(weight: Tensor) -> Tensor:
-    """(features, inputs) -> (panels, inputs / STEP, PANEL, STEP), the last panel filled up with zeros.
-
-    Raises ValueError unless it `fits_panels`.
-    """
-    features, inputs = weight.shape
-    if not fits_panels(weight):
-        raise ValueError(f"a weight of {features} x {inputs} in {weight.dtype} has no packed form.")
-    step = STEP[weight.dtype]
-    full = torch.nn.functional.pad(weight, (0, 0, 0, -features % PANEL))
-    return full.view(-1, PANEL, inputs // step, step).permute(0, 2, 1, 3).contiguous()
-
-
 def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
     """(..., inputs) and a packed weight -> (..., features): sums in float32, for every row in the same order."""
     found: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
+    return found
+
+
+def quantized_linear(inputs: Tensor, panels: QuantizedPanels, bias: Tensor | None, features: int, bits: int) -> Tensor:
+    """(..., inputs) and a quantized weight -> (..., features): inputs become whole numbers of 8 bits, group by group;
+    the sums of groups are added in float32, for every row in the same order."""
+    found: Tensor = torch.ops.slipstream.quantized_linear(inputs.contiguous(), *panels, bias, features, bits)
     return found
 
 
@@ -102,6 +90,18 @@ def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features:
 
 def _linears_shape(inputs: Tensor, *layers: Any) -> Tensor:
     return inputs.new_empty((*inputs.shape[:-1], sum(layers[2::3])))
+
+
+def _quantized_shape(
+    inputs: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    features: int,
+    bits: int,
+) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], features))
 
 
 def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -142,7 +142,7 @@ def _built(compiler: str) -> Path:
         part = Path(folder) / library.name
         torch_home = Path(torch.__file__).parent
         places = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}")
-        command = [compiler, *OPTIONS, *places, str(SOURCE), "-o", str(part), *LIBRARIES]
+        command = [compiler, *OPTIONS, *places, *map(str, SOURCES), "-o", str(part), *LIBRARIES]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
@@ -166,7 +166,8 @@ def _fingerprint(compiler: str) -> str:
     """What a library depends on: source, options, torch, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
     processor = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    parts = (SOURCE.read_text(), *OPTIONS, torch.__version__, compiler, version, (processor and processor[1]) or "")
+    texts = (path.read_text() for path in (HEADER, *SOURCES))
+    parts = (*texts, *OPTIONS, torch.__version__, compiler, version, (processor and processor[1]) or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -174,11 +175,15 @@ def _check() -> None:
     """Raises ValueError if the kernels do not compute what torch does."""
     generator = torch.Generator().manual_seed(0)
     for dtype in STEP:
-        inputs, weight = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (5, PANEL + 1))
+        inputs, weight = (torch.randn(rows, 192, generator=generator).to(dtype) for rows in (5, PANEL + 1))
         product = panel_linear(inputs, into_panels(weight), None, len(weight))
         queries, keys, values = torch.randn(3, 1, 2, 5, 64, generator=generator).to(dtype)
         seen = panel_attention(queries, keys, values, None, 0.1).transpose(1, 2)
         exact = (queries.double() @ keys.double().mT * 0.1).softmax(-1) @ values.double()
-        for found, right in ((product, inputs.double() @ weight.double().T), (seen, exact)):
-            if not torch.allclose(found.double(), right, rtol=0.02, atol=0.02):
-                raise ValueError(f"the kernel for {dtype} computes something else on this processor")
+        pairs = [(product, inputs.double() @ weight.double().T), (seen, exact)]
+        for bits, group in GROUP.items():
+            codes = quantize(weight, Precision(bits, group))
+            found = quantized_linear(inputs, codes.into_panels(), None, len(weight), bits)
+            pairs.append((found, inputs.double() @ codes.weight().double().T))
+        if not all((found - right).norm() <= 0.02 * right.norm() for found, right in pairs):
+            raise ValueError(f"the kernel for {dtype} computes something else on this processor")

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels.attention import attend_by_kernel
-from slipstream.kernels.cpu import fits_panels, into_panels, kernel_missing, panel_bytes, panel_linear
+from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
+from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
+from slipstream.kernels.quantization import Codes, Precision, quantize
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave the padding out
@@ -79,6 +81,10 @@ class PackedLinear(nn.Module):
         """Multiply all tokens by the packed weight."""
         raise NotImplementedError
 
+    def plain_weight(self) -> Tensor:
+        """The weight (features, inputs) as it was, or what stands for it."""
+        raise NotImplementedError
+
 
 class PanelLinear(PackedLinear):
     """By our own kernel, which reads panels of the weight as fast as the memory gives them."""
@@ -94,9 +100,15 @@ class PanelLinear(PackedLinear):
         """See `PackedLinear`."""
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
 
+    def plain_weight(self) -> Tensor:
+        """See `PackedLinear`."""
+        return from_panels(self.weight, self.out_features)
+
 
 class BlockedLinear(PackedLinear):
     """By oneDNN in its blocked layout, where our kernel cannot be built."""
+
+    weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, columns: Columns) -> None:
         super().__init__(weight.shape[1], weight.shape[0], columns)
@@ -106,6 +118,37 @@ class BlockedLinear(PackedLinear):
     def multiply(self, inputs: Tensor) -> Tensor:
         """See `PackedLinear`."""
         return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
+
+    def plain_weight(self) -> Tensor:
+        """See `PackedLinear`."""
+        return self.weight.to_dense()
+
+
+class QuantizedLinear(PackedLinear):
+    """By our own kernel, from whole numbers with a scale for each group: a half or a quarter of the memory to read."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __init__(
+        self, codes: Codes, in_features: int, bias: Tensor | None, columns: Columns, stretch: Stretch | None = None
+    ) -> None:
+        super().__init__(in_features, len(codes.scales), columns)
+        self.precision, self.bias = codes.precision, bias
+        for name, panels in zip(("codes", "scales", "zeros"), codes.into_panels(), strict=True):
+            held = stretch.hold(panels) if stretch and panels is not None else panels
+            self.register_buffer(name, held, persistent=False)
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        """See `PackedLinear`."""
+        panels = (self.codes, self.scales, self.zeros)
+        return quantized_linear(inputs, panels, self.bias, self.out_features, self.precision.bits)
+
+    def plain_weight(self) -> Tensor:
+        """What stands for the weight, in float32."""
+        codes = Codes.from_panels(self.precision, (self.codes, self.scales, self.zeros), self.out_features)
+        return codes.weight()[:, : self.in_features]
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -135,31 +178,76 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
-    places = list(_linear_layers(twin, keep))
-    columns, stretch = Columns(), None
+    twin, columns = _twin(model), Columns()
+    plain = ((name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear))
+    places = [(name, layer) for name, layer in plain if keep is None or layer.weight is not keep.weight]
+    stretch = None
     if kernel_missing() is None:
-        stretch = Stretch(sum(panel_bytes(weight) for *_, weight in places))
+        stretch = Stretch(sum(panel_bytes(plain_weight(layer)) for _, layer in places))
         attend_by_kernel(twin)
-    for name, layer, weight in places:
-        twin.set_submodule(name, _packed(layer, weight, columns, stretch))
+    for name, layer in places:
+        twin.set_submodule(name, _packed(layer, columns, stretch))
     return twin
 
 
-def _linear_layers(model: nn.Module, keep: nn.Module | None) -> Iterator[tuple[str, Any, Tensor]]:
-    """Name, layer and weight (features, inputs), in the order of their use."""
+@torch.no_grad()
+def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
+    """A twin of the model that shares everything but its linear layers, whose weights are quantized; those with fewer
+    features than a panel has, as routers, stay as they are. The model may be packed; it must have no
+    `quantizing_fault`.
+    """
+    twin = _twin(model)
+    attend_by_kernel(twin)
+    columns = shared_columns(twin) or Columns()
+    places = [(name, layer) for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL]
+    stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for _, layer in places))
+    for name, layer in places:
+        codes = quantize(plain_weight(layer), precision)
+        twin.set_submodule(name, QuantizedLinear(codes, _shape(layer)[1], layer.bias, columns, stretch))
+    return twin
+
+
+def quantizing_fault(model: PreTrainedModel) -> str | None:
+    """Why the weights of a model cannot be quantized here, or None."""
+    if getattr(model, "hf_quantizer", None):
+        return "they are quantized already"
+    if getattr(model, "hf_device_map", None) or model.device.type != "cpu":
+        return "that is for models on a CPU, in one piece"
+    if model.dtype not in PACKED_DTYPES:
+        return f"that is for float32 and bfloat16, not {model.dtype}"
+    return kernel_missing()
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules with the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and layer, in the order of their use."""
     for name, layer in model.named_modules(remove_duplicate=False):
-        if keep is not None and getattr(layer, "weight", None) is keep.weight:
-            continue
-        if type(layer) is nn.Linear:
-            yield name, layer, layer.weight
-        elif type(layer) is Conv1D:  # GPT-2's linear layer, stored the other way round
-            yield name, layer, layer.weight.T
+        if type(layer) in (nn.Linear, Conv1D) or isinstance(layer, PackedLinear):
+            yield name, layer
 
 
-def _packed(layer: nn.Linear | Conv1D, weight: Tensor, columns: Columns, stretch: Stretch | None) -> nn.Module:
+def plain_weight(layer: Any) -> Tensor:
+    """The weight (features, inputs) of a linear layer."""
+    if isinstance(layer, PackedLinear):
+        return layer.plain_weight()
+    weight: Tensor = layer.weight
+    return weight.T if type(layer) is Conv1D else weight  # GPT-2's is stored the other way round
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """Features and inputs of a linear layer."""
+    if type(layer) is Conv1D:
+        return layer.weight.shape[1], layer.weight.shape[0]
+    return layer.out_features, layer.in_features
+
+
+def _packed(layer: nn.Linear | Conv1D, columns: Columns, stretch: Stretch | None) -> nn.Module:
     """The layer with its weight packed, or as it is where no kernel is for it."""
+    weight = plain_weight(layer)
     if stretch is not None and fits_panels(weight):
         return PanelLinear(weight, layer.bias, columns, stretch)
     return BlockedLinear(weight.contiguous(), layer.bias, columns) if _has_blocked(weight.dtype) else layer

@@ -51,6 +51,7 @@ class CausalScorer:
     """
 
     way = "length"  # how it rolls back
+    shares_rows = True
 
     def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
@@ -76,13 +77,14 @@ class CausalScorer:
             self.fix_shape(None)
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
-        """A Scorer that runs another model, made of some of this one's layers, over the same rows and cache.
+        """A Scorer that runs another model, made of this one's layers or of copies, over the same rows and cache.
 
         What it adds to the rows has to be rolled back before this one goes on.
         """
         other, execution = copy.copy(self), self.execution
         other.name, other.model, other._chains = name, model, None
-        execution = execution and execution.of(model, name)  # our own graphs are of all layers
+        execution = execution and execution.of(model, name)  # our own graphs are of our own layers
+        other._columns = shared_columns(model) if self.facts.proven else None
         other._runner = PassRunner(model, self.facts, self._memory, execution)
         return other
 

@@ -38,7 +38,7 @@ from slipstream.models.load_faults import (
     usable_device,
 )
 from slipstream.models.origin import Origin
-from slipstream.models.packed_twins import packed_twin
+from slipstream.models.packed_twins import packed_twin, quantized_twin
 from slipstream.models.recurrent import StateScorer
 
 
@@ -93,7 +93,8 @@ def load_scorer(
     mode: Mode = EAGER,
     **kwargs: Any,
 ) -> AnyScorer:
-    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`.
+    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`. The weights
+    of a loaded model stay as they are; the Scorer has copies where they are packed or quantized.
 
     What cannot be rolled back by a length is tried with states.
     """
@@ -102,7 +103,9 @@ def load_scorer(
     name = name or model.config.name_or_path or type(model).__name__
     # of a model that we have loaded nobody else holds the plain weights, so they can go
     packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
-    packs = packs and can_pack(model)
+    packs = packs and mode.precision is None and can_pack(model)
+    if mode.precision is not None:
+        model = quantized_twin(model, name, mode.precision)
     try:
         return _causal(model, name, mode, packs)
     except (ValueError, AttributeError, KeyError, TypeError):  # a family that does not have what others have

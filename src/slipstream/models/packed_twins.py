@@ -1,17 +1,29 @@
-"""Twins of models with packed weights, used only where they give the logits of the model that was loaded."""
+"""Twins of models with other linear layers: packed, used only where they give the logits of the model that was loaded,
+or quantized, which are models of their own."""
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.kernels.packing import packed
+from slipstream.core.protocols import HasModel
+from slipstream.kernels.packing import packed, quantized, quantizing_fault
+from slipstream.kernels.quantization import Precision
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import allowed_gap, is_proven, longest_text, trial_lengths, trial_text, windows_of
+from slipstream.models.families import (
+    allowed_gap,
+    first_sentence,
+    is_proven,
+    longest_text,
+    trial_lengths,
+    trial_text,
+    windows_of,
+)
 
 
 def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None) -> PreTrainedModel:
@@ -33,6 +45,33 @@ def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None
         stacklevel=5,
     )
     return model
+
+
+def quantized_twin(model: PreTrainedModel, name: str, precision: Precision) -> PreTrainedModel:
+    """A twin of the model with quantized weights, tried on a text unless its family is known to run so.
+
+    Raises ValueError in one sentence where that is not possible.
+    """
+    if fault := quantizing_fault(model):
+        raise ValueError(f"the weights of {name} cannot be quantized to {precision}: {fault}.")
+    twin = quantized(model, precision)
+    if is_proven(model):
+        return twin
+    try:
+        works = math.isfinite(_gap(model, twin))
+    except Exception as error:  # a layer that asks another for its weight
+        raise ValueError(f"{name} does not run with quantized weights: {first_sentence(error)}.") from error
+    if not works:
+        raise ValueError(f"{name} gives no numbers with weights quantized to {precision}: leave that out.")
+    return twin
+
+
+def quantized_part(target: HasModel, precision: Precision) -> HasModel:
+    """A Scorer with quantized copies of the target's weights over the target's own rows and cache.
+
+    What it adds has to be rolled back before the target goes on. Raises ValueError where that is not possible.
+    """
+    return target.sharing_rows(quantized_twin(target.model, target.name, precision), f"{target.name} in {precision}")
 
 
 @torch.inference_mode()

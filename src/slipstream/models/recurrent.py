@@ -137,6 +137,8 @@ class StateScorer:
         self._texts: list[list[int]] = []  # of every row, to read again what a state has to forget
         self._beside: list[Any] = []  # what an encoder has read for each
 
+    shares_rows = False
+
     def sharing_rows(self, model: Any, name: str) -> StateScorer:
         """Raises ValueError: what some layers of a model add to its states could not be taken back from the others."""
         raise ValueError(f"{self.name} keeps a state, which its own layers cannot draft on; use a model of its own.")

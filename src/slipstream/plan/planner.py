@@ -131,10 +131,17 @@ class PlanReport:
         """Number of rows -> gamma of the chosen draft; 0: do not speculate."""
         return {rows: found[self.draft].gamma for rows, found in self.outlooks.items()}
 
-    def plan(self, target: str | None, vocab: int, dtype: str, compile: bool = False) -> Plan:
+    def plan(
+        self, target: str | None, vocab: int, dtype: str, compile: bool = False, quantize: str | None = None
+    ) -> Plan:
         """The choice as a plan for the target as it was given to `load`."""
         draft = self.draft if any(self.gammas.values()) else None
-        how: dict[str, Any] = {"verify": self.environment["rule"], "dtype": dtype, "compile": compile}
+        how: dict[str, Any] = {
+            "verify": self.environment["rule"],
+            "dtype": dtype,
+            "compile": compile,
+            "quantize": quantize,
+        }
         how |= {"temperature": self.settings.sampling.temperature, "machine": self.environment}
         return Plan(target, draft, self.gammas, vocab, figures=self.figures(), **how)
 

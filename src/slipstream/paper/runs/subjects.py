@@ -15,8 +15,9 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import TOKEN
 from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.specification import BuildContext, drafter
+from slipstream.drafters.specification import drafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.execution.passes import Mode

@@ -1,0 +1,145 @@
+"""Weights as whole numbers of 8 or 4 bits, with a scale for each group of inputs of a feature.
+
+A weight is scale * (code - zero). Reading it costs a half or a quarter of what bfloat16 costs, and reading is what a
+pass of a few tokens costs on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.kernels.panels import PANEL
+
+QUAD = 4  # inputs that one instruction multiplies; quantized.cpp has the same number
+GROUPS = (32, 64, 128, 256)
+"""How many inputs of a feature may share a scale."""
+GROUP = {8: 64, 4: 32}
+"""How many do unless told otherwise, by bits."""
+CUTS = (1.0, 0.94, 0.88, 0.82)
+"""Parts of the range of a group that codes of 4 bits may stand for: to cut off the greatest weight may cost less than
+coarser steps for all others."""
+CHUNK = 1 << 22  # weights that are quantized at a time, which bounds the memory
+
+QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
+"""Codes (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL), as the kernel reads them."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How weights are quantized: to codes of `bits`, with a scale for every `group` inputs of a feature."""
+
+    bits: int
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in GROUP:
+            raise ValueError(f"weights of {self.bits} bits are not possible: use int8 or int4.")
+        if self.group not in GROUPS:
+            raise ValueError(f"group={self.group} is not possible: use {', '.join(map(str, GROUPS))}.")
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" + (f"?group={self.group}" if self.group != GROUP[self.bits] else "")
+
+    @staticmethod
+    def named(name: str, group: int | None = None) -> Precision:
+        """ "int8" or "int4", with groups of the usual size unless it is given. Raises ValueError for other names."""
+        bits = {"int8": 8, "int4": 4}.get(name)
+        if bits is None:
+            raise ValueError(f"{name!r} is no precision of weights: use int8 or int4.")
+        return Precision(bits, GROUP[bits] if group is None else group)
+
+    @property
+    def middle(self) -> int:
+        """The code of zero, unless another one is given."""
+        return 1 << (self.bits - 1)
+
+    def bytes_of(self, features: int, inputs: int) -> int:
+        """What a quantized weight takes, in panels."""
+        groups = -(-inputs // self.group)
+        return -(-features // PANEL) * PANEL * groups * (self.group * self.bits // 8 + 2)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantized weight: `codes` (features, groups * group), whole numbers from 0, and `scales` (features, groups) in
+    bfloat16. Zero is the middle of the range, or what `zeros` (features, groups) says. Inputs that fill up the last
+    group weigh nothing."""
+
+    precision: Precision
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        """The weight (features, groups * group) in float32 that the codes stand for."""
+        parts = self.codes.unflatten(1, (-1, self.precision.group)).int()
+        zeros = self.precision.middle if self.zeros is None else self.zeros.int()[..., None]
+        return ((parts - zeros) * self.scales.float()[..., None]).flatten(1)
+
+    def into_panels(self) -> QuantizedPanels:
+        """The layout of the kernel; the last panel is filled up with scales of zero."""
+        codes = pad(self.codes, (0, 0, 0, -len(self.codes) % PANEL))
+        parts = codes.view(len(codes) // PANEL, PANEL, -1, 8 // self.precision.bits, QUAD)
+        low, *high = parts.unbind(3)
+        zeros = None if self.zeros is None else _groups_in_panels(self.zeros)
+        packed = low | (high[0] << 4) if high else low
+        return packed.transpose(1, 2).contiguous(), _groups_in_panels(self.scales), zeros
+
+    @staticmethod
+    def from_panels(precision: Precision, panels: QuantizedPanels, features: int) -> Codes:
+        """The codes that `into_panels` has laid out."""
+        packed, *groups = panels
+        parts = packed.transpose(1, 2)
+        codes = parts[..., None, :] if precision.bits == 8 else torch.stack((parts & 15, parts >> 4), -2)
+        scales, zeros = (None if each is None else each.transpose(1, 2).flatten(0, 1)[:features] for each in groups)
+        assert scales is not None
+        return Codes(precision, codes.flatten(2).flatten(0, 1)[:features], scales, zeros)
+
+
+def _groups_in_panels(tensor: Tensor) -> Tensor:
+    """(features, groups) -> (panels, groups, PANEL)."""
+    full = pad(tensor, (0, 0, 0, -len(tensor) % PANEL))
+    return full.view(-1, PANEL, tensor.shape[1]).transpose(1, 2).contiguous()
+
+
+@torch.no_grad()
+def quantize(weight: Tensor, precision: Precision) -> Codes:
+    """Quantize a weight (features, inputs) to the nearest codes about zero, each group with the scale that leaves the
+    least squared error of those that are tried."""
+    parts = [_quantized(part, precision) for part in weight.split(max(1, CHUNK // weight.shape[1]))]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Codes(precision, codes, scales)
+
+
+def _quantized(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    middle = precision.middle
+    groups = pad(weight.float(), (0, -weight.shape[1] % precision.group)).unflatten(1, (-1, precision.group))
+    best = least = None
+    for scale in _scales(groups, precision):
+        inverse = torch.where(scale == 0, 0, 1 / scale.float())
+        codes = (groups * inverse).round_().clamp_(-middle, middle - 1)
+        error = (codes * scale.float() - groups).square_().sum(2, keepdim=True)
+        if best is None or least is None:
+            best, least = (codes, scale), error
+        else:
+            better = error < least
+            best = (torch.where(better, codes, best[0]), torch.where(better, scale, best[1]))
+            least = torch.minimum(error, least)
+    assert best is not None
+    return (best[0] + middle).to(torch.uint8).flatten(1), best[1].squeeze(2)
+
+
+def _scales(groups: Tensor, precision: Precision) -> Iterator[Tensor]:
+    """Scales (features, groups, 1) to try. Of 16 codes one more lies below zero than above it, which is worth having on
+    the side of the greatest weight."""
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    if precision.bits == 8:
+        yield (extreme.abs() / (precision.middle - 1)).bfloat16()
+        return
+    for cut in CUTS:
+        yield (extreme * cut / -precision.middle).bfloat16()

@@ -1,0 +1,236 @@
+// Linear layers whose weights are whole numbers of 8 or 4 bits, with a scale for every group of inputs of a feature.
+//
+// Inputs become whole numbers of 8 bits too, every group of a row with a scale of its own. What is summed within a group
+// is exact, in any order and on any processor; the sums of the groups are scaled and added one after another in float32.
+// So a row has the same bits however many rows stand beside it.
+//
+// Codes have no sign: a weight is scale * (code - zero), where zero is the middle of the range unless `zeros` are given.
+// They lie in panels, as in cpu.cpp: (panels, inputs / STEP, PANEL, QUAD) bytes. A byte is one code of 8 bits (STEP 4),
+// or two of 4 bits (STEP 8), of which the lower one belongs to an input in the first half of the step. Scales and zeros
+// are (panels, groups, PANEL).
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int QUAD = 4;            // inputs that one instruction multiplies
+constexpr int MOST_GROUP = 256;    // inputs that share a scale
+constexpr float ROUND = 12582912;  // 1.5 * 2^23: what is added to it and taken off again is a whole number
+constexpr float LEAST = 1e-30f;    // inputs below it are nothing
+
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 6;  // with PARTS sums of a group and PARTS of all groups each
+#else
+constexpr int MOST_ROWS = 1;
+#endif
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group.
+struct Inputs {
+  int64_t rows, groups, group;
+  std::vector<int8_t> codes;
+  std::vector<float> scales;
+  std::vector<int32_t> sums;
+
+  Inputs(int64_t rows, int64_t groups, int64_t group)
+      : rows(rows), groups(groups), group(group), codes(rows * groups * group), scales(rows * groups), sums(rows * groups) {}
+};
+
+// A group of which `count` inputs are given; those behind them are nothing. If one of them is not finite, neither is
+// anything that the group is multiplied by.
+template <class Type>
+void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inputs, int64_t place) {
+  float values[MOST_GROUP] = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = Type::widen(given[i]);
+  uint32_t most = 0;  // compared as bits, where infinities and what is not a number are greater than all else
+  for (int64_t i = 0; i < inputs.group; ++i) most = std::max(most, bits<uint32_t>(values[i]) & 0x7fffffffu);
+  const float greatest = bits<float>(most);
+  if (most >= 0x7f800000u) {
+    inputs.scales[place] = std::numeric_limits<float>::quiet_NaN();
+  } else if (greatest >= LEAST) {
+    const float inverse = 127 / greatest;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < inputs.group; ++i) {
+      const int32_t code = static_cast<int32_t>((values[i] * inverse + ROUND) - ROUND);
+      inputs.codes[place * inputs.group + i] = static_cast<int8_t>(code);
+      sum += code;
+    }
+    inputs.scales[place] = greatest / 127;
+    inputs.sums[place] = sum;
+  }
+}
+
+template <class Type>
+Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, int64_t groups, int64_t group) {
+  Inputs inputs(rows, groups, group);
+  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
+  torch::stable::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t i = 0; i < groups; ++i)
+        quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), inputs, row * groups + i);
+  });
+  return inputs;
+}
+
+// What a product reads and writes.
+template <class Type>
+struct Quantized {
+  const uint8_t *codes, *zeros;  // `zeros` may be null
+  const uint16_t* scales;
+  const typename Type::Item* bias;  // (features) or null
+  typename Type::Item* outputs;     // (rows, features)
+  int64_t features;
+};
+
+// Adds the products of four codes of every feature with four inputs.
+inline void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
+#if defined(__AVX512VNNI__)
+  int32_t four;
+  std::memcpy(&four, inputs, sizeof(four));
+  sum = (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+  const auto pair = [](int8_t low, int8_t high) { return (static_cast<int32_t>(high) << 16) | static_cast<uint16_t>(low); };
+  const Words even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
+#if defined(__AVX512BW__)
+  sum += (Whole)_mm512_madd_epi16((__m512i)even, _mm512_set1_epi32(pair(inputs[0], inputs[2])));
+  sum += (Whole)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32(pair(inputs[1], inputs[3])));
+#else
+  sum += (Whole)_mm256_madd_epi16((__m256i)even, _mm256_set1_epi32(pair(inputs[0], inputs[2])));
+  sum += (Whole)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32(pair(inputs[1], inputs[3])));
+#endif
+#else
+  for (int i = 0; i < QUAD; ++i) sum += (Whole)((codes >> (8 * i)) & 0xffu) * static_cast<int32_t>(inputs[i]);
+#endif
+}
+
+// A panel's features of ROWS rows, beginning with `row`.
+template <class Type, int BITS, bool ZEROS, int ROWS>
+void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int64_t row) {
+  constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
+  const int64_t steps = inputs.group / STEP, apart = inputs.groups * inputs.group;
+  const uint8_t* codes = work.codes + panel * inputs.groups * steps * WIDTH;
+  const int8_t* given = inputs.codes.data() + row * apart;
+  Lanes sums[ROWS][PARTS] = {};
+  for (int64_t group = 0; group < inputs.groups; ++group) {
+    const int64_t place = (panel * inputs.groups + group) * PANEL;
+    Whole found[ROWS][PARTS];
+    for (int part = 0; part < PARTS; ++part) {
+      Whole zero = Whole{} + (1 << (BITS - 1));
+      if constexpr (ZEROS) {
+        Bytes own;
+        std::memcpy(&own, work.zeros + place + part * LANES, sizeof(own));
+        zero = __builtin_convertvector(own, Whole);
+      }
+      for (int r = 0; r < ROWS; ++r) found[r][part] = -zero * inputs.sums[(row + r) * inputs.groups + group];
+    }
+    for (int64_t step = 0; step < steps; ++step, codes += WIDTH, given += STEP) {
+      prefetch(codes, WIDTH);
+      for (int part = 0; part < PARTS; ++part) {
+        Words some;
+        std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
+        if constexpr (BITS == 8) {
+          for (int r = 0; r < ROWS; ++r) add_products(found[r][part], some, given + r * apart);
+        } else {
+          const Words low = some & 0x0f0f0f0fu, high = (some >> 4) & 0x0f0f0f0fu;
+          for (int r = 0; r < ROWS; ++r) {
+            add_products(found[r][part], low, given + r * apart);
+            add_products(found[r][part], high, given + r * apart + QUAD);
+          }
+        }
+      }
+    }
+    for (int part = 0; part < PARTS; ++part) {
+      const Lanes scale = BFloat16::load(work.scales + place + part * LANES);
+      for (int r = 0; r < ROWS; ++r)
+        sums[r][part] += __builtin_convertvector(found[r][part], Lanes) *
+                         (scale * inputs.scales[(row + r) * inputs.groups + group]);
+    }
+  }
+  const int64_t first = panel * PANEL;
+  for (int r = 0; r < ROWS; ++r)
+    write_panel<Type>(reinterpret_cast<const float*>(sums[r]), work.bias ? work.bias + first : nullptr,
+                      work.outputs + (row + r) * work.features + first, std::min<int64_t>(PANEL, work.features - first));
+}
+
+template <class Type, int BITS, bool ZEROS>
+void multiply(const Quantized<Type>& work, const Inputs& inputs) {
+  const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
+  const int64_t tiles = (inputs.rows + MOST_ROWS - 1) / MOST_ROWS;
+  torch::stable::parallel_for(0, panels_of(work.features), std::max<int64_t>(1, SHARE / cost),
+                              [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t row = inputs.rows * i / tiles;
+        as_constant<MOST_ROWS>(inputs.rows * (i + 1) / tiles - row, [&](auto rows) {
+          tile<Type, BITS, ZEROS, decltype(rows)::value>(work, inputs, panel, row);
+        });
+      }
+  });
+}
+
+template <class Type>
+void run(const Tensor& given, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
+         const std::optional<Tensor>& bias, int64_t bits, const Tensor& outputs) {
+  using Item = typename Type::Item;
+  const int64_t width = given.size(given.dim() - 1), groups = scales.size(1);
+  const int64_t group = codes.size(1) * QUAD * 8 / bits / groups;
+  const Inputs inputs =
+      quantize<Type>(static_cast<const Item*>(given.data_ptr()), given.numel() / std::max<int64_t>(1, width), width, groups, group);
+  const Quantized<Type> work{static_cast<const uint8_t*>(codes.data_ptr()),
+                             zeros ? static_cast<const uint8_t*>(zeros->data_ptr()) : nullptr,
+                             static_cast<const uint16_t*>(scales.data_ptr()),
+                             bias ? static_cast<const Item*>(bias->data_ptr()) : nullptr,
+                             static_cast<Item*>(outputs.data_ptr()), outputs.size(outputs.dim() - 1)};
+  if (bits == 8)
+    zeros ? multiply<Type, 8, true>(work, inputs) : multiply<Type, 8, false>(work, inputs);
+  else
+    zeros ? multiply<Type, 4, true>(work, inputs) : multiply<Type, 4, false>(work, inputs);
+}
+
+void check(const Tensor& inputs, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
+           const std::optional<Tensor>& bias, int64_t features, int64_t bits) {
+  STD_TORCH_CHECK(bits == 4 || bits == 8, "slipstream::quantized_linear: codes of ", bits, " bits");
+  STD_TORCH_CHECK(codes.dim() == 4 && codes.size(0) == panels_of(features) && codes.size(2) == PANEL &&
+                      codes.size(3) == QUAD && codes.scalar_type() == ScalarType::Byte,
+                  "slipstream::quantized_linear: the codes are not packed for ", features, " features");
+  STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == codes.size(0) && scales.size(1) > 0 && scales.size(2) == PANEL &&
+                      scales.scalar_type() == ScalarType::BFloat16,
+                  "slipstream::quantized_linear: the scales do not fit the codes");
+  STD_TORCH_CHECK(!zeros || (zeros->numel() == scales.numel() && zeros->scalar_type() == ScalarType::Byte),
+                  "slipstream::quantized_linear: the zeros do not fit the scales");
+  STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->scalar_type() == inputs.scalar_type()),
+                  "slipstream::quantized_linear: the bias does not fit");
+  const int64_t step = QUAD * 8 / bits, whole = codes.size(1) * step, group = whole / scales.size(1);
+  const int64_t width = inputs.size(inputs.dim() - 1);
+  STD_TORCH_CHECK(group * scales.size(1) == whole && group % step == 0 && group <= MOST_GROUP && whole - group < width &&
+                      width <= whole,
+                  "slipstream::quantized_linear: inputs of ", width, " for groups of ", group);
+  for (const Tensor& tensor : {inputs, codes, scales, zeros ? *zeros : inputs, bias ? *bias : inputs})
+    STD_TORCH_CHECK(tensor.is_contiguous(), "slipstream::quantized_linear: tensors must be contiguous");
+}
+
+// (..., inputs) -> (..., features).
+Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
+                        std::optional<Tensor> bias, int64_t features, int64_t bits) {
+  check(inputs, codes, scales, zeros, bias, features, bits);
+  std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
+  shape.back() = features;
+  Tensor outputs = torch::stable::new_empty(inputs, shape);
+  if (inputs.scalar_type() == ScalarType::BFloat16)
+    run<BFloat16>(inputs, codes, scales, zeros, bias, bits, outputs);
+  else if (inputs.scalar_type() == ScalarType::Float)
+    run<Float32>(inputs, codes, scales, zeros, bias, bits, outputs);
+  else
+    STD_TORCH_CHECK(false, "slipstream::quantized_linear: float32 or bfloat16");
+  return outputs;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
+  m.def("quantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int features, int bits) "
+        "-> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) { m.impl("quantized_linear", TORCH_BOX(&quantized_linear)); }

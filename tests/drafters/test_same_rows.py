@@ -1,0 +1,171 @@
+"""The target's own weights, quantized, draft on the rows of its cache, and the law stays the target's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import slipstream
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.decoding import rules
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.same_rows import SameRowsDrafter
+from slipstream.drafters.specification import drafter
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import packed
+from slipstream.kernels.quantization import Precision
+from slipstream.models.causal import CausalScorer
+from slipstream.models.packed_twins import quantized_part
+from slipstream.models.recurrent import StateScorer
+from slipstream.models.tiny import tiny_config, tiny_model
+from toys import (
+    FAMILIES,
+    GREEDY,
+    SAMPLE,
+    Altered,
+    Cycle,
+    company_changes_nothing,
+    enumerate_outcomes,
+    plain_law,
+    request,
+    scorer,
+    tiny,
+    total_variation,
+)
+
+pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+FLOAT = 1e-5  # the laws are softmaxes in float32
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
+INT4 = Precision(4, 32)
+
+
+def requests(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
+    """Three prompts of different lengths."""
+    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(PROMPTS)]
+
+
+def self_draft(target: Any, precision: Precision = INT4) -> SameRowsDrafter:
+    return SameRowsDrafter(quantized_part(target, precision))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("precision", [INT4, Precision(8, 64)], ids=str)
+def test_greedy_texts_are_the_target_s(family: str, precision: Precision) -> None:
+    target = CausalScorer(packed(tiny(FAMILIES[family])))
+    decoder = Decoder(target, self_draft(target, precision), controller=Fixed(3), batch_size=2)
+    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    share = sum(row.stats.accepted for row in ours) / sum(row.stats.drafted for row in ours)
+    assert share > (0.8 if precision.bits == 8 else 0.3)
+
+
+def test_a_hybrid_target_drafts_for_itself_in_a_cache_of_its_own() -> None:
+    model = tiny_model(transformers.Lfm2ForCausalLM, tiny_config(transformers.Lfm2Config))
+    target = StateScorer(model, "lfm2")
+    made = drafter("int8", BuildContext(target))
+    decoder = Decoder(target, made, controller=Fixed(3))
+    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    assert sum(row.stats.accepted for row in ours) > 0
+
+
+def trio() -> CausalScorer:
+    """A model of three tokens."""
+    return CausalScorer(tiny(FAMILIES["llama"], vocab_size=3, initializer_range=0.4))
+
+
+def law_of(decoder: Decoder) -> dict[Any, float]:
+    """All outputs and their chances, by running the whole loop for every sequence of draws."""
+    one = [request((0, 2), 3)]
+    return enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
+
+
+def target_law(target: CausalScorer) -> dict[Any, float]:
+    @torch.inference_mode()
+    def step(prefix: tuple[int, ...]) -> list[float]:
+        found: list[float] = target.model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+        return found
+
+    return plain_law(step, (0, 2), 3)
+
+
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
+def test_the_law_is_the_target_s(rule: rules.Rule) -> None:
+    target = trio()
+    decoder = Decoder(target, self_draft(target), rule.verify, Cycle((2, 0, 1)))
+    assert total_variation(law_of(decoder), target_law(target)) < FLOAT
+
+
+def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
+    def flat(draft: Draft) -> Draft:
+        return replace(draft, law=draft.law and Law(probs=torch.full_like(draft.law.dense, 1 / 3)))
+
+    target = trio()
+    decoder = Decoder(target, Altered(self_draft(target), flat), rules.TOKEN.verify, Fixed(2))
+    assert total_variation(law_of(decoder), target_law(target)) > 1e-3
+
+
+def test_stop_in_mid_round_and_company_change_nothing() -> None:
+    target = CausalScorer(tiny(FAMILIES["llama"]))
+    alone = Decoder(target, self_draft(target), controller=Fixed(4), batch_size=1)
+    some = [replace(one, eos=frozenset(range(0, 64, 4)), max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    company_changes_nothing(alone, some)
+
+
+# ---- as users write it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["int4", "int8", "quantized:int4?group=64", "lookup|int4", "lookup>int8"])
+def test_drafts_are_named(draft: str) -> None:
+    engine = slipstream.load(draft=draft)
+    plainly = slipstream.load()
+    prompts = ["def add(a, b):", "import os"]
+    found = engine.generate(prompts, max_new_tokens=12, temperature=0)
+    want = plainly.generate(prompts, max_new_tokens=12, temperature=0)
+    assert [each.text for each in found] == [each.text for each in want]
+    assert sum(each.stats.accepted for each in found) > 0
+
+
+def test_a_tree_and_a_chain_keep_a_cache_of_their_own() -> None:
+    target = CausalScorer(tiny(FAMILIES["llama"]))
+    made = drafter("int4", BuildContext(target, drafted=True))
+    assert isinstance(made, ModelDrafter) and made.scorer.lengths == []
+    engine = slipstream.load(draft="int4", tree=(2, 1))
+    assert engine.generate(["x = "], max_new_tokens=8)[0].stats.drafted > 0
+
+
+def test_an_encoder_decoder_drafts_for_itself_too() -> None:
+    target = CausalScorer(tiny_model(transformers.T5ForConditionalGeneration, tiny_config(transformers.T5Config)))
+    made = drafter("int8", BuildContext(target))
+    assert isinstance(made, ModelDrafter) and made.scorer.source_form == target.source_form
+
+
+def test_what_cannot_be_quantized_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="has no weights to quantize"):
+        drafter("int4", BuildContext(scorer(lambda prefix: (0.5, 0.5), "table")))
+    target = CausalScorer(tiny(FAMILIES["llama"]).half())
+    with pytest.raises(ValueError, match=r"cannot be quantized to int4: that is for float32 and bfloat16"):
+        drafter("int4", BuildContext(target))
+    with pytest.raises(ValueError, match="use 32, 64, 128, 256"):
+        drafter("int4?group=7", BuildContext(target))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_quantized_target_is_the_target(quantize: str) -> None:
+    """Plain and speculative texts of the quantized weights are equal; those of the weights as they were may differ."""
+    prompts = ["def add(a, b):", "import os", "class A:"]
+    plainly = slipstream.load(quantize=quantize).generate(prompts, max_new_tokens=16, temperature=0)
+    engine = slipstream.load(draft="embedded", quantize=quantize)
+    found = engine.generate(prompts, max_new_tokens=16, temperature=0)
+    assert [each.text for each in found] == [each.text for each in plainly]
+    with pytest.raises(ValueError, match="use int8 or int4"):
+        slipstream.load(quantize="fp3")

@@ -1,0 +1,199 @@
+"""Quantized weights: what codes stand for, their layout, and products that are right and do not depend on company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.kernels import cpu as kernel
+from slipstream.kernels.cpu import kernel_missing, quantized_linear
+from slipstream.kernels.packing import QuantizedLinear, packed, plain_weight, quantized, quantizing_fault
+from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
+from toys import FAMILIES, tiny
+
+built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+PRECISIONS = [Precision(8, 32), Precision(8, 64), Precision(4, 32), Precision(4, 128)]
+every = pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+SHAPES = [(1, 32), (7, 10), (33, 64), (100, 288), (40, 1000)]
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def with_zeros(codes: Codes) -> Codes:
+    """The same codes, each group with a zero of its own."""
+    most = 2 * codes.precision.middle
+    zeros = torch.randint(0, most, codes.scales.shape, generator=torch.Generator().manual_seed(1))
+    return replace(codes, zeros=zeros.to(torch.uint8))
+
+
+def rounded(inputs: Tensor, group: int) -> Tensor:
+    """Inputs (rows, n) as the kernel sees them: whole numbers of 8 bits with a scale for each group, in float64."""
+    full = torch.nn.functional.pad(inputs.float(), (0, -inputs.shape[1] % group)).unflatten(1, (-1, group))
+    greatest = full.abs().amax(2, keepdim=True)
+    inverse = torch.full_like(greatest, 127) / greatest  # torch makes a product of 127 / greatest
+    codes = (full.double() * torch.where(greatest == 0, 0, inverse)).round()
+    return (codes * (greatest / 127).double()).flatten(1)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Nobody knows yet whether there is a kernel; afterwards nobody remembers what was found."""
+    kernel_missing.cache_clear()
+    yield
+    kernel_missing.cache_clear()
+
+
+# ---- codes ------------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize(("features", "inputs"), SHAPES)
+def test_codes_are_the_nearest_ones(precision: Precision, features: int, inputs: int) -> None:
+    weight = random(features, inputs)
+    codes = quantize(weight, precision)
+    steps = codes.scales.float().abs().repeat_interleave(precision.group, 1)[:, :inputs]
+    error = (codes.weight()[:, :inputs] - weight).abs()
+    ends = (codes.codes[:, :inputs] == 0) | (codes.codes[:, :inputs] == 2 * precision.middle - 1)
+    assert bool((error[~ends] <= steps[~ends] * 0.501).all())  # where nothing was cut off
+    assert codes.weight()[:, inputs:].count_nonzero() == 0
+    assert float(error.square().mean().sqrt()) < (0.012 if precision.bits == 8 else 0.17)
+
+
+def test_a_weight_of_zeros_stays_one() -> None:
+    for precision in PRECISIONS:
+        assert quantize(torch.zeros(3, 64), precision).weight().count_nonzero() == 0
+
+
+@every
+@pytest.mark.parametrize("own", [False, True])
+def test_panels_hold_the_codes(precision: Precision, own: bool) -> None:
+    codes = quantize(random(70, 100), precision)
+    codes = with_zeros(codes) if own else codes
+    again = Codes.from_panels(precision, codes.into_panels(), 70)
+    assert torch.equal(again.codes, codes.codes) and torch.equal(again.weight(), codes.weight())
+
+
+def test_precisions_are_named() -> None:
+    assert Precision.named("int8") == Precision(8, 64) and Precision.named("int4", 128) == Precision(4, 128)
+    assert str(Precision(4, 32)) == "int4" and str(Precision(4, 64)) == "int4?group=64"
+    for name, group, said in (("int3", None, "use int8 or int4"), ("int4", 0, "group=0"), ("int4", 48, "use 32, 64")):
+        with pytest.raises(ValueError, match=said):
+            Precision.named(name, group)
+    with pytest.raises(ValueError, match="3 bits"):
+        Precision(3, 32)
+
+
+# ---- products ---------------------------------------------------------------------------------------------------
+
+
+@built
+@every
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("features", "inputs"), SHAPES)
+@pytest.mark.parametrize("own", [False, True])
+def test_products_are_those_of_float64(
+    precision: Precision, dtype: torch.dtype, features: int, inputs: int, own: bool
+) -> None:
+    """Of the rounded inputs and what the codes stand for, with a bias; rows that fill a tile, and more of them."""
+    codes = quantize(random(features, inputs), precision)
+    codes = with_zeros(codes) if own else codes
+    bias = random(features, dtype=dtype, seed=1)
+    for rows in (1, 2, 5, 6, 7, 13, 40):
+        given = random(rows, inputs, dtype=dtype, seed=rows)
+        exact = rounded(given, precision.group) @ codes.weight().double().T + bias.double()
+        found = quantized_linear(given[:, None], codes.into_panels(), bias, features, precision.bits)
+        assert found.shape == (rows, 1, features) and found.dtype == dtype
+        rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found[:, 0].double(), exact, rtol=rtol, atol=1e-3)
+
+
+@built
+@every
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(precision: Precision, dtype: torch.dtype) -> None:
+    panels = quantize(random(100, 512), precision).into_panels()
+    given = random(50, 512, dtype=dtype, seed=1)
+    alone = torch.cat([quantized_linear(row[None], panels, None, 100, precision.bits) for row in given])
+    for rows in (2, 5, 6, 7, 12, 13, 33, 50):
+        assert torch.equal(quantized_linear(given[:rows], panels, None, 100, precision.bits), alone[:rows])
+
+
+@built
+@every
+def test_inputs_that_are_no_numbers_spoil_their_own_row_only(precision: Precision) -> None:
+    given = random(4, 256)
+    given[1, 200], given[2, 3], given[3] = torch.nan, torch.inf, 0
+    found = quantized_linear(given, quantize(random(40, 256), precision).into_panels(), None, 40, precision.bits)
+    assert bool(found[0].isfinite().all()) and bool(found[1:3].isnan().all()) and not found[3].count_nonzero()
+
+
+@built
+def test_what_does_not_fit_is_refused() -> None:
+    codes, scales, zeros = quantize(random(40, 64), Precision(8, 32)).into_panels()
+    for given, parts, features, bits, said in (
+        (torch.zeros(1, 20), (codes, scales, zeros), 40, 8, "inputs of 20 for groups of 32"),
+        (torch.zeros(1, 65), (codes, scales, zeros), 40, 8, "inputs of 65"),
+        (torch.zeros(1, 64), (codes, scales, zeros), 65, 8, "not packed for 65 features"),
+        (torch.zeros(1, 64), (codes, scales, zeros), 40, 3, "codes of 3 bits"),
+        (torch.zeros(1, 64), (codes, scales[:1], zeros), 40, 8, "the scales do not fit"),
+        (torch.zeros(1, 64).double(), (codes, scales, zeros), 40, 8, "float32 or bfloat16"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            quantized_linear(given, parts, None, features, bits)
+
+
+@built
+def test_control_a_scale_off_by_one_group_is_caught_by_the_kernels_own_check(
+    forgotten: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = kernel.quantize
+
+    class Shifted(Codes):
+        def into_panels(self) -> QuantizedPanels:
+            codes, scales, zeros = super().into_panels()
+            return codes, scales.roll(1, 1), zeros
+
+    def shifted(weight: Tensor, precision: Precision) -> Codes:
+        right = real(weight, precision)
+        return Shifted(right.precision, right.codes, right.scales)
+
+    monkeypatch.setattr(kernel, "quantize", shifted)
+    with pytest.warns(RuntimeWarning, match="computes something else"):
+        assert kernel_missing()
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_quantized_twin_shares_all_but_its_linear_layers(family: str, packs: bool) -> None:
+    model = tiny(FAMILIES[family])
+    source = packed(model) if packs else model
+    twin = quantized(source, Precision(8, 32))
+    layers = {name: part for name, part in twin.named_modules() if isinstance(part, QuantizedLinear)}
+    assert layers and not any(part.out_features >= 32 for part in twin.modules() if type(part) is nn.Linear)
+    for name, layer in layers.items():
+        want = plain_weight(source.get_submodule(name)).detach()
+        assert float((layer.plain_weight() - want).abs().max()) <= 0.02 * float(want.abs().max())
+    embedding = model.get_input_embeddings().weight
+    assert twin.get_input_embeddings().weight.data_ptr() == embedding.data_ptr()
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.inference_mode():
+        gap = (twin(tokens).logits - model(tokens).logits).std() / model(tokens).logits.std()
+    assert 0 < float(gap) < 0.2
+
+
+@built
+def test_what_cannot_be_quantized_says_why() -> None:
+    model = tiny(FAMILIES["llama"])
+    assert quantizing_fault(model) is None
+    assert "float32 and bfloat16, not torch.float16" in str(quantizing_fault(model.half()))
