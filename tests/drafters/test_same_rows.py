@@ -121,10 +121,63 @@ def test_stop_in_mid_round_and_company_change_nothing() -> None:
     company_changes_nothing(alone, some)
 
 
+# ---- a window of the text -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_a_window_shows_the_end_and_the_sinks(family: str) -> None:
+    """The logits are those of one pass whose last token sees just these."""
+    model = tiny(FAMILIES[family])
+    target, text = CausalScorer(model), [5, 3, 8, 13, 2, 1, 7, 11, 4]
+    part = target.seeing(3, 1)
+    target.add(2)
+    target.prefill([text, text[:1]])
+    found = part.extend(torch.tensor([[6], [6]]), [1, 1])
+    part.rollback([len(text), 1])
+    hidden = torch.full((10, 10), torch.finfo(torch.float32).min).triu(1)
+    hidden[9, 1:7] = torch.finfo(torch.float32).min
+    options: Any = dict.fromkeys(target.facts.kinds, hidden[None, None])
+    mask = options if len(options) > 1 else hidden[None, None]
+    with torch.inference_mode():
+        want = model(torch.tensor([[*text, 6]]), attention_mask=mask, use_cache=False).logits[0, -1]
+        short = model(torch.tensor([[text[0], 6]]), use_cache=False).logits[0, -1]
+    if family != "gemma3":  # whose other layers have a window of their own, which this mask lacks
+        torch.testing.assert_close(found[0, 0], want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[1, 0], short, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_greedy_texts_with_a_window_are_the_target_s(family: str) -> None:
+    target = CausalScorer(tiny(FAMILIES[family]))
+    decoder = Decoder(target, SameRowsDrafter(target.seeing(4, 2)), controller=Fixed(3))
+    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    wide = Decoder(target, SameRowsDrafter(target.seeing(400, 2)), controller=Fixed(3))
+    assert all(row.stats.accepted == row.stats.drafted > 0 for row in generate(wide, requests()))
+
+
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
+def test_the_law_with_a_window_is_the_target_s(rule: rules.Rule) -> None:
+    target = trio()
+    decoder = Decoder(target, SameRowsDrafter(target.seeing(1, 1)), rule.verify, Cycle((2, 0, 1)))
+    assert total_variation(law_of(decoder), target_law(target)) < FLOAT
+
+
 # ---- as users write it --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["int4", "int8", "quantized:int4?group=64", "lookup|int4", "lookup>int8"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "int4",
+        "int8",
+        "quantized:int4?group=64",
+        "lookup|int4",
+        "lookup>int8",
+        "window:8",
+        "window:8?weights=int4&sinks=2",
+    ],
+)
 def test_drafts_are_named(draft: str) -> None:
     engine = slipstream.load(draft=draft)
     plainly = slipstream.load()
@@ -155,6 +208,8 @@ def test_what_cannot_be_quantized_is_refused_in_a_sentence() -> None:
     target = CausalScorer(tiny(FAMILIES["llama"]).half())
     with pytest.raises(ValueError, match=r"cannot be quantized to int4: that is for float32 and bfloat16"):
         drafter("int4", BuildContext(target))
+    with pytest.raises(ValueError, match="window:0 with 4 sinks is not possible"):
+        drafter("window:0", BuildContext(target))
     with pytest.raises(ValueError, match="use 32, 64, 128, 256"):
         drafter("int4?group=7", BuildContext(target))
 

@@ -26,6 +26,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.drafters.model import ModelDrafter
+from slipstream.execution.masks import Sight
 from slipstream.models import causal as models
 from slipstream.models import facts
 from slipstream.models.causal import CausalScorer
@@ -93,7 +94,7 @@ def test_logits_in_half_precision(dtype: torch.dtype) -> None:
 def test_control_a_forgotten_window_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts are long enough for windows and chunks to matter."""
     rules = facts.mask_kinds
-    monkeypatch.setattr(facts, "mask_kinds", lambda config: dict.fromkeys(rules(config), (None, None)))
+    monkeypatch.setattr(facts, "mask_kinds", lambda config: dict.fromkeys(rules(config), Sight()))
     monkeypatch.setattr(models, "probe", lambda scorer, kind: None)
     assert contract(tiny(EVERY[family])) > 100 * TOLERANCE[torch.float32]
 

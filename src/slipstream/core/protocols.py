@@ -132,6 +132,16 @@ class HasModel(Scorer, Protocol):
         ...
 
 
+@runtime_checkable
+class SeesWindows(HasModel, Protocol):
+    """A Scorer whose rows may be read through a window."""
+
+    def seeing(self, window: int, sinks: int) -> HasModel:
+        """A Scorer that runs the same model over the same rows, and sees no more of a text than its last `window`
+        tokens and its first `sinks`. What it adds to the rows has to be rolled back before this one goes on."""
+        ...
+
+
 class Drafter(Protocol):
     """Makes drafts. It learns which rows run from the context alone, so it serves any number of texts in turn."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.protocols import Drafter, HasModel, Scorer
+from slipstream.core.protocols import Drafter, HasModel, Scorer, SeesWindows
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.cross_tokenizer.choose import foreign
@@ -145,7 +145,10 @@ def _quantized(context: BuildContext, name: str, group: int | None = None) -> Dr
         twin = quantized_twin(target.model, target.name, precision)
         scorer = load_scorer(twin, mode=replace(context.mode, packed=False))
         return TreeDrafter(scorer, context.tree, target.vocab) if context.tree else ModelDrafter(scorer, target.vocab)
-    part = quantized_part(target, precision)
+    return _on_own_rows(context, quantized_part(target, precision))
+
+
+def _on_own_rows(context: BuildContext, part: HasModel) -> Drafter:
     if context.mode.compiled and context.mode.ahead is not None and isinstance(part, DraftsInGraphs):
         part.make_draft_graphs(context.mode.ahead, context.mode.progress)
     return SameRowsDrafter(part)
@@ -157,6 +160,22 @@ def _int8(context: BuildContext, value: str, group: int | None = None) -> Drafte
 
 def _int4(context: BuildContext, value: str, group: int | None = None) -> Drafter:
     return _quantized(context, "int4", group)
+
+
+SINKS = 4  # first tokens of a text, on which attention leans whatever they say (arXiv 2309.17453)
+
+
+def _window(
+    context: BuildContext, tokens: str, sinks: int = SINKS, weights: str | None = None, group: int | None = None
+) -> Drafter:
+    """The target with its own or quantized weights, which sees the end of a text and its first tokens."""
+    target = _own(context)
+    if not tokens.isdecimal() or int(tokens) < 1 or sinks < 0:
+        raise ValueError(f"window:{tokens} with {sinks} sinks is not possible: write numbers, as window:1024?sinks=4.")
+    part = quantized_part(target, Precision.named(weights, group)) if weights and target.shares_rows else target
+    if not isinstance(part, SeesWindows):
+        raise ValueError(f"{target.name} keeps a state, and nothing of which it could see a window: use int4 as draft.")
+    return _on_own_rows(context, part.seeing(int(tokens), sinks))
 
 
 def _heads(context: BuildContext, folder: str) -> Drafter:
@@ -267,6 +286,12 @@ KINDS: dict[str, DrafterKind] = {
     "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _int4, {"group": int}),
     "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _int8, {"group": int}),
     "quantized": DrafterKind("quantized:PRECISION", "the same, as quantized:int4?group=64", _quantized, {"group": int}),
+    "window": DrafterKind(
+        "window:TOKENS",
+        "the target itself, seeing the end of a long text only; weights=int4 makes it cheaper",
+        _window,
+        {"sinks": int, "weights": str, "group": int},
+    ),
     "mtp": DrafterKind("mtp", "the target's own heads for several tokens, where its checkpoint has them", _mtp),
     "eagle3": DrafterKind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder", _eagle3),
     "dflash": DrafterKind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call", _dflash),

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
 from slipstream.execution.graphs import Frozen, equate, vary, warn
-from slipstream.execution.masks import PassMasks
+from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
@@ -86,7 +86,7 @@ class DraftGraphs:
     model: Any  # called as `execution.forward` calls it
     name: str
     sizes: tuple[int, ...]
-    kinds: dict[str, tuple[int | None, int | None]]  # see `masks.mask_kinds`
+    kinds: dict[str, Sight]  # by layer type
     relative: bool = False  # whether the model asks how far back everything lies
     progress: Callable[[str], object] | None = None
     _graphs: dict[GraphKind, Any] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class DraftGraphs:
     def _pass(self, tokens: Tensor, start: Tensor, places: Tensor, cross: Parts) -> Pass:
         slots = start[:, None] + torch.arange(tokens.shape[1])
         pass_masks = PassMasks.chain(slots, places.shape[0])
-        masks = {kind: pass_masks.mask(*rule, self.model.dtype) for kind, rule in self.kinds.items()}
+        masks = {kind: pass_masks.mask(sight, self.model.dtype) for kind, sight in self.kinds.items()}
         beside = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
         return Pass(tokens, slots, slots, masks, beside)
 

@@ -12,6 +12,24 @@ from slipstream.core.draft import Tree
 
 
 @dataclass(frozen=True)
+class Sight:
+    """What a layer sees of a text: all of it, its last `window` tokens and first `sinks` ones, or a token's `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+    sinks: int = 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether there are tokens that it does not see."""
+        return bool(self.window or self.chunk)
+
+    def within(self, window: int, sinks: int) -> Sight:
+        """The same, but no more than the last `window` tokens and the first `sinks`."""
+        return self if self.limited and not (self.window and self.window > window) else Sight(window, None, sinks)
+
+
+@dataclass(frozen=True)
 class PassMasks:
     """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
     in the cache, and `allowed` (rows, n, slots), before any window; None allows all `end` slots."""
@@ -49,31 +67,31 @@ class PassMasks:
         """How many positions back everything lies, (rows, n, slots); negative for what is not to be seen."""
         return self.own[:, :, None] - self.others[:, None]
 
-    def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
-        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
+    def mask(self, sight: Sight, dtype: torch.dtype) -> Tensor:
+        """The additive mask (rows, 1, n, slots) of a layer."""
         blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)
         if self.allowed is None:
             return blank.unsqueeze(1)
         own, others, seen = self.own[:, :, None], self.others[:, None], self.allowed
-        if window:
-            seen = seen & (others > own - window)
-        if chunk:
-            seen = seen & (others // chunk == own // chunk)
+        if sight.window:
+            seen = seen & ((others > own - sight.window) | (others < sight.sinks))
+        if sight.chunk:
+            seen = seen & (others // sight.chunk == own // sight.chunk)
         return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def mask_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
-    """(window, chunk) by layer type; one entry if all layers see the same."""
+def mask_kinds(config: Any) -> dict[str, Sight]:
+    """What layers see, by their type; one entry if all see the same."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     named = getattr(config, "layer_types", None) or ()
     types = list(dict.fromkeys(kind for kind in named if kind not in {"mlp", "moe"}))  # which look at nothing
     if not types:
-        return {"all": (window, None)}
-    rules: dict[str, tuple[int | None, int | None]] = {
-        "full_attention": (None, None),
-        "indexed_attention": (None, None),
-        "attention": (window, None),
-        "sliding_attention": (window, None),
-        "chunked_attention": (None, chunk),
+        return {"all": Sight(window)}
+    rules = {
+        "full_attention": Sight(),
+        "indexed_attention": Sight(),
+        "attention": Sight(window),
+        "sliding_attention": Sight(window),
+        "chunked_attention": Sight(chunk=chunk),
     }
     return {kind: rules[kind] for kind in types}

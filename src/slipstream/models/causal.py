@@ -88,6 +88,15 @@ class CausalScorer:
         other._runner = PassRunner(model, self.facts, self._memory, execution)
         return other
 
+    def seeing(self, window: int, sinks: int) -> CausalScorer:
+        """A Scorer that runs the same model over the same rows, and sees no more of a text than its last `window`
+        tokens and its first `sinks`: what it adds has to be rolled back before this one goes on."""
+        other = self.sharing_rows(self.model, f"{self.name} in a window of {window}")
+        other.facts = self.facts.within(window, sinks)
+        other._builder = PassBuilder(other.facts, self._memory)
+        other._runner = PassRunner(self.model, other.facts, self._memory, other.execution)
+        return other
+
     # ---- facts ----
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.execution.masks import mask_kinds
+from slipstream.execution.masks import Sight, mask_kinds
 from slipstream.models.families import is_proven, longest_text
 
 
@@ -16,15 +16,15 @@ class ModelFacts:
     """Sizes and habits of a model, read once from its configuration.
 
     `vocab` is the size of the logits. `context` is the longest text: `max_position_embeddings`, or the length before
-    longrope would turn cached keys differently; None if there is no limit. `kinds` are the (window, chunk) of the
-    layers as in `mask_kinds`. `relative`: the decoder has a bias for how far back everything lies. `proven`: the
+    longrope would turn cached keys differently; None if there is no limit. `kinds` say what layers
+    see, by their type. `relative`: the decoder has a bias for how far back everything lies. `proven`: the
     model's class is covered by the contract tests. `drops_logits`: it can leave out logits that nobody wants.
     """
 
     vocab: int
     context: int | None
     dtype: torch.dtype
-    kinds: dict[str, tuple[int | None, int | None]]
+    kinds: dict[str, Sight]
     relative: bool
     proven: bool
     drops_logits: bool
@@ -43,10 +43,14 @@ class ModelFacts:
             drops_logits=model._supports_logits_to_keep(),  # looks at signatures: too slow for every pass
         )
 
+    def within(self, window: int, sinks: int) -> ModelFacts:
+        """The same model with layers that see the last `window` tokens of a text and the first `sinks` at most."""
+        return replace(self, kinds={kind: sight.within(window, sinks) for kind, sight in self.kinds.items()})
+
     @property
     def looks_at_distance(self) -> bool:
         """Whether it matters how far back a token lies, beyond what rotated keys say by themselves."""
-        return self.relative or any(map(any, self.kinds.values()))
+        return self.relative or any(sight.limited for sight in self.kinds.values())
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

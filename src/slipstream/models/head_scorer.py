@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from slipstream.core.draft import Tree, padded
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
-from slipstream.execution.masks import PassMasks
+from slipstream.execution.masks import PassMasks, Sight
 from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
 
@@ -37,7 +37,7 @@ class Behind:
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """The additive mask (rows, 1, n, slots) of a layer, within its window."""
-        return self.masks.mask(window, None, dtype)
+        return self.masks.mask(Sight(window), dtype)
 
 
 class Head(Protocol):

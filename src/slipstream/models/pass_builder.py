@@ -22,7 +22,7 @@ class PassBuilder:
     def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
         """The pass of tokens (rows, n) that go to slots (rows, n), behind the rows' texts or within a tree."""
         pass_masks, context = self._pass_masks(slots, tree), self._facts.context
-        masks = {kind: pass_masks.mask(*rule, self._facts.dtype) for kind, rule in self._facts.kinds.items()}
+        masks = {kind: pass_masks.mask(sight, self._facts.dtype) for kind, sight in self._facts.kinds.items()}
         positions = pass_masks.own
         if context and self._memory.texts.end > context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=context - 1)
