@@ -104,17 +104,21 @@ inline void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
 #endif
 }
 
+inline Whole total(const Whole (&chains)[1]) { return chains[0]; }
+inline Whole total(const Whole (&chains)[2]) { return chains[0] + chains[1]; }
+
 // A panel's features of ROWS rows, beginning with `row`.
 template <class Type, int BITS, bool ZEROS, int ROWS>
 void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int64_t row) {
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
+  constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
   const int64_t steps = inputs.group / STEP, apart = inputs.groups * inputs.group;
   const uint8_t* codes = work.codes + panel * inputs.groups * steps * WIDTH;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
     const int64_t place = (panel * inputs.groups + group) * PANEL;
-    Whole found[ROWS][PARTS];
+    Whole found[ROWS][PARTS][CHAINS];
     for (int part = 0; part < PARTS; ++part) {
       Whole zero = Whole{} + (1 << (BITS - 1));
       if constexpr (ZEROS) {
@@ -122,7 +126,10 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
         std::memcpy(&own, work.zeros + place + part * LANES, sizeof(own));
         zero = __builtin_convertvector(own, Whole);
       }
-      for (int r = 0; r < ROWS; ++r) found[r][part] = -zero * inputs.sums[(row + r) * inputs.groups + group];
+      for (int r = 0; r < ROWS; ++r) {
+        for (Whole& chain : found[r][part]) chain = Whole{};
+        found[r][part][0] = -zero * inputs.sums[(row + r) * inputs.groups + group];
+      }
     }
     for (int64_t step = 0; step < steps; ++step, codes += WIDTH, given += STEP) {
       prefetch(codes, WIDTH);
@@ -130,12 +137,12 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
         Words some;
         std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
         if constexpr (BITS == 8) {
-          for (int r = 0; r < ROWS; ++r) add_products(found[r][part], some, given + r * apart);
+          for (int r = 0; r < ROWS; ++r) add_products(found[r][part][0], some, given + r * apart);
         } else {
           const Words low = some & 0x0f0f0f0fu, high = (some >> 4) & 0x0f0f0f0fu;
           for (int r = 0; r < ROWS; ++r) {
-            add_products(found[r][part], low, given + r * apart);
-            add_products(found[r][part], high, given + r * apart + QUAD);
+            add_products(found[r][part][0], low, given + r * apart);
+            add_products(found[r][part][CHAINS - 1], high, given + r * apart + QUAD);
           }
         }
       }
@@ -143,7 +150,7 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
     for (int part = 0; part < PARTS; ++part) {
       const Lanes scale = BFloat16::load(work.scales + place + part * LANES);
       for (int r = 0; r < ROWS; ++r)
-        sums[r][part] += __builtin_convertvector(found[r][part], Lanes) *
+        sums[r][part] += __builtin_convertvector(total(found[r][part]), Lanes) *
                          (scale * inputs.scales[(row + r) * inputs.groups + group]);
     }
   }
