@@ -100,6 +100,15 @@ def test_a_pair_of_models_passes(options: dict[str, Any]) -> None:
     assert report.greedy and report.greedy.tests[1].figures["whole"] is not None
 
 
+@pytest.mark.parametrize("draft", ["exit:1", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_target_that_drafts_for_itself_passes(draft: str) -> None:
+    """It drafts on the rows of the target, which are given to it as when a round begins."""
+    made = load(tiny(FAMILIES["llama"], initializer_range=0.3), draft, gamma=2, tokenizer=Nobody())
+    report = run(made)
+    assert not failed(report), report.text()
+    assert report.sampling and report.sampling.tests
+
+
 @pytest.mark.slow
 def test_one_shape_leaves_no_rounding() -> None:
     target, draft = (tiny(FAMILIES["llama"], seed, initializer_range=0.3) for seed in (0, 1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.check.chi2 import Tally, detectable, tail
+from slipstream.core.draft import Draft
 from slipstream.core.draws import draw
 from slipstream.core.law import Law, distance
 from slipstream.core.request import Request, Row
@@ -103,10 +104,15 @@ def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: 
 
 
 def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
-    for place, rows, _, law in replay(decoder.target, requests, outputs):
+    asked: list[Draft] = []
+
+    def ask(place: int, rows: Sequence[Row]) -> None:
+        asked.append(decoder.drafter.propose(Context(tuple(rows), draw), [int(place < len(each)) for each in outputs]))
+
+    for place, rows, _, law in replay(decoder.target, requests, outputs, None if samples.learned else ask):
         going = [place < len(output) for output in outputs]
         p = law.dense[:, 0].double()
-        cells = _cells(p, p if samples.learned else _draft_law(decoder, rows, going, p))
+        cells = _cells(p, p if samples.learned else _draft_law(asked.pop(), p))
         chances = torch.zeros(len(rows), CELLS, dtype=torch.float64, device=p.device)
         chances.scatter_add_(1, cells, p / p.sum(-1, keepdim=True))
         taken = torch.tensor([[output[place] if place < len(output) else 0] for output in outputs], device=p.device)
@@ -125,8 +131,13 @@ def _cells(p: Tensor, q: Tensor) -> Tensor:
 
 def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:
     """The law (rows, 1) that the drafter has for the first tokens."""
-    rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
-    law = decoder.drafter.propose(Context(tuple(rows), draw), [1] * len(rows)).law
+    rows, target = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)], decoder.target
+    target.add(len(rows), [request.source for request in requests])
+    try:
+        target.prefill([row.tokens[:-1] for row in rows])  # as when a round begins: it may draft for itself
+        law = decoder.drafter.propose(Context(tuple(rows), draw), [1] * len(rows)).law
+    finally:
+        target.free(range(len(rows)))
     return law and law.first(1)
 
 
@@ -136,9 +147,9 @@ def _moved(before: Law | None, after: Law | None) -> bool:
     return bool(distance(before, after).max() > LEARNED)
 
 
-def _draft_law(decoder: Decoder, rows: Sequence[Row], going: Sequence[bool], p: Tensor) -> Tensor:
+def _draft_law(draft: Draft, p: Tensor) -> Tensor:
     """Return the law of what the drafter would propose first (rows, vocab); p itself where it proposes nothing."""
-    draft = decoder.drafter.propose(Context(tuple(rows), draw), [int(alive) for alive in going]).to(p.device)
+    draft = draft.to(p.device)
     if draft.law is None:
         return p
     law: Law = draft.law.first(1)

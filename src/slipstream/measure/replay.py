@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,17 +26,25 @@ def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:
 Replayed = tuple[int, list[Row], Tensor, Law]
 
 
-def replay(target: Scorer, requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> Iterator[Replayed]:
+def replay(
+    target: Scorer,
+    requests: Sequence[Request],
+    outputs: Sequence[Sequence[int]],
+    before_pass: Callable[[int, Sequence[Row]], object] | None = None,
+) -> Iterator[Replayed]:
     """Feed given outputs to the target, one token at a time, in fresh rows: what plain decoding would have seen.
 
     Yields, before each token: its place, the rows so far, the scores (rows, 1, vocab) and their law. Rows that have
-    ended stay, with meaningless scores.
+    ended stay, with meaningless scores. `before_pass` is called with place and rows while the target holds all of them
+    but the last token, as when a round begins.
     """
     rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
     target.add(len(rows), [request.source for request in requests])
     try:
         target.prefill([row.tokens[:-1] for row in rows])
         for place in range(max(map(len, outputs))):
+            if before_pass:
+                before_pass(place, rows)
             pending = torch.tensor([row.tokens[-1:] for row in rows], device=target.device)
             scores = target.extend(pending, [int(place < len(output)) for output in outputs])
             yield place, rows, scores, plain_law(rows, scores, target.name)
