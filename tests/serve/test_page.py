@@ -103,7 +103,17 @@ def page(driver: webdriver.Chrome, server: ServerProcess) -> Iterator[Page]:
     assert driver.get_log("browser") == []
 
 
-def test_an_answer_streams_with_its_sources_and_figures(page: Page) -> None:
+@pytest.fixture
+def drafting_page(driver: webdriver.Chrome) -> Iterator[Page]:
+    """The page of a server that drafts in every round, whatever its controller would think of this machine."""
+    with ServerProcess.start("--gamma", "4") as server:
+        page = Page(driver, server)
+        page.open()
+        yield page
+
+
+def test_an_answer_streams_with_its_sources_and_figures(drafting_page: Page) -> None:
+    page = drafting_page
     page.set("max-tokens", "160")
     page.say()
     page.wait(lambda: page.all("#messages li.assistant span"))
