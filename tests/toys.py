@@ -252,6 +252,15 @@ def request(prompt: Sequence[int], count: int, sampler: Sampler = SAMPLE, **kwar
     return Request(tuple(prompt), sampler, count, **kwargs)
 
 
+RAGGED = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
+"""Three prompts of different lengths."""
+
+
+def ragged(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
+    """Requests for these prompts, each with a key of its own."""
+    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(RAGGED)]
+
+
 def row(text: Sequence[int], prompt_length: int | None = None, sampler: Sampler = SAMPLE, index: int = 0) -> Row:
     """A row that has reached `text`."""
     prompt = text[: len(text) if prompt_length is None else prompt_length]

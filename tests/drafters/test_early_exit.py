@@ -33,7 +33,6 @@ from slipstream.models.layers import find_layers, kept_layers, part_of, read_lay
 from slipstream.models.loading import load_model
 from toys import (
     FAMILIES,
-    GREEDY,
     HF_VOCAB,
     LLAMA,
     PROBED,
@@ -45,6 +44,7 @@ from toys import (
     dirichlet_table,
     enumerate_outcomes,
     plain_law,
+    ragged,
     request,
     scorer,
     tiny,
@@ -54,7 +54,6 @@ from toys import (
 EVERY = {**FAMILIES, **PROBED}
 DEEP = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
 FLOAT = 1e-5  # the laws are softmaxes in float32
-PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE.*")
 
@@ -65,11 +64,6 @@ def deep(family: str, layers: int = 4, **changes: Any) -> PreTrainedModel:
     count = {"n_layer" if "n_layer" in EVERY[family].base else "num_hidden_layers": layers}
     lists = {name: known[name] * (layers // 2) for name in ("layer_types", "no_rope_layers") if name in known}
     return tiny(EVERY[family], **{**count, **lists, **changes})
-
-
-def requests(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
-    """Three prompts of different lengths."""
-    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(PROMPTS)]
 
 
 @torch.inference_mode()
@@ -118,10 +112,10 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
 def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
     target = CausalScorer(deep(family))
     decoder = Decoder(target, ExitDrafter(target, layers), controller=Fixed(3), batch_size=2)
-    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
     assert sum(row.stats.drafted for row in ours) > 0
-    again = generate(decoder, requests())  # the drafter serves the next call
+    again = generate(decoder, ragged())  # the drafter serves the next call
     assert [row.stats.accepted for row in again] == [row.stats.accepted for row in ours]
 
 
@@ -149,7 +143,7 @@ def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:
             layer.mlp.down_proj.weight.zero_()
     target = CausalScorer(model)
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
-    rows = generate(decoder, requests(SAMPLE))
+    rows = generate(decoder, ragged(SAMPLE))
     assert all(row.stats.alpha == pytest.approx(1, abs=1e-4) for row in rows)
     assert all(row.stats.accepted == row.stats.drafted for row in rows)
 
@@ -205,7 +199,7 @@ def test_settings_hold_for_the_draft_too() -> None:
     """Nothing is drafted that the request's own settings forbid."""
     target = CausalScorer(deep("llama"))
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
-    for round in rounds(decoder, requests(Sampling(temperature=1.0, bad_words=[[7]], top_k=5))):
+    for round in rounds(decoder, ragged(Sampling(temperature=1.0, bad_words=[[7]], top_k=5))):
         law = round.draft.law
         assert law is None or (law.dense[..., 7].max() == 0 and (law.dense > 0).sum(-1).max() <= 5)
 
@@ -217,22 +211,22 @@ def test_stop_in_mid_round_and_company_change_nothing() -> None:
     target = CausalScorer(deep("llama"))
     alone = Decoder(target, ExitDrafter(target, 3), controller=Fixed(4), batch_size=1)
     ends = frozenset(range(0, HF_VOCAB, 4))
-    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in ragged(SAMPLE)]
     company_changes_nothing(alone, some)
 
 
 def test_an_empty_draft_is_a_plain_step() -> None:
     target = CausalScorer(deep("llama"))
     decoder = Decoder(target, ExitDrafter(target, 1), controller=Cycle((0, 3)))
-    rows = generate(decoder, requests())
-    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, requests())]
+    rows = generate(decoder, ragged())
+    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, ragged())]
 
 
 def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
     drafts = []
     for behind in ([], [[5, 6, 7]]):
         target = CausalScorer(deep("llama"))
-        drafter, rows = ExitDrafter(target, 1), [Row(one, one.key, list(one.prompt)) for one in requests()]
+        drafter, rows = ExitDrafter(target, 1), [Row(one, one.key, list(one.prompt)) for one in ragged()]
         target.add(len(rows) + len(behind))
         target.prefill([*(row.tokens[:-1] for row in rows), *behind])
         drafts.append(drafter.propose(Context(tuple(rows), draw), [2] * len(rows)))
@@ -243,9 +237,9 @@ def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
 def test_a_text_may_fill_the_context() -> None:
     target = CausalScorer(deep("llama", max_position_embeddings=16))
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(5))
-    rows = generate(decoder, requests(count=40))
+    rows = generate(decoder, ragged(count=40))
     assert [len(row.tokens) for row in rows] == [16, 16, 16]
-    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, requests(count=40))]
+    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, ragged(count=40))]
 
 
 def test_a_fixed_shape_sees_the_same_bits() -> None:
@@ -272,7 +266,7 @@ def record(target: CausalScorer, decoder: Decoder) -> dict[tuple[int, ...], torc
     passes: list[torch.Tensor] = []
     target.extend = watched  # type: ignore[method-assign]
     try:
-        for round in rounds(decoder, requests()):
+        for round in rounds(decoder, ragged()):
             logits = passes[-1]
             for place, row in enumerate(round.rows):
                 new = round.tokens[place]
@@ -287,7 +281,7 @@ def record(target: CausalScorer, decoder: Decoder) -> dict[tuple[int, ...], torc
 def test_the_drafter_of_another_target_is_refused() -> None:
     target, other = CausalScorer(deep("llama")), CausalScorer(deep("llama"))
     with pytest.raises(ValueError, match="only for the target it was made of"):
-        generate(Decoder(target, ExitDrafter(other, 1)), requests())
+        generate(Decoder(target, ExitDrafter(other, 1)), ragged())
 
 
 # ---- layers and models --------------------------------------------------------------------------------------------
@@ -338,7 +332,7 @@ def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> N
     assert isinstance(model, transformers.LlamaForCausalLM)
     target = CausalScorer(model)
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
-    assert [row.tokens for row in generate(decoder, requests())] == [row.tokens for row in plain(decoder, requests())]
+    assert [row.tokens for row in generate(decoder, ragged())] == [row.tokens for row in plain(decoder, ragged())]
 
 
 def test_it_is_reached_by_name() -> None:

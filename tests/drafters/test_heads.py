@@ -32,7 +32,6 @@ from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings, trai
 from slipstream.training.trainer import Checkpoint, Progress
 from toys import (
     FAMILIES,
-    GREEDY,
     HF_VOCAB,
     SAMPLE,
     Altered,
@@ -40,13 +39,13 @@ from toys import (
     company_changes_nothing,
     enumerate_outcomes,
     plain_law,
+    ragged,
     request,
     tiny,
     total_variation,
 )
 
 FLOAT = 1e-5  # the laws are softmaxes in float32
-PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
 WIDTH = 32
 
 
@@ -61,11 +60,6 @@ def some_heads(heads: int = 3, pending: bool = True, width: int = WIDTH, seed: i
     made = ParallelHeads(Sizes(heads, width, 16, pending))
     torch.nn.init.normal_(made.down, std=0.5)
     return made.eval()
-
-
-def requests(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
-    """Three prompts of different lengths."""
-    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(PROMPTS)]
 
 
 # ---- what the heads see -------------------------------------------------------------------------------------------
@@ -102,7 +96,7 @@ def test_the_state_is_the_one_behind_the_last_token_that_stands(pending: bool) -
     """While rows come, go and accept different numbers of tokens."""
     target = target_of()
     checked = Checked(HeadsDrafter(target, some_heads(pending=pending)))
-    rows = generate(Decoder(target, checked, controller=Cycle((3, 2, 0)), batch_size=2), requests(SAMPLE))
+    rows = generate(Decoder(target, checked, controller=Cycle((3, 2, 0)), batch_size=2), ragged(SAMPLE))
     assert checked.positions > 20
     assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
 
@@ -111,7 +105,7 @@ def test_in_a_fixed_shape_too() -> None:
     target = target_of()
     target.fix_shape(Shape(3, 4, 64))
     checked = Checked(HeadsDrafter(target, some_heads()))
-    generate(Decoder(target, checked, controller=Fixed(3), batch_size=3), requests(SAMPLE))
+    generate(Decoder(target, checked, controller=Fixed(3), batch_size=3), ragged(SAMPLE))
     assert checked.positions > 20
 
 
@@ -133,7 +127,7 @@ def test_after_a_tree_the_state_is_that_of_the_accepted_path() -> None:
             checked.observe(round)
             tree.observe(round)
 
-    rows = generate(Decoder(target, Turns(), rules.TOKEN.verify, Fixed(3)), requests(SAMPLE, 24))
+    rows = generate(Decoder(target, Turns(), rules.TOKEN.verify, Fixed(3)), ragged(SAMPLE, 24))
     assert checked.positions > 10
     assert sum(row.stats.accepted for row in rows) > 5
 
@@ -196,10 +190,10 @@ def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
 def test_greedy_texts_are_the_target_s(family: str) -> None:
     target = target_of(family)
     decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(5), batch_size=2)
-    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
     assert max(len(row.stats.drafted_by_position) for row in ours) == 3  # a token per head
-    again = generate(decoder, requests())  # the drafter serves the next call, and knows its rows are new
+    again = generate(decoder, ragged())  # the drafter serves the next call, and knows its rows are new
     assert [row.stats.drafted for row in again] == [row.stats.drafted for row in ours]
 
 
@@ -207,14 +201,14 @@ def test_stop_in_mid_round_and_company_change_nothing() -> None:
     target = target_of()
     alone = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3), batch_size=1)
     ends = frozenset(range(0, HF_VOCAB, 4))
-    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in ragged(SAMPLE)]
     company_changes_nothing(alone, some)
 
 
 def test_the_first_round_of_a_text_is_a_plain_step() -> None:
     target = target_of()
     decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3))
-    lengths = [round.draft.lengths for round in rounds(decoder, requests())]
+    lengths = [round.draft.lengths for round in rounds(decoder, ragged())]
     assert lengths[0] == (0, 0, 0) and max(lengths[1]) == 3
 
 
@@ -223,7 +217,7 @@ def test_settings_hold_for_the_draft_too() -> None:
     target = target_of()
     decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3))
     seen = 0
-    for round in rounds(decoder, requests(Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3))):
+    for round in rounds(decoder, ragged(Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3))):
         if round.draft.law is not None:
             seen += 1
             assert round.draft.law.dense[..., 7].max() == 0

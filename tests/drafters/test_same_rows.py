@@ -36,6 +36,7 @@ from toys import (
     company_changes_nothing,
     enumerate_outcomes,
     plain_law,
+    ragged,
     request,
     scorer,
     tiny,
@@ -44,13 +45,7 @@ from toys import (
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 FLOAT = 1e-5  # the laws are softmaxes in float32
-PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
 INT4 = Precision(4, 32)
-
-
-def requests(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
-    """Three prompts of different lengths."""
-    return [request(prompt, count, sampler, key=number) for number, prompt in enumerate(PROMPTS)]
 
 
 def self_draft(target: Any, precision: Precision = INT4) -> SameRowsDrafter:
@@ -62,7 +57,7 @@ def self_draft(target: Any, precision: Precision = INT4) -> SameRowsDrafter:
 def test_greedy_texts_are_the_target_s(family: str, precision: Precision) -> None:
     target = CausalScorer(packed(tiny(FAMILIES[family])))
     decoder = Decoder(target, self_draft(target, precision), controller=Fixed(3), batch_size=2)
-    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
     share = sum(row.stats.accepted for row in ours) / sum(row.stats.drafted for row in ours)
     assert share > (0.8 if precision.bits == 8 else 0.3)
@@ -73,7 +68,7 @@ def test_a_hybrid_target_drafts_for_itself_in_a_cache_of_its_own() -> None:
     target = StateScorer(model, "lfm2")
     made = drafter("int8", BuildContext(target))
     decoder = Decoder(target, made, controller=Fixed(3))
-    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
     assert sum(row.stats.accepted for row in ours) > 0
 
@@ -117,8 +112,26 @@ def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
 def test_stop_in_mid_round_and_company_change_nothing() -> None:
     target = CausalScorer(tiny(FAMILIES["llama"]))
     alone = Decoder(target, self_draft(target), controller=Fixed(4), batch_size=1)
-    some = [replace(one, eos=frozenset(range(0, 64, 4)), max_new_tokens=5 + 6 * one.key) for one in requests(SAMPLE)]
+    some = [replace(one, eos=frozenset(range(0, 64, 4)), max_new_tokens=5 + 6 * one.key) for one in ragged(SAMPLE)]
     company_changes_nothing(alone, some)
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLE], ids=["greedy", "sampled"])
+def test_graphs_draft_what_is_drafted_token_by_token(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged rows and single ones; the graphs write to the target's cache too, and are rolled back."""
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
+    runs = []
+    for compiled in (False, True):
+        target = CausalScorer(tiny(FAMILIES["llama"]))
+        part = quantized_part(target, INT4)
+        if compiled:
+            assert isinstance(part, CausalScorer)
+            part.make_draft_graphs((3,))
+        decoder = Decoder(target, SameRowsDrafter(part), controller=Fixed(3))
+        rows = [*generate(decoder, ragged(sampler)), *generate(decoder, ragged(sampler)[:1])]
+        runs.append([(row.tokens, row.stats.drafted, row.stats.accepted) for row in rows])
+        assert not compiled or (isinstance(part, CausalScorer) and part.draft_graphs and part.draft_graphs.made)
+    assert runs[0] == runs[1]
 
 
 # ---- a window of the text -----------------------------------------------------------------------------------------
@@ -150,10 +163,10 @@ def test_a_window_shows_the_end_and_the_sinks(family: str) -> None:
 def test_greedy_texts_with_a_window_are_the_target_s(family: str) -> None:
     target = CausalScorer(tiny(FAMILIES[family]))
     decoder = Decoder(target, SameRowsDrafter(target.seeing(4, 2)), controller=Fixed(3))
-    ours, theirs = generate(decoder, requests()), plain(decoder, requests())
+    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
     wide = Decoder(target, SameRowsDrafter(target.seeing(400, 2)), controller=Fixed(3))
-    assert all(row.stats.accepted == row.stats.drafted > 0 for row in generate(wide, requests()))
+    assert all(row.stats.accepted == row.stats.drafted > 0 for row in generate(wide, ragged()))
 
 
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ class Sight:
         return bool(self.window or self.chunk)
 
     def within(self, window: int, sinks: int) -> Sight:
-        """The same, but no more than the last `window` tokens and the first `sinks`."""
-        return self if self.limited and not (self.window and self.window > window) else Sight(window, None, sinks)
+        """What the layer sees if the middle of a text is hidden from it: at most its last `window` tokens, and the
+        first `sinks` too unless the layer has a window of its own, which does not show them either."""
+        if self.window:
+            return replace(self, window=min(self.window, window))
+        return replace(self, window=window, sinks=sinks)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ class ModelFacts:
     """Sizes and habits of a model, read once from its configuration.
 
     `vocab` is the size of the logits. `context` is the longest text: `max_position_embeddings`, or the length before
-    longrope would turn cached keys differently; None if there is no limit. `kinds` say what layers
-    see, by their type. `relative`: the decoder has a bias for how far back everything lies. `proven`: the
-    model's class is covered by the contract tests. `drops_logits`: it can leave out logits that nobody wants.
+    longrope would turn cached keys differently; None if there is no limit. `kinds` say what layers see, by their type.
+    `relative`: the decoder has a bias for how far back everything lies. `proven`: the model's class is covered by the
+    contract tests. `drops_logits`: it can leave out logits that nobody wants.
     """
 
     vocab: int
@@ -44,7 +44,7 @@ class ModelFacts:
         )
 
     def within(self, window: int, sinks: int) -> ModelFacts:
-        """The same model with layers that see the last `window` tokens of a text and the first `sinks` at most."""
+        """Facts of the model when the middle of a text is hidden from its layers (see `Sight.within`)."""
         return replace(self, kinds={kind: sight.within(window, sinks) for kind, sight in self.kinds.items()})
 
     @property
