@@ -18,13 +18,16 @@ ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where the new tokens of one forward pass stand, if they are no chain: the same for every row.
+    """Where the new tokens of one forward pass stand, if they are no chain: for every row, or the same for all.
 
-    The newest `len(depths)` tokens of a row are tree tokens, of which the last `len(seen)` are new. Tree token k has
-    the position base + depths[k], base being the length before the tree; new token i sees the text before the tree
-    and the tree tokens with seen[i, k]: its ancestors and itself.
+    Of row r, `held[r]` tree tokens are in the cache, the last ones of its text, and new ones follow. Tree token k has
+    the position base + depths[r, k], base being the length before the tree; new token i sees the text before the tree
+    and the tree tokens with seen[r, i, k]: its ancestors and itself. What is padding sees no tree token.
+
+    Shapes: held (rows or 1, 1), depths (rows or 1, tokens), seen (rows or 1, new, tokens).
     """
 
+    held: Tensor
     depths: Tensor
     seen: Tensor
 
@@ -36,7 +39,13 @@ class Tree:
         seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
         for node, line in enumerate(lines):
             seen[node, list(line)] = True
-        return Tree(torch.tensor([len(line) - 1 for line in lines]), seen[len(parents) - new :])
+        held = len(parents) - new
+        return Tree(torch.tensor([[held]]), torch.tensor([[len(line) - 1 for line in lines]]), seen[None, held:])
+
+    def of_row(self, row: int) -> tuple[int, Tensor]:
+        """How many tree tokens a row has in the cache, and what its new ones see, (new, tokens)."""
+        row = row if len(self.held) > 1 else 0
+        return int(self.held[row, 0]), self.seen[row]
 
 
 @lru_cache(maxsize=256)

@@ -164,6 +164,29 @@ class HasScorers(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class DraftsByOneModel(Drafter, Protocol):
+    """A drafter that asks one model for the law behind a text, as it can be asked for the law behind any other."""
+
+    @property
+    def scorer(self) -> Scorer:
+        """That model, with the target's vocabulary."""
+        ...
+
+    @property
+    def on_target_rows(self) -> bool:
+        """Whether it works on the rows of the target's own cache."""
+        ...
+
+
+@runtime_checkable
+class DraftsByText(Drafter, Protocol):
+    """A drafter that looks at the tokens of a row and at nothing else, so that any text may stand there."""
+
+    @property
+    def by_text(self) -> bool: ...
+
+
 class Controller(Protocol):
     """Chooses gamma per row, before anything is drafted: so any choice is exact. The state goes in and out."""
 

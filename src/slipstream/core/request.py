@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.core.beams import Beams
 from slipstream.core.draft import Verifier
 from slipstream.core.draws import Rng
 from slipstream.core.images import Images
@@ -78,7 +79,7 @@ class Request:
     Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
     drafters that copy. The row ends after the round in which `max_time` seconds have passed since it got a place in
-    the batch. `images` are those that placeholders in the prompt stand for.
+    the batch. `images` are those that placeholders in the prompt stand for. With `beams`, beam search continues it.
     """
 
     prompt: tuple[int, ...]
@@ -96,6 +97,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     max_time: float | None = None
     images: Images | None = None
+    beams: Beams | None = None
 
 
 @dataclass

@@ -19,6 +19,8 @@ from slipstream.decoding.rules import TOKEN
 class NoDraft:
     """Drafts nothing: every round is a plain decoding step."""
 
+    by_text = True
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """An empty draft."""
         return Draft.empty(len(context.rows), torch.device("cpu"))

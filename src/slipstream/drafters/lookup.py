@@ -26,6 +26,8 @@ class Lookup:
     DEPTH nested repeats, the occurrence may be an older one. Tokens are on the CPU.
     """
 
+    by_text = True
+
     def __init__(
         self,
         prompt_lookup_num_tokens: int | None = None,

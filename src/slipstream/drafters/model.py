@@ -23,6 +23,8 @@ class ModelDrafter:
     statistics count such tokens as `windowed`.
     """
 
+    on_target_rows = False
+
     def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
         """`vocab`: size of the target's logits. The draft's padding ids beyond it are never proposed. `at_once` as in
         `Follower`."""

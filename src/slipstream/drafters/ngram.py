@@ -28,6 +28,8 @@ class Ngram:
     a draft is fixed before it is sampled. But which text a seed gives then depends on the texts decoded before.
     """
 
+    by_text = True
+
     def __init__(self, model: NgramModel, vocab: int, online: bool = False) -> None:
         """`vocab`: size of the target's logits. Raises ValueError if the model was built for another one."""
         if model.vocab != vocab:

@@ -27,6 +27,8 @@ class SameRowsDrafter:
     It serves the decoder whose target the rows are of, and no other.
     """
 
+    on_target_rows = True
+
     def __init__(self, scorer: HasModel) -> None:
         """`scorer`: made by the target's `sharing_rows`."""
         self.scorer = scorer

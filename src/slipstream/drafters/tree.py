@@ -55,6 +55,8 @@ class TreeDrafter:
     `replacement`. Greedy: the best candidates, each a point mass. Gamma limits the depth.
     """
 
+    on_target_rows = False
+
     def __init__(
         self, scorer: Scorer, shape: Sequence[int], vocab: int | None = None, replacement: bool = False
     ) -> None:

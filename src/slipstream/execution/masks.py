@@ -56,13 +56,16 @@ class PassMasks:
     @staticmethod
     def tree(slots: Tensor, end: int, tree: Tree) -> PassMasks:
         """A token sees the text before the tree and its own line of ancestors."""
-        depths, seen = tree.depths.to(slots.device), tree.seen.to(slots.device)
-        base = slots[:, :1] + seen.shape[0] - depths.shape[0]  # (rows, 1): where the tree begins
+        rows, new = slots.shape
+        held, depths, seen = (part.to(slots.device) for part in (tree.held, tree.depths, tree.seen))
+        depths, seen = depths.expand(rows, -1), seen.expand(rows, -1, -1)
+        count = depths.shape[1]
+        base = slots[:, :1] - held  # (rows, 1): where the tree begins
         places = torch.arange(end, device=slots.device) - base  # (rows, slots)
-        inside = places.clamp(0, depths.shape[0] - 1)
-        others = torch.where(places < 0, places + base, base + depths[inside])
-        line = seen[:, inside].transpose(0, 1) & (places < depths.shape[0])[:, None]
-        own = base + depths[depths.shape[0] - seen.shape[0] :]
+        inside = places.clamp(0, count - 1)
+        others = torch.where(places < 0, places + base, base + depths.gather(1, inside))
+        line = seen.gather(2, inside[:, None].expand(-1, new, -1)) & ((places >= 0) & (places < count))[:, None]
+        own = base + depths.gather(1, held + torch.arange(new, device=slots.device).expand(rows, -1))
         return PassMasks(own, others, (places < 0)[:, None] | line, end)
 
     @property

@@ -57,10 +57,11 @@ class TableScorer:
         logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             text = self.texts[first + r]
-            base = len(text) if tree is None else len(text) + tree.seen.shape[0] - tree.depths.shape[0]
+            held, seen = (0, None) if tree is None else tree.of_row(r)
+            base = len(text) - held
             for j, new in enumerate(row[:count]):
                 text.append(new)
-                line = text[base:] if tree is None else [text[base + k] for k in tree.seen[j].nonzero()[:, 0].tolist()]
+                line = text[base:] if seen is None else [text[base + k] for k in seen[j].nonzero()[:, 0].tolist()]
                 logits[r, j] = torch.tensor(self.table((*text[:base], *line)), dtype=torch.float64).log()
         return logits
 

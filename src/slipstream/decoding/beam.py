@@ -1,0 +1,166 @@
+"""Beam search for many prompts: draft a trie of prefixes, score it in one call of the target, search as far as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from slipstream.core.beams import Candidates, Prefix
+from slipstream.core.law import Fault
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Request, Row
+from slipstream.decoding.accounting import Stopwatch
+from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
+from slipstream.decoding.beam_search import BeamSearch
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.scheduler import check_requests
+from slipstream.decoding.tries import TrieCache
+from slipstream.kernels.threads import release_threads
+
+EXTRA = 2
+"""Beams that a model drafts beyond the target's: u - w in appendix A.4 of arXiv 2211.17192."""
+
+
+class BeamDecoder:
+    """Plays rounds with beam searches, at most `decoder.batch_size` at a time.
+
+    The rule and the draws of the decoder have no part in it; its controller chooses once how many steps to draft.
+    Raises RuntimeError if the target still serves another call, ValueError for a target or a draft that cannot search.
+    """
+
+    def __init__(self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA) -> None:
+        if decoder.target.lengths:
+            raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
+        refuse_states(decoder.target)
+        self.decoder, self.running = decoder, list[BeamSearch]()
+        self._waiting = list(searches)
+        self._cache = TrieCache(decoder.target)
+        self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
+
+    def rounds(self) -> Iterator[Sequence[BeamSearch]]:
+        """Play until all have ended -> the searches of each round; those that ended in it have a `finish_reason`."""
+        try:
+            while self.running or self._waiting:
+                self._admit()
+                self._play()
+                yield tuple(self.running)
+                self._dismiss()
+        finally:
+            self.decoder.target.free(range(len(self.decoder.target.lengths)))
+            self._drafts.free(range(len(self.running)))
+            self.running = []
+            release_threads()
+
+    @torch.inference_mode()
+    def _admit(self) -> None:
+        """Fill free places of the batch."""
+        new = self._waiting[: self.decoder.batch_size - len(self.running)]
+        if not new:
+            return
+        watch = Stopwatch()
+        self._waiting = self._waiting[len(new) :]
+        self._cache.add([search.request for search in new])
+        self._drafts.add(new)
+        self.running += new
+        watch.lap("prefill")
+        _share(watch, new)
+
+    @torch.inference_mode()
+    def _play(self) -> None:
+        """Draft, score what was drafted and what is missed in one call, and search on."""
+        watch, searches = Stopwatch(), self.running
+        depths = self._depths()
+        proposals = self._drafts.propose(searches, depths) if any(depths) else [[] for _ in searches]
+        watch.lap("draft")
+        new = [
+            self._cache.lacking(place, [*search.missing, *(each for each in more if not each.scored)])
+            for place, (search, more) in enumerate(zip(searches, proposals, strict=True))
+        ]
+        keep = [search.settings.candidates(len(search.request.eos)) for search in searches]
+        for prefix, found in score(self._cache, searches, new, keep, self.decoder.target.vocab):
+            _enter(prefix, found)
+        watch.lap("target")
+        for search, more in zip(searches, proposals, strict=True):
+            _count(search, max((each.depth for each in more), default=search.depth) - search.depth)
+        live = [[beam.prefix for beam in search.live] for search in searches]
+        self._cache.prune(live)
+        self._drafts.prune(live)
+        watch.lap("rest")
+        _share(watch, searches)
+
+    def _depths(self) -> list[int]:
+        """How many steps to draft for every search: no prefix that fills the limit is ever asked for."""
+        controller = self.decoder.controller
+        rows = [Row(search.request, search.index, list(search.request.prompt)) for search in self.running]
+        gammas = controller.gammas(controller.init(), rows)
+        return [
+            max(0, min(gamma, search.limit - 1 - search.depth))
+            for gamma, search in zip(gammas, self.running, strict=True)
+        ]
+
+    def _dismiss(self) -> None:
+        ended = [place for place, search in enumerate(self.running) if search.finish_reason]
+        if ended:
+            self._cache.free(ended)
+            self._drafts.free(ended)
+            self.running = [search for search in self.running if not search.finish_reason]
+
+
+def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection[int]) -> list[BeamSearch]:
+    """A search for each request, named by its number. Raises ValueError for what the target cannot search."""
+    check_requests(target, requests)
+    found = []
+    for request, number in zip(requests, numbers, strict=True):
+        assert request.beams is not None
+        if request.images is not None:
+            raise ValueError("num_beams reads text alone: leave out the images, or num_beams.")
+        if (least := request.beams.candidates(len(request.eos))) > target.vocab:
+            raise ValueError(
+                f"num_beams={request.beams.num_beams} looks at {least} continuations, but {target.name} has "
+                f"{target.vocab} tokens: use fewer beams."
+            )
+        room = request.max_new_tokens
+        limit = room if target.context is None else min(room, target.context - len(request.prompt))
+        found.append(BeamSearch(request, request.beams, limit, number))
+    return found
+
+
+def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearch]:
+    """Search to the end -> the searches, in order."""
+    searches = searches_of(decoder.target, requests, range(len(requests)))
+    for _ in BeamDecoder(decoder, searches).rounds():
+        pass
+    return searches
+
+
+def _enter(prefix: Prefix, found: Candidates | Fault) -> None:
+    """Write what the target says into the table."""
+    if isinstance(found, Fault):
+        prefix.fault = found
+    else:
+        prefix.best = found
+
+
+def _count(search: BeamSearch, drafted: int) -> None:
+    """Search on, and count the steps: the first needs no draft."""
+    steps, stats = search.advance(), search.stats
+    accepted = max(0, min(steps - 1, drafted))
+    tested = min(drafted, accepted + (not search.finish_reason))
+    stats.target_calls += 1
+    stats.emitted += steps
+    stats.drafted += drafted
+    stats.accepted += accepted
+    stats.tested += tested
+    stats.beta += accepted
+    for counts, reached in ((stats.drafted_by_position, drafted), (stats.accepted_by_position, accepted)):
+        counts += [0] * max(0, drafted - len(counts))
+        for position in range(reached):
+            counts[position] += 1
+
+
+def _share(watch: Stopwatch, searches: Sequence[BeamSearch]) -> None:
+    """Every search has an equal part of the time."""
+    for search in searches:
+        for phase, seconds in watch.laps.items():
+            search.stats.seconds[phase] = search.stats.seconds.get(phase, 0.0) + seconds / len(searches)

@@ -1,0 +1,204 @@
+"""Who proposes prefixes to a beam search: nobody, a model by beams of its own, or whoever continues texts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.core.beams import Candidates, Prefix
+from slipstream.core.draws import draw
+from slipstream.core.law import Fault, pad_vocabulary, wide
+from slipstream.core.protocols import Drafter, DraftsByOneModel, DraftsByText, HasModel, Scorer
+from slipstream.core.request import Prefixes, Row
+from slipstream.core.round import Context
+from slipstream.decoding.beam_search import Beam, BeamSearch, best_continuations
+from slipstream.decoding.tries import TrieCache
+
+Proposal = list[Prefix]
+"""Prefixes that a search may ask for, parents first, live ones left out."""
+
+
+class BeamDrafts(Protocol):
+    """Proposes prefixes to searches, which have a row each in its order. Whatever it proposes is exact."""
+
+    def add(self, searches: Sequence[BeamSearch]) -> None:
+        """Take in new searches, behind the others."""
+        ...
+
+    def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
+        """Prefixes of up to `depths[r]` tokens more than the live ones of search r."""
+        ...
+
+    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
+        """The searches have gone on, and these prefixes are live."""
+        ...
+
+    def free(self, places: Collection[int]) -> None:
+        """Searches at these places have ended."""
+        ...
+
+
+def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
+    """What a drafter is to beam search, with `extra` beams beyond the target's. Raises ValueError for one that reads
+    more than tokens, such as hidden states."""
+    if isinstance(drafter, DraftsByOneModel):
+        refuse_states(drafter.scorer)
+        if drafter.on_target_rows:
+            return ModelBeams(drafter.scorer, target.scorer.vocab, extra, target)
+        drafter.scorer.free(range(len(drafter.scorer.lengths)))  # leftovers of other calls
+        return ModelBeams(drafter.scorer, target.scorer.vocab, extra)
+    if isinstance(drafter, DraftsByText):
+        return TextBeams(drafter)
+    raise ValueError(
+        f"{type(drafter).__name__} cannot draft for beam search: use a model with the target's tokenizer, int4, int8, "
+        "exit:LAYERS, window:N, lookup or ngram:FILE, or leave the draft out (plain=True)."
+    )
+
+
+def refuse_states(scorer: Scorer) -> None:
+    """Raises ValueError for a model that cannot score several continuations of a text in one call."""
+    if isinstance(scorer, HasModel) and not scorer.shares_rows:
+        raise ValueError(
+            f"{scorer.name} keeps a state, which follows one line of tokens: beam search needs a model that attends."
+        )
+
+
+class ModelBeams:
+    """Runs beam search by the draft's laws from the live beams on, and proposes all that it looks at: the target's
+    own laws stand where they are known. This is what appendix A.4 of arXiv 2211.17192 describes.
+
+    `extra` beams are drafted beyond the target's. With `shared`, the draft works on the target's rows.
+    """
+
+    def __init__(self, scorer: Scorer, vocab: int, extra: int, shared: TrieCache | None = None) -> None:
+        self._scorer, self._vocab, self._extra, self._shared = scorer, vocab, extra, shared
+        self._own = TrieCache(scorer)
+
+    def add(self, searches: Sequence[BeamSearch]) -> None:
+        """Read their prompts."""
+        if self._shared is None:
+            self._own.add([search.request for search in searches])
+
+    def free(self, places: Collection[int]) -> None:
+        """Forget rows."""
+        if self._shared is None:
+            self._own.free(places)
+
+    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
+        """Forget what is dead."""
+        if self._shared is None:
+            self._own.prune(live)
+
+    def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
+        """The prefixes of the draft's beams, level by level; none where the text is longer than the draft can hold."""
+        before = list(self._scorer.lengths)
+        cache = self._own if self._shared is None else self._shared.shared_with(self._scorer)
+        beams, proposals = [list(search.live) for search in searches], [Proposal() for _ in searches]
+        depths = [self._possible(search, depth) for search, depth in zip(searches, depths, strict=True)]
+        for level in range(max(depths, default=0)):
+            going = [level < depth for depth in depths]
+            self._guess(cache, searches, beams, going)
+            for place, search in enumerate(searches):
+                if going[place]:
+                    beams[place] = self._grow(search, beams[place])
+                    proposals[place] += [beam.prefix for beam in beams[place]]
+        if self._shared is not None:
+            self._scorer.rollback(before)  # its guesses stay with the prefixes; keys that it needs again it feeds again
+        return proposals
+
+    def _possible(self, search: BeamSearch, depth: int) -> int:
+        limit = self._scorer.context
+        room = depth if limit is None else limit - len(search.request.prompt) - search.depth
+        return max(0, min(depth, room))
+
+    def _guess(
+        self,
+        cache: TrieCache,
+        searches: Sequence[BeamSearch],
+        beams: Sequence[Sequence[Beam]],
+        going: Sequence[bool],
+    ) -> None:
+        """Let the draft score what nobody has scored yet."""
+        unknown = [
+            [beam.prefix for beam in some if _law(beam.prefix) is None] if goes else []
+            for some, goes in zip(beams, going, strict=True)
+        ]
+        new = [cache.lacking(place, wanted) for place, wanted in enumerate(unknown)]
+        if any(new):
+            keep = [search.settings.num_beams + self._extra + len(search.request.eos) for search in searches]
+            for prefix, found in score(cache, searches, new, keep, self._vocab):
+                prefix.guess = ([], []) if isinstance(found, Fault) else found
+
+    def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
+        width, ends = search.settings.num_beams + self._extra, search.request.eos
+        found = best_continuations(beams, width + len(ends) * len(beams), _law)
+        return [Beam(prefix.child(token), score) for score, prefix, token in found if token not in ends][:width]
+
+
+def _law(prefix: Prefix) -> Candidates | None:
+    return prefix.guess if prefix.best is None else prefix.best
+
+
+class TextBeams:
+    """Lets a drafter continue every live beam as it would continue a text of its own."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def add(self, searches: Sequence[BeamSearch]) -> None:
+        """There is nothing to read."""
+
+    def free(self, places: Collection[int]) -> None:
+        """There is nothing to forget."""
+
+    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
+        """There is nothing to forget."""
+
+    def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
+        """A chain behind every live beam."""
+        lines = [(place, beam.prefix) for place, search in enumerate(searches) for beam in search.live]
+        rows = [row_of(searches[place], prefix) for place, prefix in lines]
+        draft = self._drafter.propose(Context(tuple(rows), draw), [depths[place] for place, _ in lines])
+        proposals = [Proposal() for _ in searches]
+        for (place, node), tokens, length in zip(lines, draft.tokens.tolist(), draft.lengths, strict=True):
+            for token in tokens[:length]:
+                if token in searches[place].request.eos:
+                    break
+                node = node.child(token)
+                proposals[place].append(node)
+        return proposals
+
+
+def row_of(search: BeamSearch, prefix: Prefix) -> Row:
+    """The text of a prefix as a row of its own."""
+    return Row(search.request, search.index, [*search.request.prompt, *prefix.tokens])
+
+
+def score(
+    cache: TrieCache,
+    searches: Sequence[BeamSearch],
+    new: Sequence[Sequence[Prefix]],
+    keep: Sequence[int],
+    vocab: int,
+) -> list[tuple[Prefix, Candidates | Fault]]:
+    """Feed prefixes in one call -> the best `keep[r]` continuations of each, by log-softmax, processed as the requests
+    say (a beam's score is a sum of these, as in transformers), or why there are none."""
+    logits = pad_vocabulary(wide(cache.feed(new)), vocab).log_softmax(-1)
+    pairs = [(place, prefix) for place, some in enumerate(new) for prefix in some]
+    rows = [row_of(searches[place], prefix) for place, prefix in pairs]
+    nothing = torch.empty(len(rows), 0, dtype=torch.long, device=logits.device)
+    context = Context(tuple(rows), draw)
+    law, faults = context.law_and_faults(logits[:, None], Prefixes(nothing, [()]), cache.scorer.name)
+    assert law.scores is not None, "beams are greedy"
+    found = _best(law.scores[:, 0], [keep[place] for place, _ in pairs])
+    return [(prefix, faults.get((i, 0)) or found[i]) for i, (_, prefix) in enumerate(pairs)]
+
+
+def _best(scores: Tensor, keep: Sequence[int]) -> list[Candidates]:
+    """The best continuations by scores (prefixes, vocab)."""
+    values, tokens = scores.topk(min(max(keep), scores.shape[-1]))
+    pairs = zip(values.tolist(), tokens.tolist(), keep, strict=True)
+    return [(some[:count], ids[:count]) for some, ids, count in pairs]

@@ -1,0 +1,146 @@
+"""Beam search as a deterministic function of the conditionals p(. | prefix), with the semantics of transformers.
+
+The search reads a table of scored prefixes, and stops where it needs one that is not there. What is there, whoever
+proposed it, cannot change the result: so any draft is exact (appendix A.4 of arXiv 2211.17192 is the case of a draft
+whose own beams are the proposal: its condition, top_w(p) within top_u(q), is that the prefix is there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from slipstream.core.beams import Beams, Candidates, Hypothesis, Prefix
+from slipstream.core.law import Fault
+from slipstream.core.request import Request
+from slipstream.core.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A live prefix and its summed log-probability."""
+
+    prefix: Prefix
+    score: float
+
+
+Continuation = tuple[float, Prefix, int]
+"""The summed log-probability of a prefix and one more token, the prefix, and that token."""
+
+
+def best_continuations(
+    beams: Iterable[Beam], count: int, law: Callable[[Prefix], Candidates | None]
+) -> list[Continuation]:
+    """The best `count` continuations of all beams, the best first; equal ones in the order of their beams. Tokens that
+    are forbidden continue nothing."""
+    found: list[Continuation] = []
+    for beam in beams:
+        values, tokens = law(beam.prefix) or ([], [])
+        found += [
+            (beam.score + value, beam.prefix, token)
+            for value, token in zip(values, tokens, strict=True)
+            if value > -inf
+        ]
+    found.sort(key=_score, reverse=True)  # stable, also reversed
+    return found[:count]
+
+
+def _score(continuation: Continuation) -> float:
+    return continuation[0]
+
+
+@dataclass
+class BeamSearch:
+    """The beam search of one prompt: `live` beams, and the best `finished` hypotheses so far.
+
+    `limit` is how many tokens the output may have. `index` and `stats` are as in `Row`; with beams, a step takes the
+    place of a token: `emitted` are steps, `accepted` those that found all their prefixes in the table.
+    """
+
+    request: Request
+    settings: Beams
+    limit: int
+    index: int = 0
+    stats: Stats = field(default_factory=Stats)
+    live: list[Beam] = field(init=False)
+    finished: list[Hypothesis] = field(default_factory=list, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    error: Fault | None = field(default=None, init=False)
+    _hopeful: bool = field(default=True, init=False)  # whether a live beam may still beat the finished ones
+
+    def __post_init__(self) -> None:
+        self.live = [Beam(Prefix(self.request.prompt[-1]), 0.0)]
+        self._keep = self.settings.candidates(len(self.request.eos))
+
+    @property
+    def depth(self) -> int:
+        """How many tokens the live beams have."""
+        return self.live[0].prefix.depth
+
+    @property
+    def missing(self) -> list[Prefix]:
+        """The live prefixes that the table does not have."""
+        return [beam.prefix for beam in self.live if not beam.prefix.scored]
+
+    def advance(self) -> int:
+        """Step as far as the table goes -> how many steps that was."""
+        steps = 0
+        while not self.finish_reason and not self.missing:
+            self._step()
+            steps += 1
+        return steps
+
+    def _step(self) -> None:
+        """One token more for every beam."""
+        self.error = next((beam.prefix.fault for beam in self.live if beam.prefix.fault), None)
+        if self.error:
+            self.finish_reason = "error"
+            return
+        width, length = self.settings.num_beams, self.depth + 1
+        open_ = self._hopeful and not (self.settings.early_stopping is True and len(self.finished) == width)
+        going: list[Beam] = []
+        for rank, (score, prefix, token) in enumerate(
+            best_continuations(self.live, self._keep, lambda prefix: prefix.best)
+        ):
+            reason = self._end(prefix, token, length)
+            if reason is None:
+                going.append(Beam(prefix.child(token), score))
+            elif rank < width and open_:  # those behind are there so that enough beams live on
+                self._finish(prefix, token, score / length**self.settings.length_penalty, reason)
+        self.live = going[:width] or self.live
+        self._judge(length, bool(going))
+
+    def _end(self, prefix: Prefix, token: int, length: int) -> str | None:
+        """Why a continuation is a finished text; None if it is not."""
+        if token in self.request.eos:
+            return "stop"
+        if self.request.stop and (reason := self.request.stop([*self.request.prompt, *prefix.tokens, token])):
+            return reason
+        return "length" if length >= self.limit else None
+
+    def _finish(self, prefix: Prefix, token: int, score: float, reason: str) -> None:
+        self.finished.append(Hypothesis((*prefix.tokens, token), score, reason))
+        self.finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
+        del self.finished[self.settings.num_beams :]
+
+    def _judge(self, length: int, going: bool) -> None:
+        """Decide after a step of outputs of this length whether the search is over."""
+        settings, full = self.settings, len(self.finished) == self.settings.num_beams
+        if going and full:
+            far = settings.early_stopping == "never" and settings.length_penalty > 0
+            hoped = self.live[0].score / (self.limit if far else length) ** settings.length_penalty
+            self._hopeful = self._hopeful and hoped > self.finished[-1].score
+        if not going or not self._hopeful or (full and settings.early_stopping is True):
+            self.finish_reason = self.finished[0].finish_reason if self.finished else "length"
+
+    def hypotheses(self) -> Sequence[Hypothesis]:
+        """What to return, the best first: finished ones; behind them, if the search was broken off, live ones. There
+        are fewer than asked for where no more texts are possible."""
+        found = list(self.finished)
+        if self.finish_reason is None or self.error:
+            length = max(1, self.depth) ** self.settings.length_penalty
+            reason = self.finish_reason or "interrupted"
+            found = [replace(each, finish_reason=reason) for each in found]
+            found += [Hypothesis(tuple(beam.prefix.tokens), beam.score / length, reason) for beam in self.live]
+        return found[: self.settings.num_return_sequences]
