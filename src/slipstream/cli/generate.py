@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
-from slipstream.cli.console import busy, console, progress
+from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
     BatchSize,
+    BeamOptions,
     Chat,
     Compile,
     Device,
@@ -51,10 +52,11 @@ from slipstream.cli.options import (
     with_options,
 )
 from slipstream.cli.settings import answer_as_dict, call_options, read_form
+from slipstream.cli.work import Work
 from slipstream.core.stats import Stats
 from slipstream.engine.plan_file import Plan
 from slipstream.files import Text, check_writable
-from slipstream.observers.explain import Explanation, breakdown
+from slipstream.observers.explain import Explanation
 from slipstream.text.answers import Answers, digest, open_answers
 from slipstream.text.prompts import Item, gather, illustrated
 
@@ -84,7 +86,7 @@ class OutputOptions:
 
 
 @app.command()
-@with_options(TargetOptions, SamplingOptions, FormOptions, SampleOptions, OutputOptions)
+@with_options(TargetOptions, SamplingOptions, FormOptions, SampleOptions, BeamOptions, OutputOptions)
 def generate(
     context: typer.Context,
     prompts: Prompts = None,
@@ -110,11 +112,13 @@ def generate(
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
 
-    --json and --out write each answer as it finishes, in that order; "index" names its prompt, from 0 on (with --n the
-    answer, beside its "prompt" and "sample"). An interrupted run (Ctrl-C, SIGTERM) marks what is unfinished; --out FILE
-    --resume makes that, and failed ones, again.
+    --json and --out write each answer as it finishes, in that order; "index" names its prompt, from 0 on (with
+    --n and with beams the answer, beside its "prompt" and "sample"). An interrupted run (Ctrl-C, SIGTERM) marks what is
+    unfinished; --out FILE --resume makes that, and failed ones, again.
 
     Example: slipstream generate "def fibonacci(n):" --max-new-tokens 64 --temperature 0.8 --stream
+
+    Beam search: slipstream generate "def fibonacci(n):" --draft embedded --num-beams 4 --num-return-sequences 2
     """
     params = context.params
     _check_output(params)
@@ -130,7 +134,8 @@ def generate(
                 options["grammar"] = getattr(engine.grammars, name)(value)
             items = [_encoded(engine, item) for item in items]
     tell(engine.notes if engine else ())
-    samples = options.pop("n")  # equal prompts beside each other are samples, and each has a place of its own
+    # Equal prompts beside each other are samples, and each has a place of its own; beams know theirs.
+    samples = options.get("num_return_sequences") or options.pop("n")
     items = [sample for item in items for sample in _samples(item, samples)]
     raise typer.Exit(_answer(Work(engine, items, options, params["profile"], samples), params))
 
@@ -152,64 +157,6 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
         shows = {"stream": _show_stream, "explain": _show_rounds, "as_json": _show_json}
         code = next((show for name, show in shows.items() if params[name]), _show_text)(work)
     return code or (WRONG if work.failed or any(item.error for item in work.items) else 0)
-
-
-@dataclass
-class Work:
-    """What `generate` has to do: an item for each answer, of which `samples` side by side have the same prompt.
-
-    The engine is None if no prompt can be used; `failed`: a text could not go on.
-    """
-
-    engine: Any
-    items: list[Item]
-    options: dict[str, Any]
-    profile: bool = False
-    samples: int = 1
-    failed: bool = False
-
-    @property
-    def good(self) -> list[Item]:
-        """The prompts that can be used."""
-        return [item for item in self.items if not item.error]
-
-    def place(self, index: int) -> dict[str, int]:
-        """Which sample of which prompt an answer is, if prompts have several."""
-        return {} if self.samples == 1 else {"prompt": index // self.samples, "sample": index % self.samples}
-
-    def run(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
-        """Generate all good prompts at once but those of the places `skip` -> completions, and INTERRUPTED or 0."""
-        from slipstream.engine.engine import Interrupted
-
-        prompts = [item.prompt for item in self.good]
-        if len(prompts) == len(skip):
-            return [], 0
-        try:
-            return self.engine.generate(prompts, skip=skip, **listeners, **self.options), 0
-        except Interrupted as stop:
-            return stop.completions, INTERRUPTED
-
-    def run_watched(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
-        """Generate under a progress bar; see `run`."""
-        count, most = len(self.good) - len(skip), self.options["max_new_tokens"]
-        with progress(console(stderr=True), count, most) as on_round:
-            return self.run(skip, on_round=on_round, **listeners)
-
-    def close(self, completions: Sequence[Completion], skip: Collection[int] = ()) -> None:
-        """Say beside the output what a reader of it has to know: failures, full contexts, and times if asked for."""
-        asked = [item for place, item in enumerate(self.good) if place not in skip]
-        full = []
-        for item, completion in zip(asked, completions, strict=False):
-            if completion.error:
-                self.failed = True
-                say(f"{item.where}: {completion.error}")
-            full += [item.where] if completion.context_full else []
-        if full:
-            names, target = ", ".join([*full[:3], *["..."][: len(full) - 3]]), self.engine.decoder.target
-            count = f"{len(full)} answers" if len(full) > 1 else "the answer"
-            say(f"note: {count} ({names}) ended early, at the {target.context} tokens that {target.name} holds.")
-        if self.profile:
-            console(stderr=True).print(breakdown(sum((completion.stats for completion in completions), Stats())))
 
 
 def _how(context: typer.Context) -> dict[str, Any]:
@@ -337,6 +284,7 @@ def _check_output(params: dict[str, Any]) -> None:
     out, file, resume, force = (params[name] for name in ("out", "file", "resume", "force"))
     shown = {flag(name): params[name] for name in ("stream", "explain")}
     _one_at_most({**shown, "--json": params["as_json"], "--out": out is not None})
+    _one_at_most({"--num-beams": (params["num_beams"] or 1) > 1, **shown})
     if params["logprobs"] is not None and not params["as_json"] and out is None:
         raise ValueError("--logprobs are written as JSON only: add --json, or --out FILE.")
     if out is None and (resume or force):
@@ -355,6 +303,7 @@ LAW = (
     *("target", "task", "chat", "dtype", "verify", "plan", "max_new_tokens", "seed", "stop", "temperature", "top_k"),
     *("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("no_repeat_ngram_size", "logit_bias", "stop_token_ids", "min_new_tokens", "max_time", "n", "logprobs", "echo"),
+    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
 )
 
 

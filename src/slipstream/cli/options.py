@@ -106,6 +106,19 @@ MaxTime = Annotated[
     float | None, _option(SAMPLING, "SECONDS", "End a text after so long; its length then depends on the clock.")
 ]
 Samples = Annotated[int, _option(SAMPLING, "N", "Samples of each prompt.", "--n", min=1)]
+NumBeams = Annotated[
+    int | None, _option(SAMPLING, "N", "Beam search with so many beams, exactly as in transformers.", min=1)
+]
+LengthPenalty = Annotated[
+    float | None, _option(SAMPLING, "X", "Of beams: scores are divided by length^X (1); above 0 favours long texts.")
+]
+EarlyStopping = Annotated[
+    Literal["true", "false", "never"] | None,
+    _option(SAMPLING, "WHEN", "Of beams: true ends when enough have finished, false (default) when hope is small."),
+]
+NumReturnSequences = Annotated[
+    int | None, _option(SAMPLING, "N", "Of beams: texts for each prompt, the best first.", min=1)
+]
 Logprobs = Annotated[
     int | None, _option(OUTPUT, "K", "In JSON: logprobs of each token, and of the K most probable ones.", min=0)
 ]
@@ -180,6 +193,15 @@ class FormOptions:
     regex: Regex = None
     choice: Choices = None
     lark_file: LarkFile = None
+
+
+class BeamOptions:
+    """Beam search in place of sampling."""
+
+    num_beams: NumBeams = None
+    length_penalty: LengthPenalty = None
+    early_stopping: EarlyStopping = None
+    num_return_sequences: NumReturnSequences = None
 
 
 def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -14,8 +14,12 @@ from slipstream.cli.app import flag, say
 if TYPE_CHECKING:
     from slipstream.engine.generation import Completion
 
-LIMITS = ("seed", "plain", "max_new_tokens", "lossless", "n", "logprobs", "echo", "max_time")
+BEAMS = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
+LIMITS = ("seed", "plain", "max_new_tokens", "lossless", "n", "logprobs", "echo", "max_time", *BEAMS)
 """Options of a call that are no settings of sampling, under the names of the parameters."""
+
+EARLY = {"true": True, "false": False}
+"""How `--early-stopping` is written, where that is no name."""
 
 
 def call_options(params: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +33,8 @@ def call_options(params: dict[str, Any]) -> dict[str, Any]:
     options["stop"] = [_unescape(text) for text in params["stop"] or ()]
     if params["stop_token_ids"]:
         options["stop_token_ids"] = list(params["stop_token_ids"])
+    if options.get("early_stopping") in EARLY:
+        options["early_stopping"] = EARLY[options["early_stopping"]]
     read_options(options)
     return options
 
@@ -102,4 +108,6 @@ def answer_as_dict(completion: Completion) -> dict[str, Any]:
     found = {**error, **{name: getattr(completion, name) for name in names}}
     if completion.logprobs is not None:
         found["logprobs"] = [asdict(each) for each in completion.logprobs]
+    if completion.score is not None:
+        found["score"] = completion.score
     return {**found, "stats": completion.stats.as_dict()}

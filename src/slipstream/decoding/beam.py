@@ -1,4 +1,4 @@
-"""Beam search for many prompts: draft a trie of prefixes, score it in one call of the target, search as far as it goes."""
+"""Beam search for many prompts: draft a trie of prefixes, score it in one call, search as far as it goes."""
 
 from __future__ import annotations
 

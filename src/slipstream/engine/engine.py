@@ -27,6 +27,7 @@ from slipstream.decoding.scheduler import Scheduler, check_requests
 from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.prediction import MOST
 from slipstream.drafters.tree import TreeDrafter
+from slipstream.engine.beams import BeamTexts
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, read_options, sampling
@@ -95,6 +96,8 @@ class Engine:
         - `logprobs`: those of every token and of so many of the most probable ones, see `TokenLogprobs`. `echo`: begin
           the texts with the prompt's. `prediction`: a text that the output is expected to resemble, for drafts that
           copy. `grammar`: which texts are allowed, as one of those that `engine.grammars` makes.
+        - `num_beams`: exact beam search, with transformers' `length_penalty` (1.0), `early_stopping` (False) and
+          `num_return_sequences` (1): texts that stand side by side, the best first, each with a `score`.
         - `priority` (0; lower ones run first) and `cache_salt`: whose prompts may share what is cached of them.
 
         `on_completion(index, completion)` is called as soon as a text is finished, in whatever order that is. The
@@ -109,6 +112,10 @@ class Engine:
         check_callback("on_round", on_round)
         check_callback("on_completion", on_completion)
         job, done = self.prepare(read_prompts(prompts), options), dict[int, Completion]()
+        if job.options.beams is not None:
+            if on_round is not None:
+                raise ValueError("on_round is told of drafts that are drawn, and num_beams draws none: leave it out.")
+            return _searched(BeamTexts(job, skip), on_completion)
         with Scheduler(job.decoder) as scheduler:
             begun = job.begin(scheduler, skip)
             try:
@@ -133,7 +140,7 @@ class Engine:
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
     ) -> Iterator[tuple[int, Piece]]:
         """Continue several prompts at once, token by token -> each piece with the index of its text; see `generate`."""
-        job = self.prepare(read_prompts(prompts), options)
+        job = _alone(self.prepare(read_prompts(prompts), options))
         check_requests(self.decoder.target, [generation.request for generation in job.generations])
         return job.stream()
 
@@ -149,7 +156,7 @@ class Engine:
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use stream_batch for several.")
-        job = self.prepare(prompts, options)
+        job = _alone(self.prepare(prompts, options))
         if (count := len(job.generations)) != 1:
             raise ValueError(f"stream gives one text, but n={count} asks for several: use stream_batch for them.")
         check_requests(self.decoder.target, [job.generations[0].request])
@@ -234,6 +241,8 @@ class Engine:
         if asked.decoder_prompt and self.frame is None:
             raise ValueError("decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
+        if asked.beams is not None and self.exact_shape:
+            raise ValueError("num_beams cannot be used with exact_shape, for beams make passes of any shape.")
         if asked.stops or asked.echo:
             encoder.needed()  # to write the text
         template = self._template(asked, sampling(settings, asked, self.eos, encoder, self.decoder.target.vocab))
@@ -272,12 +281,15 @@ class Engine:
             prediction=prediction,
             gamma=MOST if prediction and asked.gamma is None and not asked.plain else None,
             max_time=asked.max_time,
+            beams=asked.beams,
         )
 
     def _standing_alone(self, asked: Options, template: Request) -> Request:
         """The request with the rule and the gamma of its own call."""
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
+        if asked.beams is not None:
+            raise ValueError("num_beams searches a call of its own, so its batch cannot be shared with others.")
         own = None if asked.verify is None else rule(asked.verify)
         gamma = template.gamma if asked.own_gamma is None else asked.own_gamma
         return replace(template, rule=own, gamma=gamma)
@@ -303,6 +315,22 @@ class Engine:
         if asked.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
         return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
+
+
+def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], object] | None) -> list[Completion]:
+    """What beam search writes. Raises Interrupted on Ctrl-C."""
+    try:
+        texts.play(on_completion)
+    except KeyboardInterrupt:
+        raise Interrupted(texts.completions) from None
+    return texts.completions
+
+
+def _alone(job: Job) -> Job:
+    """The job, if its tokens are known one after the other. Raises ValueError for beam search."""
+    if job.options.beams is not None:
+        raise ValueError("num_beams has no text before its search has ended, so it cannot stream: use generate.")
+    return job
 
 
 def _pieces(job: Job) -> Iterator[Piece]:

@@ -36,7 +36,8 @@ class Completion:
 
     `finish_reason` is "stop", "length", "error", "abort" or "interrupted". With "error", `error` says why no more
     tokens are possible. With "length", `context_full` tells that the target can hold no longer text, before
-    `max_new_tokens`. `logprobs` are those of each token, if they were asked for.
+    `max_new_tokens`. `logprobs` are those of each token, if they were asked for. `score` is that of beam search: the
+    sum of the tokens' log-probabilities, divided by length ** length_penalty.
     """
 
     text: str
@@ -47,6 +48,7 @@ class Completion:
     error: str | None = None
     context_full: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)

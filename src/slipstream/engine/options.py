@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+from slipstream.core.beams import Beams
 from slipstream.core.protocols import Controller
 from slipstream.core.values import is_finite, is_whole, true_or_false, whole_number
 from slipstream.decoding.controllers import controller
@@ -17,6 +18,9 @@ from slipstream.engine.requests import Encoder, listed, shown
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """Names of options in other engines, and ours."""
 
+BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")
+"""Options of beam search beside `num_beams`."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -25,7 +29,8 @@ class Options:
     `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
     beside each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
     expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, behind
-    its first ones, such as Whisper's for language and task.
+    its first ones, such as Whisper's for language and task. With `num_beams` above 1, beam search continues the
+    prompts, as `Beams` says; None are its defaults.
     """
 
     max_new_tokens: int = 128
@@ -45,6 +50,10 @@ class Options:
     decoder_prompt: Sequence[int] = ()
     priority: int = 0
     cache_salt: str = ""
+    num_beams: int = 1
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_return_sequences: int | None = None
 
     def __post_init__(self) -> None:
         whole_number("max_new_tokens", self.max_new_tokens, 1)
@@ -60,6 +69,35 @@ class Options:
             controller(self.gamma)
         if self.verify is not None:
             rule(self.verify)
+        self._check_beams()
+
+    @property
+    def beams(self) -> Beams | None:
+        """The settings of beam search, if it is asked for. Raises ValueError for what cannot be."""
+        if whole_number("num_beams", self.num_beams, 1) == 1:
+            return None
+        given = {name: getattr(self, name) for name in BEAMS}
+        return Beams(self.num_beams, **{name: value for name, value in given.items() if value is not None})
+
+    def _check_beams(self) -> None:
+        """Raises ValueError for options that do not go together with beam search, or without it."""
+        if self.beams is None:
+            for name in BEAMS:
+                if getattr(self, name) is not None:
+                    instead = "; for samples of a prompt, use n" if name == "num_return_sequences" else ""
+                    raise ValueError(f"{name} is for beam search, which num_beams=4 asks for{instead}.")
+            return
+        reasons = {
+            "n": (self.n > 1, "beams are no samples: use num_return_sequences"),
+            "logprobs": (self.logprobs is not None, "a beam has one score, which its answer carries"),
+            "stop": (bool(self.stop), "beams end at tokens: use stop_token_ids"),
+            "prediction": (self.prediction is not None, "beams do not copy from a prediction: use lookup as the draft"),
+            "max_time": (self.max_time is not None, "a search that is broken off has no result: use max_new_tokens"),
+            "verify": (self.verify is not None, "what a draft proposes is scored, and nothing is drawn"),
+        }
+        for name, (given, why) in reasons.items():
+            if given:
+                raise ValueError(f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     def _check_seeds(self) -> None:
         """One number stays as it is; several become a tuple."""
@@ -169,6 +207,10 @@ def sampling(
     if found.min_new_tokens > asked.max_new_tokens:
         least, most = found.min_new_tokens, asked.max_new_tokens
         raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
+    if asked.beams and not found.greedy:
+        raise ValueError(f"num_beams={asked.num_beams} draws nothing, so temperature={found.temperature} cannot be.")
+    if asked.beams and found.grammar is not None:
+        raise ValueError(f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out.")
     if found.grammar is not None:
         _check_grammar(found.grammar, asked, found.min_new_tokens, vocab)
     if clash := {word[0] for word in found.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):

@@ -1,0 +1,87 @@
+"""The texts of a call that asks for beam search: several for each prompt, each with a score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+from slipstream.core.beams import Hypothesis
+from slipstream.core.stats import Stats
+from slipstream.decoding.beam import BeamDecoder, searches_of
+from slipstream.decoding.beam_search import BeamSearch
+from slipstream.engine.generation import Completion, Generation
+from slipstream.engine.job import Job
+
+
+class BeamTexts:
+    """Searches for the prompts of a job; text i is number i % width of prompt i // width, where `width` texts are asked
+    for. Those at the indices `skip` are left out; a prompt is searched if any of its texts is wanted.
+
+    Raises ValueError for what the target or the draft cannot search.
+    """
+
+    def __init__(self, job: Job, skip: Collection[int] = ()) -> None:
+        beams = job.options.beams
+        assert beams is not None
+        self._job, self._skip, self._width = job, skip, beams.num_return_sequences
+        wanted = [place for place in range(len(job.generations)) if any(i not in skip for i in self._texts_of(place))]
+        requests = [job.generations[place].request for place in wanted]
+        self._searches = searches_of(job.decoder.target, requests, wanted)
+        self._done: dict[int, Completion] = {}
+
+    def play(self, on_completion: Callable[[int, Completion], object] | None = None) -> None:
+        """Search to the end; the listener is told of each text as soon as its search is over."""
+        with closing(BeamDecoder(self._job.decoder, self._searches).rounds()) as rounds:  # type: ignore[type-var]
+            for running in rounds:
+                for search in running:
+                    if search.finish_reason:
+                        self._finish(search, on_completion)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """All texts, in order; of searches that have not ended, the best so far, "interrupted"."""
+        return [self._done.get(index, now) for search in self._searches for index, now in self._of(search)]
+
+    def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
+        self._done |= dict(self._of(search))
+        for index in self._texts_of(search.index):
+            if on_completion is not None and index in self._done:
+                on_completion(index, self._done[index])
+
+    def _texts_of(self, place: int) -> range:
+        return range(place * self._width, (place + 1) * self._width)
+
+    def _of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
+        """The texts of a search that are wanted, with their indices. The first has the counts of all."""
+        generation, found = self._job.generations[search.index], search.hypotheses()
+        for rank, index in enumerate(self._texts_of(search.index)):
+            stats = search.stats if not rank else Stats()
+            if index in self._skip:
+                continue
+            if rank < len(found):
+                yield index, _completion(generation, search, found[rank], stats)
+            else:
+                missing = f"there is no text number {rank + 1}: the settings allow {len(found)} only."
+                yield index, replace(_nothing(generation, stats), finish_reason="error", error=missing)
+
+
+def _completion(generation: Generation, search: BeamSearch, found: Hypothesis, stats: Stats) -> Completion:
+    request = search.request
+    text = generation.echo + generation.decode([token for token in found.tokens if token not in request.eos])
+    return replace(
+        _nothing(generation, stats),
+        text=text,
+        tokens=found.tokens,
+        finish_reason=found.finish_reason,
+        error=str(search.error) if search.error else None,
+        context_full=found.finish_reason == "length" and len(found.tokens) < request.max_new_tokens,
+        score=found.score,
+    )
+
+
+def _nothing(generation: Generation, stats: Stats) -> Completion:
+    """The completion of a prompt without a text."""
+    request = generation.request
+    length = len(request.prompt if request.source is None else request.source)
+    return Completion(generation.echo, (), "interrupted", stats, length)
