@@ -67,6 +67,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "engine.tasks",
         "engine.custom_generate",
         "engine.generate_batch",
+        "engine.generate_beams",
         "engine.generate_cache",
         "engine.generate_call",
         "execution.passes",

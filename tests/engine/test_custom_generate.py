@@ -592,7 +592,12 @@ def own_cache() -> Cache:
 
 
 REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "beams": ("ask for beam_search", lambda: {"num_beams": 2}),
+    "sampled beams": ("ask for beam_sample", lambda: {"num_beams": 2, "do_sample": True}),
+    "groups": ("ask for group_beam_search", lambda: {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}),
+    "beams and embeddings": (
+        "inputs_embeds and past_key_values cannot",
+        lambda: {"num_beams": 2, "past_key_values": filled_cache()},
+    ),
     "contrastive": ("ask for contrastive_search", lambda: {"penalty_alpha": 0.6, "top_k": 4}),
     "prompt lookup": ("ask for assisted_generation", lambda: {"prompt_lookup_num_tokens": 3}),
     "assistant": ("leave out assistant_model", lambda: {"assistant_model": pair()[1]}),

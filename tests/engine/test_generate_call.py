@@ -126,9 +126,13 @@ def test_signatures_can_be_asked_for_at_any_time() -> None:
 def test_stop_strings_need_their_tokenizer() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         pair()[0].generate(**padded(), **SETTINGS, stop_strings=["a"], custom_generate=hook())
-    with pytest.raises(ValueError, match="ask for beam_search"):
+    with pytest.raises(ValueError, match="ask for beam_sample"):
         pair()[0].generate(
-            **padded(), **SETTINGS, stop_strings=["a"], tokenizer=tokenizer(), num_beams=2, custom_generate=hook()
+            **padded(),
+            max_new_tokens=8,
+            do_sample=True,
+            num_beams=2,
+            custom_generate=hook(),
         )
 
 
@@ -416,9 +420,8 @@ ROWWISE = {"input_ids", "attention_mask", "position_ids"}
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3},
     "sampled beams": {"num_beams": 3, "do_sample": True},
-    "beams to return": {"num_beams": 3, "num_return_sequences": 2},
+    "logits of beams": {"num_beams": 3, "output_logits": True, "return_dict_in_generate": True},
     "an assistant": {"assistant_model": pair()[1], "input_ids": BATCH[2:3], "attention_mask": torch.ones(1, 5)},
     "prompt lookup": {"prompt_lookup_num_tokens": 2, "input_ids": BATCH[2:3], "attention_mask": torch.ones(1, 5)},
     "guidance": {"guidance_scale": 1.5},

@@ -30,6 +30,7 @@ from slipstream.decoding.sampling import Processor
 from slipstream.decoding.scheduler import check_requests
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.generate_batch import Batch
+from slipstream.engine.generate_beams import BeamCall, beams_of
 from slipstream.engine.generate_cache import Continued, ReadPrompt
 from slipstream.engine.generate_call import Opening, SignatureWithTokenizer, refuse_inputs, refuse_mode, withheld
 from slipstream.models.causal import CausalScorer
@@ -69,10 +70,13 @@ def custom_generate(
     are only in the cache the draft knows nothing, and its guesses are worse. `inputs_embeds` are read by the model;
     the draft reads the tokens nearest to them.
 
+    With `num_beams`, beam search finds what `generate` finds: `sequences` and `sequences_scores`, without scores by
+    step and without a cache.
+
     Keep the callable to keep the draft and both caches; it serves one call at a time. `.stats` pools the last one.
     It can be copied and pickled: its settings and a draft given as a model go along, the caches do not.
-    Raises ValueError in one sentence for what it cannot honour: beam search and other modes, an assistant, quantized
-    and offloaded caches, other model inputs of your own, attentions and hidden states, guidance.
+    Raises ValueError in one sentence for what it cannot honour: sampled beams, groups of beams and other modes, an
+    assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states, guidance.
     """
     if not isinstance(verifier, Rule) and not callable(verifier):
         raise ValueError(
@@ -109,6 +113,11 @@ class Speculation:
             raise ValueError("a streamer needs a single row: the rows of a batch advance at different paces.")
         refuse_mode(model, generation_config, call)
         refuse_inputs(logits_processor, model_kwargs)
+        if beams_of(generation_config) is not None:
+            handed = (logits_processor, stopping_criteria, generation_config)
+            searching = BeamCall(model, input_ids, handed, call, model_kwargs)
+            with self._alone(model):
+                return self._search(model, searching)
         opening = Opening.of(model, input_ids, generation_config, call, model_kwargs)
         batch = Batch(input_ids, opening.prompts, logits_processor, stopping_criteria, generation_config)
         with self._alone(model):
@@ -165,6 +174,12 @@ class Speculation:
         if read is not None:
             read.take_in(sequences, sequences.shape[1] - batch.ids.shape[1], target.context)
         return batch.result(rows, sequences, read and read.cache)
+
+    def _search(self, model: PreTrainedModel, call: BeamCall) -> Any:
+        target, draft = self._pair(model)
+        drafter = ModelDrafter(draft, target.vocab)
+        result, self.stats = call.run(Decoder(target, drafter, controller=self._controller))
+        return result
 
     @contextmanager
     def _alone(self, model: PreTrainedModel) -> Iterator[None]:

@@ -79,8 +79,10 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
     if call.get("assistant_model") is not None:
         raise ValueError("custom_generate has a draft already: leave out assistant_model.")
     mode = config.get_generation_mode(None)
-    if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"custom_generate decodes greedily or by sampling, but these settings ask for {mode.value}.")
+    if mode not in ("greedy_search", "sample", "beam_search"):
+        raise ValueError(
+            f"custom_generate decodes greedily, by sampling or with beams, but these settings ask for {mode.value}."
+        )
     if any(part in (config.cache_implementation or "") for part in ("offloaded", "quantized")):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be honoured: custom_generate keeps a whole "

@@ -1,0 +1,104 @@
+"""Beam search inside transformers' own `generate`, whose rows are the prompts, each repeated for every beam."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerateBeamDecoderOnlyOutput
+
+from slipstream.core.beams import Beams, Hypothesis
+from slipstream.core.stats import Stats
+from slipstream.decoding.beam import beam_search
+from slipstream.decoding.beam_search import BeamSearch
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.sampling import Processor
+from slipstream.engine.generate_batch import Batch
+from slipstream.engine.generate_call import Opening
+
+NO_SCORE = -1e9
+"""What transformers gives a text that there is none of."""
+
+
+def beams_of(config: Any) -> Beams | None:
+    """The beam search that a generation config asks for; None for one line of tokens."""
+    if not config.num_beams or config.num_beams == 1:
+        return None
+    return Beams(config.num_beams, config.length_penalty, config.early_stopping, config.num_return_sequences or 1)
+
+
+class BeamCall:
+    """One call of `generate` with beams: input_ids (prompts * num_beams, width) -> (prompts * texts, longest).
+
+    Raises ValueError for what cannot be honoured: a prompt that is embeddings or lies in a cache, logits.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        handed: tuple[Sequence[Processor], Sequence[Any], Any],
+        call: dict[str, Any],
+        inputs: dict[str, Any],
+    ) -> None:
+        processors, criteria, config = handed
+        beams = beams_of(config)
+        assert beams is not None
+        _refuse(config, call, inputs)
+        self.beams, self.config = beams, config
+        once = {name: _once(value, len(input_ids), beams.num_beams) for name, value in inputs.items()}
+        ids = input_ids[:: beams.num_beams]
+        plain = copy(config)
+        plain.return_dict_in_generate = False  # neither scores by step nor a cache are kept
+        opening = Opening.of(model, ids, plain, call, once)
+        self.batch = Batch(ids, opening.prompts, processors, criteria, plain)
+
+    def run(self, decoder: Decoder) -> tuple[Any, Stats]:
+        """What `generate` returns, and the counts. Raises what a processor raised, or FloatingPointError."""
+        away = decoder.target.device != self.batch.ids.device
+        requests = [replace(request, beams=self.beams) for request in self.batch.requests(0, away)]
+        searches = beam_search(replace(decoder, batch_size=len(requests)), requests)
+        for search in searches:
+            if search.error:
+                raise search.error.cause or FloatingPointError(search.error)
+        stats = sum((search.stats for search in searches), Stats())
+        return self._result([self._found(search) for search in searches]), stats
+
+    def _found(self, search: BeamSearch) -> list[Hypothesis]:
+        """As many as were asked for: where no more are possible, empty ones stand in their place."""
+        found = list(search.hypotheses())
+        return found + [Hypothesis((), NO_SCORE, "length")] * (self.beams.num_return_sequences - len(found))
+
+    def _result(self, found: Sequence[Sequence[Hypothesis]]) -> Any:
+        texts, ids, batch = [each for some in found for each in some], self.batch.ids, self.batch
+        fill = batch.pad if batch.pad is not None else min(batch.eos, default=0)
+        longest = max(len(each.tokens) for each in texts)
+        padded = [[*each.tokens, *[fill] * (longest - len(each.tokens))] for each in texts]
+        output = torch.tensor(padded, dtype=torch.long, device=ids.device)
+        sequences = torch.cat([ids.repeat_interleave(self.beams.num_return_sequences, 0), output], 1)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        scores = torch.tensor([each.score for each in texts], device=ids.device) if self.config.output_scores else None
+        return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
+
+
+def _once(value: Any, rows: int, beams: int) -> Any:
+    """What was repeated for every beam, once for each prompt."""
+    return value[::beams] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
+
+
+def _refuse(config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Raises ValueError for what beams do not take."""
+    if inputs.get("inputs_embeds") is not None or (call.get("kwargs") or {}).get("past_key_values") is not None:
+        raise ValueError(
+            "inputs_embeds and past_key_values cannot be honoured with num_beams: pass the prompt's tokens."
+        )
+    if config.return_dict_in_generate and config.output_logits:
+        raise ValueError(
+            "output_logits cannot be honoured with num_beams, for a draft changes which logits there are: leave it out."
+        )
