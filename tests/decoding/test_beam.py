@@ -255,7 +255,7 @@ def test_encoder_decoders(family: str, kind: str) -> None:
     assert near_ties(searches, [by_transformers(model, request) for request in asked]) == 0
 
 
-# ---- controls: the comparison catches what is not exact ----------------------------------------------------------------
+# ---- controls: the comparison catches what is not exact -------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -300,7 +300,7 @@ def test_control_a_draft_that_nobody_scored_is_caught() -> None:
         near_ties(searches, reference("target", beams))
 
 
-# ---- counting, failures, refusals --------------------------------------------------------------------------------------
+# ---- counting, failures, refusals -----------------------------------------------------------------------------------
 
 
 def test_counts_add_up() -> None:

@@ -75,8 +75,8 @@ class BeamCall:
         return found + [Hypothesis((), NO_SCORE, "length")] * (self.beams.num_return_sequences - len(found))
 
     def _result(self, found: Sequence[Sequence[Hypothesis]]) -> Any:
-        texts, ids, batch = [each for some in found for each in some], self.batch.ids, self.batch
-        fill = batch.pad if batch.pad is not None else min(batch.eos, default=0)
+        texts, ids, ends = [each for some in found for each in some], self.batch.ids, self.config._eos_token_tensor
+        fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as there, where a pad of 0 counts as none
         longest = max(len(each.tokens) for each in texts)
         padded = [[*each.tokens, *[fill] * (longest - len(each.tokens))] for each in texts]
         output = torch.tensor(padded, dtype=torch.long, device=ids.device)

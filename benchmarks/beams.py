@@ -1,0 +1,195 @@
+"""Beam search beside transformers' own: the same hypotheses and scores, how many calls of the target, how fast.
+
+python benchmarks/beams.py [--prompts FILE] [--count 200] [--beams 2 --beams 4 --beams 8] [--draft embedded --gamma 4]
+                           [--repetitions 3] [--json FILE]
+
+Every prompt is searched by transformers, by ours without a draft and by ours with it, alone (batch 1), in an order that
+rotates; times are sums over prompts, of which the median over repetitions is taken. A prompt whose texts differ while
+all its scores agree to 1e-4 is a near-tie, and counted; any other difference ends the command with exit code 1. Without
+--prompts: a few lines of Python code in many variations. Without --target and --draft: the embedded pair. float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import slipstream
+from slipstream.core.stats import Stats
+from slipstream.engine.engine import Engine
+from slipstream.measure.environment import environment
+from slipstream.models.loading import EMBEDDED
+from slipstream.text.prompts import gather
+
+TIE = 1e-4
+CONTENDERS = ("transformers", "plain", "drafted")
+Texts = list[tuple[tuple[int, ...], float]]
+
+BEGINNINGS = (
+    *("def {}(n):\n", "class {}:\n    def __init__(self", "import {}\n\n", "for {} in range(", "if {} is None:\n"),
+    *("# {}\n", "    return {}", "with open({}) as", "assert {} ==", "print({}"),
+)
+NAMES = (
+    *("fibonacci", "items", "path", "name", "os", "Stack", "value", "result", "count", "self.data"),
+    *("index", "x", "lines", "config", "parse", "node", "sys", "total", "key", "args"),
+)
+
+
+@dataclass
+class Lap:
+    """One contender's run over all prompts."""
+
+    seconds: float = 0.0
+    texts: list[Texts] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+
+def by_transformers(model: Any, ids: Sequence[int], settings: dict[str, Any], eos: Sequence[int]) -> Texts:
+    """Texts and scores of transformers' beam search."""
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        eos_token_id=list(eos),
+        pad_token_id=eos[0],
+        output_scores=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    lines = out.sequences[:, len(ids) :].tolist()
+    return [(ended(line, eos), score) for line, score in zip(lines, out.sequences_scores.tolist(), strict=True)]
+
+
+def ended(line: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
+    """A padded output up to its first EOS token."""
+    stop = next((place for place, token in enumerate(line, 1) if token in eos), len(line))
+    return tuple(line[:stop])
+
+
+def lap(contender: str, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, ...]], settings: dict[str, Any]) -> Lap:
+    """Search for every prompt, one after the other."""
+    model, engine = pair
+    found, eos = Lap(), sorted(engine.eos)
+    for ids in prompts:
+        start = perf_counter()
+        if contender == "transformers":
+            found.texts.append(by_transformers(model, ids, settings, eos))
+        else:
+            done = engine.generate(ids, plain=contender == "plain", **settings)
+            found.texts.append([(each.tokens, each.score or 0.0) for each in done])
+            found.stats += done[0].stats
+        found.seconds += perf_counter() - start
+    return found
+
+
+def compare(ours: Sequence[Texts], theirs: Sequence[Texts]) -> dict[str, Any]:
+    """How many prompts have equal texts, near-ties, and others."""
+    counts: dict[str, Any] = {"equal": 0, "near_ties": 0, "different": 0, "largest_score_difference": 0.0}
+    for our, their in zip(ours, theirs, strict=True):
+        gap = max(abs(one - other) for (_, one), (_, other) in zip(our, their, strict=True))
+        same = [text for text, _ in our] == [text for text, _ in their]
+        counts["different" if gap >= TIE else "equal" if same else "near_ties"] += 1
+        counts["largest_score_difference"] = max(counts["largest_score_difference"], gap)
+    return counts
+
+
+def measure(beams: int, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, ...]], args: Any) -> dict[str, Any]:
+    """One row of the report."""
+    settings = {
+        "num_beams": beams,
+        "num_return_sequences": beams,
+        "max_new_tokens": args.max_new_tokens,
+        "length_penalty": args.length_penalty,
+    }
+    laps: dict[str, list[Lap]] = {contender: [] for contender in CONTENDERS}
+    for contender in CONTENDERS:  # nobody pays for the first touch of anything
+        lap(contender, pair, prompts[:1], settings)
+    for repetition in range(args.repetitions):
+        for place in range(len(CONTENDERS)):
+            contender = CONTENDERS[(place + repetition) % len(CONTENDERS)]
+            laps[contender].append(lap(contender, pair, prompts, settings))
+            print(f"{beams} beams, lap {repetition + 1}, {contender}", file=sys.stderr, flush=True)
+    first = {contender: some[0] for contender, some in laps.items()}
+    seconds = {contender: median(each.seconds for each in some) for contender, some in laps.items()}
+    drafted = first["drafted"].stats
+    return {
+        "beams": beams,
+        "prompts": len(prompts),
+        "plain": compare(first["plain"].texts, first["transformers"].texts),
+        "drafted": compare(first["drafted"].texts, first["transformers"].texts),
+        "target_calls": {"plain": first["plain"].stats.target_calls, "drafted": drafted.target_calls},
+        "fewer_calls": first["plain"].stats.target_calls / drafted.target_calls,
+        "alpha": drafted.alpha,
+        "steps_per_call": drafted.mean_acceptance_length,
+        "seconds": seconds,
+        "laps": {contender: [each.seconds for each in some] for contender, some in laps.items()},
+        "speed_plain": seconds["transformers"] / seconds["plain"],
+        "speed_drafted": seconds["transformers"] / seconds["drafted"],
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    equal, ties = row["drafted"]["equal"], row["drafted"]["near_ties"]
+    return (
+        f"| {row['beams']} | {equal} + {ties} near-ties of {row['prompts']} | {row['alpha'] or 0:.3f} | "
+        f"{row['steps_per_call']:.2f} | {row['fewer_calls']:.2f} | "
+        f"{row['speed_plain']:.2f} | {row['speed_drafted']:.2f} |"
+    )
+
+
+def read_prompts(engine: Engine, args: Any) -> list[tuple[int, ...]]:
+    """Token ids of the prompts."""
+    if args.prompts is not None:
+        texts = [item.prompt for item in gather([], args.prompts, False)]
+    else:
+        texts = [beginning.format(name) for name in NAMES for beginning in BEGINNINGS]
+    return [engine.encode(text) for text in texts[: args.count]]
+
+
+def main() -> int:
+    """Measure, print a table, write the figures."""
+    args = _arguments()
+    target = args.target or EMBEDDED / "target"
+    engine = slipstream.load(target, args.draft, gamma=args.gamma, dtype="float32", compile=args.compile)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = read_prompts(engine, args)
+    rows = [measure(beams, (model, engine), prompts, args) for beams in args.beams or (2, 4, 8)]
+    print("| beams | equal texts | alpha | steps per call | fewer calls | plain, speed | drafted, speed |")
+    print("|---|---|---|---|---|---|---|")
+    print("\n".join(map(line, rows)))
+    if args.json is not None:
+        report = {"settings": {**vars(args), "json": None}, "environment": environment(engine), "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    return int(any(row[kind]["different"] for row in rows for kind in ("plain", "drafted")))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", help="a file of prompts, as for `slipstream generate --prompts`")
+    parser.add_argument("--count", type=int, default=200, help="prompts to use")
+    parser.add_argument("--target", help="hub name or folder")
+    parser.add_argument("--draft", default="embedded", help="a draft as for `slipstream generate --draft`")
+    parser.add_argument("--gamma", type=int, default=4, help="steps drafted per round")
+    parser.add_argument("--beams", type=int, action="append", help="2, 4 and 8 without")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--length-penalty", type=float, default=1.0)
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
