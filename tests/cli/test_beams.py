@@ -1,0 +1,79 @@
+"""`slipstream generate --num-beams` on the embedded pair: texts, JSON, files to go on with, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import slipstream
+from slipstream.cli.app import app
+
+BEAMS = ("--num-beams", "3", "--num-return-sequences", "2", "--max-new-tokens", "8", "--dtype", "float32")
+PROMPTS = ("def add(a, b):", "import os")
+
+
+def run(*arguments: str) -> Result:
+    """`slipstream generate ARGUMENTS`, with nobody watching."""
+    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
+    result = CliRunner().invoke(app, ["generate", *arguments], env=clean)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def lines(text: str) -> dict[int, dict[str, Any]]:
+    return {line["index"]: line for line in map(json.loads, text.splitlines())}
+
+
+def test_texts_and_json_are_those_of_the_engine() -> None:
+    done = slipstream.load(dtype="float32").generate(PROMPTS, num_beams=3, num_return_sequences=2, max_new_tokens=8)
+    shown = run(*PROMPTS, "--draft", "embedded", *BEAMS).stdout
+    assert [text in shown for text in (each.text for each in done)] == [True] * 4
+    assert shown.count("==> ") == 4 and "prompt 2, sample 2" in shown
+    told = lines(run(*PROMPTS, "--draft", "embedded", *BEAMS, "--json").stdout)
+    assert [told[place]["tokens"] for place in range(4)] == [list(each.tokens) for each in done]
+    assert [told[place]["score"] for place in range(4)] == pytest.approx([each.score for each in done], abs=1e-4)
+    assert [(told[place]["prompt"], told[place]["sample"]) for place in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_file_of_which_half_is_lost_is_completed(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert run(*PROMPTS, *BEAMS, "--out", str(out)).exit_code == 0
+    whole = out.read_text(encoding="utf-8")
+    out.write_text("".join(line for line in whole.splitlines(True) if '"index": 1,' in line), encoding="utf-8")
+    assert run(*PROMPTS, *BEAMS, "--out", str(out), "--resume").exit_code == 0
+    again, before = lines(out.read_text(encoding="utf-8")), lines(whole)
+    assert sorted(again) == [0, 1, 2, 3]
+    assert [again[place]["tokens"] for place in range(4)] == [before[place]["tokens"] for place in range(4)]
+    other = run(*PROMPTS, *BEAMS, "--length-penalty", "0", "--out", str(out), "--resume")
+    assert other.exit_code == 2 and out.read_text(encoding="utf-8").count("\n") == 4  # other settings, other answers
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--num-beams", "2", "--stream"), "--num-beams and --stream exclude each other"),
+        (("--num-beams", "2", "--explain"), "--num-beams and --explain exclude each other"),
+        (("--num-beams", "2", "--n", "2"), "excludes n"),
+        (("--num-beams", "2", "--temperature", "1"), "draws nothing"),
+        (("--length-penalty", "2"), "length_penalty is for beam search"),
+        (("--num-beams", "2", "--early-stopping", "soon"), "soon"),
+        (("--num-beams", "2", "--draft", "lookup|embedded"), "cannot draft for beam search"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence: str) -> None:
+    result = run(PROMPTS[0], *options)
+    assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.stderr
+
+
+def test_early_stopping_is_written_in_words() -> None:
+    for word, value in (("true", True), ("false", False), ("never", "never")):
+        told = lines(run(PROMPTS[0], *BEAMS, "--early-stopping", word, "--json").stdout)
+        done = slipstream.load(dtype="float32").generate(
+            PROMPTS[0], num_beams=3, num_return_sequences=2, max_new_tokens=8, early_stopping=value
+        )
+        assert [told[place]["tokens"] for place in range(2)] == [list(each.tokens) for each in done]
