@@ -238,6 +238,22 @@ def test_positions_and_windows_hold_in_a_forest(family: str, gamma: int) -> None
     assert target.lengths == []
 
 
+def test_a_text_that_is_too_long_for_the_draft_is_searched_without() -> None:
+    model, small = tiny(FAMILIES["gpt2"]), tiny(FAMILIES["gpt2"], seed=1, n_positions=24)
+    asked = requests(Beams(3, num_return_sequences=3), 12, [text(3, 40), text(4, 18), text(5, 3)])
+    drafts = ModelDrafter(CausalScorer(small))
+    searches = beam_search(Decoder(CausalScorer(model), drafts, controller=Fixed(3), batch_size=3), asked)
+    assert near_ties(searches, [by_transformers(model, request) for request in asked]) == 0
+    assert [bool(search.stats.drafted) for search in searches] == [False, True, True]
+
+
+def test_a_text_that_fills_the_targets_context_ends_there() -> None:
+    target = CausalScorer(tiny(FAMILIES["gpt2"], n_positions=24))
+    asked = requests(Beams(3), 12, [text(3, 20), text(4, 3)], eos=frozenset())
+    searches = beam_search(Decoder(target, NoDraft(), batch_size=2), asked)
+    assert [len(search.hypotheses()[0].tokens) for search in searches] == [4, 12]
+
+
 @pytest.mark.parametrize("family", ["t5", "marian", "bart"])
 @pytest.mark.parametrize("kind", ["plain", "model", "lookup"])
 def test_encoder_decoders(family: str, kind: str) -> None:

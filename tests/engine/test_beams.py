@@ -69,6 +69,21 @@ def test_an_interrupted_search_gives_what_there_is_and_leaves_the_engine_free() 
     assert engine().generate(PROMPTS[0], max_new_tokens=4)[0].tokens
 
 
+@pytest.mark.parametrize("how", [{}, {"tree": (2, 2)}])
+def test_a_draft_serves_samples_and_beams_in_turn(how: dict[str, Any]) -> None:
+    mixed = slipstream.load(draft="embedded", dtype="float32", batch_size=2, **how)
+    beams = [each.tokens for each in engine().generate(PROMPTS, **SETTINGS)]
+    texts = [each.tokens for each in engine().generate(PROMPTS, max_new_tokens=12)]
+    for _ in range(2):
+        assert [each.tokens for each in mixed.generate(PROMPTS, max_new_tokens=12)] == texts
+        assert [each.tokens for each in mixed.generate(PROMPTS, **SETTINGS)] == beams
+        stream = mixed.stream(PROMPTS[0], max_new_tokens=12)
+        next(stream)
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            mixed.generate(PROMPTS, **SETTINGS)
+        stream.close()  # type: ignore[attr-defined]
+
+
 def test_fewer_texts_than_asked_for_say_so() -> None:
     only = engine().encode("def")[0]
     forced = {token: float("-inf") for token in range(engine().decoder.target.vocab) if token != only}
@@ -96,6 +111,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"num_return_sequences": 5}, "above num_beams=4"),
     "early": ({"early_stopping": "soon"}, "early_stopping='soon' is not possible"),
     "penalty": ({"length_penalty": float("inf")}, "length_penalty=inf is not possible"),
+    "early number": ({"early_stopping": 1}, "early_stopping=1 is not possible"),
     "none": ({"num_beams": 0}, "num_beams=0 is not possible"),
     "half": ({"num_beams": 2.5}, "num_beams=2.5 is not possible"),
     "rounds": ({"on_round": print}, "on_round is told"),

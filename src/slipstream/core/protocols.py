@@ -178,6 +178,10 @@ class DraftsByOneModel(Drafter, Protocol):
         """Whether it works on the rows of the target's own cache."""
         ...
 
+    def release(self) -> None:
+        """Forget the rows that it follows, so that somebody else may use the model."""
+        ...
+
 
 @runtime_checkable
 class DraftsByText(Drafter, Protocol):

@@ -48,7 +48,7 @@ class BeamDecoder:
                 self._dismiss()
         finally:
             self.decoder.target.free(range(len(self.decoder.target.lengths)))
-            self._drafts.free(range(len(self.running)))
+            self._drafts.close()
             self.running = []
             release_threads()
 

@@ -40,6 +40,10 @@ class BeamDrafts(Protocol):
         """Searches at these places have ended."""
         ...
 
+    def close(self) -> None:
+        """Nothing is searched any more."""
+        ...
+
 
 def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
     """What a drafter is to beam search, with `extra` beams beyond the target's. Raises ValueError for one that reads
@@ -48,7 +52,7 @@ def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
         refuse_states(drafter.scorer)
         if drafter.on_target_rows:
             return ModelBeams(drafter.scorer, target.scorer.vocab, extra, target)
-        drafter.scorer.free(range(len(drafter.scorer.lengths)))  # leftovers of other calls
+        drafter.release()
         return ModelBeams(drafter.scorer, target.scorer.vocab, extra)
     if isinstance(drafter, DraftsByText):
         return TextBeams(drafter)
@@ -86,6 +90,11 @@ class ModelBeams:
         """Forget rows."""
         if self._shared is None:
             self._own.free(places)
+
+    def close(self) -> None:
+        """Leave the draft's cache empty."""
+        if self._shared is None:
+            self._scorer.free(range(len(self._scorer.lengths)))
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
         """Forget what is dead."""
@@ -152,6 +161,9 @@ class TextBeams:
         """There is nothing to read."""
 
     def free(self, places: Collection[int]) -> None:
+        """There is nothing to forget."""
+
+    def close(self) -> None:
         """There is nothing to forget."""
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:

@@ -38,6 +38,10 @@ class ModelDrafter:
         """The model."""
         return (self.scorer,)
 
+    def release(self) -> None:
+        """Forget all rows."""
+        self._follower.follow(())
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
         if not any(gammas):

@@ -63,5 +63,8 @@ class SameRowsDrafter:
 
         return sample_chain(context, law_after, gammas, self.scorer.device)
 
+    def release(self) -> None:
+        """There are no rows of its own."""
+
     def observe(self, round: Round) -> None:
         """The target's cache is rolled back by the loop, and there is no other."""

@@ -70,6 +70,10 @@ class TreeDrafter:
         """The model."""
         return (self.scorer,)
 
+    def release(self) -> None:
+        """Forget all rows."""
+        self._follower.follow(())
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
         if not any(gammas):
