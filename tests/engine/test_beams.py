@@ -49,6 +49,15 @@ def test_a_draft_changes_only_the_number_of_calls(draft: str | None) -> None:
     assert sum(each.stats.target_calls for each in plain) == sum(each.stats.emitted for each in plain)
 
 
+@pytest.mark.slow
+def test_graphs_find_the_same() -> None:
+    compiled = slipstream.load(draft="embedded", dtype="float32", batch_size=2, compile=True)
+    for plain in (True, False):
+        done, want = (each.generate(PROMPTS, plain=plain, **SETTINGS) for each in (compiled, engine()))
+        assert [each.tokens for each in done] == [each.tokens for each in want]
+        assert [each.score for each in done] == pytest.approx([each.score for each in want], abs=1e-4)
+
+
 def test_listeners_and_texts_that_are_left_out() -> None:
     told: dict[int, Completion] = {}
     done = engine().generate(PROMPTS, skip={0, 1, 2, 4}, on_completion=told.__setitem__, **SETTINGS)
