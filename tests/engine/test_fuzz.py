@@ -103,6 +103,10 @@ MEANT: dict[str, list[Any]] = {
     "lossless": [True, False],
     "plain": [True, False],
     "ignore_eos": [True, False],
+    "num_beams": [1, 2, 3, HF_VOCAB],
+    "length_penalty": [0.0, 2.0, -50.0, 51.0],
+    "early_stopping": [True, False, "never"],
+    "num_return_sequences": [1, 2, 3],
     "surprise": [1],
 }
 """Values of the kind that an option has, in and out of its bounds."""

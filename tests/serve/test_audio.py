@@ -149,6 +149,15 @@ def test_times_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
         assert ends == sorted(ends) and ends[-1] <= 0.9
 
 
+def test_a_transcript_is_one_text_also_of_beams(folder: Path) -> None:
+    engine, content = slipstream.load(str(folder), str(folder)), sound(0.9)
+    plain = slipstream.load(str(folder)).transcribe(content, num_beams=2)
+    assert engine.transcribe(content, num_beams=2).segments == plain.segments
+    for several in ({"n": 2}, {"num_beams": 2, "num_return_sequences": 2}):
+        with pytest.raises(ValueError, match="one text of the sound"):
+            engine.transcribe(content, **several)
+
+
 def test_answers_with_times(listening: ServerProcess, folder: Path) -> None:
     content = sound(1.4)
     expected = slipstream.load(str(folder)).transcribe(content, timestamps=True)

@@ -35,7 +35,7 @@ class Beams:
                 f"length_penalty={self.length_penalty!r} is not possible: it is a number from -{STEEPEST:g} to "
                 f"{STEEPEST:g}; above 0 favours long texts."
             )
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+        if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
             raise ValueError(f'early_stopping={self.early_stopping!r} is not possible: it is True, False or "never".')
         if self.num_return_sequences > self.num_beams:
             raise ValueError(

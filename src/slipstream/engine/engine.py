@@ -181,6 +181,8 @@ class Engine:
         """
         transcriber = Transcriber.of(self.decoder.target, self.tokenizer)
         samples = transcriber.read(sound)
+        if several := [name for name in ("n", "num_return_sequences") if options.get(name, 1) != 1]:
+            raise ValueError(f"a transcript is one text of the sound, so {several[0]} cannot be used: leave it out.")
         asked = {**transcriber.options(language, task, timestamps), **options}
         return transcriber.transcript(self.generate(transcriber.windows(samples), **asked), samples, timestamps)
 

@@ -123,7 +123,8 @@ class Options:
     def _check_service(self) -> None:
         if not is_whole(self.priority):
             raise ValueError(f"priority={self.priority!r} is not possible: it is a whole number; lower ones run first.")
-        for name, value in (("cache_salt", self.cache_salt), ("prediction", self.prediction or "")):
+        prediction = "" if self.prediction is None else self.prediction
+        for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
             if not isinstance(value, str):
                 raise ValueError(f"{name} is {shown(value)}, but it is a text.")
 
