@@ -1,0 +1,28 @@
+"""Speculative execution of any stochastic process: a cheap f' drafts, the law of the trajectories is f's."""
+
+from slipstream.processes.costs import Costs, measure
+from slipstream.processes.discrete import Discrete
+from slipstream.processes.executors import Pooled
+from slipstream.processes.gaussian import Gaussian
+from slipstream.processes.laws import Laws, reject_until
+from slipstream.processes.mixture import Mixture
+from slipstream.processes.numbers import Numbers
+from slipstream.processes.rounds import Kernel, Round
+from slipstream.processes.runs import Run, Speculation, simulate
+
+__all__ = [
+    "Costs",
+    "Discrete",
+    "Gaussian",
+    "Kernel",
+    "Laws",
+    "Mixture",
+    "Numbers",
+    "Pooled",
+    "Round",
+    "Run",
+    "Speculation",
+    "measure",
+    "reject_until",
+    "simulate",
+]

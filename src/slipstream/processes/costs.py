@@ -1,0 +1,77 @@
+"""Costs: what f and f' cost on this machine, and by the paper's model the gamma and the speed-up that follow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.stats import Stats
+from slipstream.core.values import whole_number
+from slipstream.processes.rounds import Kernel
+from slipstream.theory import best_gamma_by_position, expected_tokens, round_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """`curve[k]` is the time of f at k + 1 states of one chain over that at one, `c` that of a drafted step; `seconds`
+    is the time of f at one state."""
+
+    seconds: float
+    c: float
+    curve: tuple[float, ...]
+
+    def verify(self, rows: int) -> float:
+        """T(rows) / T(1), as `theory` takes it."""
+        return self.curve[rows - 1]
+
+    def factor(self, stats: Stats, gamma: int) -> float:
+        """How many times faster than plain simulation rounds of gamma are, by Theorem 3.8 with measured acceptance.
+
+        Draws and tests are not counted. Raises ValueError if gamma was not measured, here or in `stats`.
+        """
+        kept = _kept(stats, gamma)
+        if gamma >= len(self.curve):
+            raise ValueError(f"gamma={gamma} was not measured: the curve goes up to {len(self.curve) - 1}.")
+        return expected_tokens(kept) / round_cost(gamma, self.c, self.verify)
+
+    def best_gamma(self, stats: Stats) -> int:
+        """The fastest gamma up to the largest that was measured, here and in `stats`; 0: do not speculate."""
+        most = min(len(self.curve) - 1, len(stats.drafted_by_position))
+        return best_gamma_by_position(_kept(stats, most), self.c, self.verify)
+
+
+def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: int = 5) -> Costs:
+    """Costs for ONE chain, at up to `most` + 1 states out of `states` (n, *state), medians of `repeats` calls each.
+
+    Draws are not timed, neither of f nor of f'. Raises ValueError for too few states or repeats.
+    """
+    whole_number("most", most, 1)
+    whole_number("repeats", repeats, 1)
+    if len(states) <= most:
+        raise ValueError(f"{len(states)} states are too few: f is to be measured at up to {most + 1} at once.")
+    seconds = [_seconds(target, states[: rows + 1], repeats) for rows in range(most + 1)]
+    c = _seconds(draft, states[:1], repeats) / seconds[0]
+    return Costs(seconds[0], c, tuple(each / seconds[0] for each in seconds))
+
+
+def _seconds(kernel: Kernel, states: Tensor, repeats: int) -> float:
+    times, found = torch.zeros(len(states), dtype=torch.long), list[float]()
+    kernel(states, times)  # the first call may build what later ones use
+    for _ in range(repeats):
+        start = time.perf_counter()
+        kernel(states, times)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def _kept(stats: Stats, gamma: int) -> Sequence[float]:
+    """The chance that at least i drafted states stand, i = 1..gamma, as counted."""
+    kept = stats.acceptance_by_position
+    if gamma > len(kept):
+        raise ValueError(f"gamma={gamma} was not tried: the statistics are of rounds of {len(kept)} at most.")
+    return kept[:gamma]

@@ -1,0 +1,84 @@
+"""Laws: what the next states of chains are drawn from, and how a refused draft is put right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.processes.numbers import Numbers
+
+L = TypeVar("L", bound="Laws")
+
+ATTEMPTS = 2**22
+"""Attempts at one residual after which `reject_until` gives up."""
+BLOCK = 2**16
+"""Most attempts, of all rows together, that are made at once."""
+
+
+class Laws(Protocol):
+    """One law of the next state per row. p, the target's, and q, the draft's, are of one class."""
+
+    @property
+    def rows(self) -> int:
+        """How many laws there are."""
+        ...
+
+    def select(self, rows: Tensor) -> Self:
+        """The laws of some of the rows, in this order; a row may come more than once."""
+        ...
+
+    def join(self, others: Sequence[Self]) -> Self:
+        """These rows, then those of others."""
+        ...
+
+    def sample(self, numbers: Numbers) -> Tensor:
+        """A state of each law -> (rows, *state)."""
+        ...
+
+    def log_density(self, states: Tensor) -> Tensor:
+        """The logarithm of probability or density at `states` (rows, *state) -> (rows,). It must be normalized, or
+        lack the same factor in p and q."""
+        ...
+
+    def residual(self, q: Self, refused: Tensor, numbers: Numbers) -> Tensor:
+        """States in place of those that were drawn from q and refused, (rows, *state): with law norm(max(0, p - q))."""
+        ...
+
+
+def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:
+    """States of norm(max(0, p - q)) -> (rows, *state), by rejection: y ~ p stays with chance max(0, 1 - q(y)/p(y)).
+
+    Exact for any densities. An attempt succeeds with chance 1 - beta, and a draft is refused just as rarely, so a
+    tested state costs one attempt on average, whatever p and q are. Raises FloatingPointError after `ATTEMPTS` at
+    one state: density and sampler then do not belong together (if they do, its odds are below 1e-7 per tested state).
+    """
+    left, made, found = torch.arange(p.rows), 0, p.sample(numbers)
+    size = 1
+    while len(left):
+        if made >= ATTEMPTS:
+            raise FloatingPointError(
+                f"no state in {ATTEMPTS} where the target's density is above the draft's, although the draft was "
+                "refused: log_density must be normalized and belong to sample, in both laws."
+            )
+        size = max(1, min(2 * size, BLOCK // len(left)))
+        states, stays = _attempts(p.select(left), q.select(left), numbers.select(left), range(made, made + size))
+        some = stays.any(1)
+        first = stays.long().argmax(1)
+        found[left[some]] = states[torch.arange(len(left)), first][some]
+        left, made = left[~some], made + size
+    return found
+
+
+def _attempts(p: L, q: L, numbers: Numbers, attempts: range) -> tuple[Tensor, Tensor]:
+    """States (rows, attempts, *state) drawn from p, and which of them stay."""
+    rows = torch.arange(p.rows).repeat_interleave(len(attempts))
+    places, drawn = torch.tensor(attempts).repeat(p.rows), numbers.select(rows)
+    wide = p.select(rows)
+    states = wide.sample(drawn.again(2 * places))
+    ratio = q.select(rows).log_density(states) - wide.log_density(states)
+    coins = drawn.again(2 * places + 1).uniforms(1)[:, 0].to(ratio.device)
+    stays = (coins < -torch.expm1(ratio)).reshape(p.rows, len(attempts))
+    return states.reshape(p.rows, len(attempts), *states.shape[1:]), stays

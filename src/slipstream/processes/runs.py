@@ -1,0 +1,120 @@
+"""Runs: many independent chains, each at its own pace, and the statistics of their rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.stats import Stats
+from slipstream.core.values import whole_number
+from slipstream.processes.rounds import Chains, Kernel, Round, play_round
+
+Watch = Callable[[Round], object]
+"""Is shown every round while a run goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Trajectories (chains, steps + 1, *state) from the starts on, the steps each made (chains,), and what it took.
+
+    A chain that ended early keeps its last state. In `stats` a state counts as a token, and a call of f once for each
+    chain that it serves.
+    """
+
+    trajectories: Tensor
+    steps: Tensor
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Speculative execution of x_{t+1} ~ f(x_t): the law of trajectories is f's, whatever the draft f' says.
+
+    `target` is f and `draft` f' (see `Kernel`); `gamma` steps are drafted per round. `ended` tells of states (rows,
+    *state) which end a chain -> (rows,) bool. Raises ValueError for a gamma that is no whole number from 0 up.
+    """
+
+    target: Kernel
+    draft: Kernel
+    gamma: int
+    ended: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("gamma", self.gamma, 0)
+
+    def run(self, starts: Tensor, steps: int, seed: int = 0, watch: Watch | None = None) -> Run:
+        """Chains from `starts` (chains, *state), `steps` long; equal seeds give equal runs, chain by chain.
+
+        A chain does not depend on which others run beside it, as far as f and f' do not. Raises ValueError for no
+        chains or steps below 1, FloatingPointError where a law or a state is not a number.
+        """
+        whole_number("steps", steps, 1)
+        if starts.ndim < 1 or len(starts) == 0:
+            raise ValueError(f"starts of shape {tuple(starts.shape)} are not possible: give (chains, *state).")
+        made = torch.zeros(len(starts), dtype=torch.long)
+        goal = torch.full_like(made, steps)
+        trajectories = starts.unsqueeze(1).repeat_interleave(steps + 1, 1)
+        stats = Stats()
+        while len(names := (made < goal).nonzero()[:, 0]):
+            chains = Chains(seed, names, trajectories[names, made[names]], made[names])
+            lengths = (goal[names] - made[names] - 1).clamp(max=self.gamma)
+            round = play_round(self.target, self.draft, chains, lengths)
+            cuts = self._cut(round)
+            _write(trajectories, chains, round, cuts)
+            made[names] += cuts.abs()
+            goal[names[cuts < 0]] = made[names[cuts < 0]]
+            stats += _count(round, cuts.abs())
+            if watch:
+                watch(round)
+        return Run(_held(trajectories, made), made, stats)
+
+    def _cut(self, round: Round) -> Tensor:
+        """How many states of the path each chain takes (rows,); negative where the last of them ends it."""
+        new = round.accepted + 1
+        if self.ended is None:
+            return new
+        rows, width = round.path.shape[:2]
+        over = self.ended(round.path.flatten(0, 1)).reshape(rows, width) & (torch.arange(width) < new[:, None])
+        return torch.where(over.any(1), -(over.long().argmax(1) + 1), new)
+
+
+def simulate(
+    target: Kernel, starts: Tensor, steps: int, seed: int = 0, ended: Callable[[Tensor], Tensor] | None = None
+) -> Run:
+    """The chains without a draft: one call of f per step. Arguments and errors as of `Speculation.run`."""
+    return Speculation(target, target, 0, ended).run(starts, steps, seed)
+
+
+def _write(trajectories: Tensor, chains: Chains, round: Round, cuts: Tensor) -> None:
+    """Put what stands of a round into the trajectories."""
+    rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
+    states = round.path[rows, ahead]
+    if states.is_floating_point() and not bool(states.isfinite().all()):
+        raise FloatingPointError("a state is not finite: the target's law diverged (a smaller step may help).")
+    trajectories[chains.names[rows], chains.times[rows] + ahead + 1] = states
+
+
+def _held(trajectories: Tensor, made: Tensor) -> Tensor:
+    """Chains that ended early keep their last state."""
+    places = torch.minimum(torch.arange(trajectories.shape[1]), made[:, None])
+    return trajectories[torch.arange(len(made))[:, None], places]
+
+
+def _count(round: Round, taken: Tensor) -> Stats:
+    """The counts of one round, of which chains took so many states (rows,): what was cut does not count."""
+    accepted, width = torch.minimum(round.accepted, taken), round.betas.shape[1]
+    tested = torch.minimum(torch.minimum(round.accepted + 1, round.lengths), taken)
+    places = torch.arange(width)
+    return Stats(
+        emitted=int(taken.sum()),
+        accepted=int(accepted.sum()),
+        drafted=int(round.lengths.sum()),
+        tested=int(tested.sum()),
+        beta=float(round.betas[places < tested[:, None]].sum()),
+        target_calls=len(taken),
+        drafted_by_position=[int((round.lengths > place).sum()) for place in range(width)],
+        accepted_by_position=[int((accepted > place).sum()) for place in range(width)],
+    )
