@@ -1,6 +1,6 @@
 """Speculative execution of a chain whose f costs real time, beside the paper's model of it.
 
-python benchmarks/processes.py [--wide 3000] [--steps 400] [--gammas 1 2 4 8] [--workers 1] [--json FILE]
+python benchmarks/processes.py [--wide 8000] [--steps 200] [--gammas 1 2 4 8] [--workers 1] [--json FILE]
 
 f is a step of a chain in 8 dimensions whose force is a wide random network; f' uses a share of its hidden units. One
 chain, so that f is bound by reading its weights, and gamma + 1 states cost little more than one (--workers: a pool of
@@ -94,10 +94,10 @@ def machine() -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wide", type=int, default=3000, help="hidden units of f")
+    parser.add_argument("--wide", type=int, default=8000, help="hidden units of f")
     parser.add_argument("--share", type=float, default=0.1, help="of the units, those that f' uses")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--workers", type=int, default=1, help="threads among which the states of f are divided")
     parser.add_argument("--json", type=Path, help="where the figures go")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,6 +280,21 @@ def test_costs_choose_gamma_by_the_paper_s_model() -> None:
         Costs(1.0, 0.0, (1.0,) * 9).factor(stats, 7)
     costs = measure(target, draft, starts[:4], 3, repeats=1)
     assert costs.curve[0] == 1.0 and len(costs.curve) == 4 and costs.c > 0
+
+
+def test_the_page_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "processes.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("torch.Size([1000, 101, 1]) 0.9")
+
+
+def test_the_page_names_what_is_public() -> None:
+    import slipstream.processes as processes
+
+    page = (Path(__file__).parents[2] / "docs" / "processes.md").read_text(encoding="utf-8")
+    named = {"Kernel", "Numbers", "Round", "Run"}  # types that users are given
+    assert {name for name in processes.__all__ if name not in page} <= named
 
 
 FAULTS: Sequence[tuple[Callable[[], object], str]] = [

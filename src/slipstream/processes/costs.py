@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.core.draws import Purpose
 from slipstream.core.stats import Stats
 from slipstream.core.values import whole_number
+from slipstream.processes.numbers import Numbers
 from slipstream.processes.rounds import Kernel
 from slipstream.theory import best_gamma_by_position, expected_tokens, round_cost
 
@@ -32,7 +34,8 @@ class Costs:
     def factor(self, stats: Stats, gamma: int) -> float:
         """How many times faster than plain simulation rounds of gamma are, by Theorem 3.8 with measured acceptance.
 
-        Draws and tests are not counted. Raises ValueError if gamma was not measured, here or in `stats`.
+        What a round costs besides, its tests above all, is not counted. Raises ValueError if gamma was not measured,
+        here or in `stats`.
         """
         kept = _kept(stats, gamma)
         if gamma >= len(self.curve):
@@ -48,7 +51,7 @@ class Costs:
 def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: int = 5) -> Costs:
     """Costs for ONE chain, at up to `most` + 1 states out of `states` (n, *state), medians of `repeats` calls each.
 
-    Draws are not timed, neither of f nor of f'. Raises ValueError for too few states or repeats.
+    A step is a call and its draw, of f' as of f. Raises ValueError for too few states or repeats.
     """
     whole_number("most", most, 1)
     whole_number("repeats", repeats, 1)
@@ -61,10 +64,11 @@ def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: i
 
 def _seconds(kernel: Kernel, states: Tensor, repeats: int) -> float:
     times, found = torch.zeros(len(states), dtype=torch.long), list[float]()
+    numbers = Numbers.of(0, Purpose.DRAFT, times, times, times)
     kernel(states, times)  # the first call may build what later ones use
     for _ in range(repeats):
         start = time.perf_counter()
-        kernel(states, times)
+        kernel(states, times).sample(numbers)
         found.append(time.perf_counter() - start)
     return statistics.median(found)
 
