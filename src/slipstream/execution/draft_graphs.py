@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
-from slipstream.execution.graphs import Frozen, equate, vary, warn
+from slipstream.execution.graphs import Frozen, equate, teller, vary, warn
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
@@ -163,34 +163,45 @@ class DraftGraphs:
 
     def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:
         if kind not in self._graphs:
-            if self.progress:
-                self.progress(f"compiling {self.name} for {_told(kind)}")
             vary(_sizes(inputs), {"rows"} if kind.single else ())
 
-            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-                return self._draft(kind, given)
+            chain = _Chain(self.model, kind, self.kinds, self.relative)
 
-            self._graphs[kind] = Frozen(function, ["given"])
+            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+                return chain.draft(given)
+
+            told = teller(self.progress, f"{self.name} for {_told(kind)}")
+            self._graphs[kind] = Frozen(function, ["given"], told)
         return self._graphs[kind]
 
-    def _draft(self, kind: GraphKind, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+
+@dataclass(frozen=True)
+class _Chain:
+    """What a graph computes, and all that it depends on."""
+
+    model: Any
+    kind: GraphKind
+    kinds: dict[str, Sight]
+    relative: bool
+
+    def draft(self, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens (rows, size), the greatest logits (size * rows,), and the laws (rows, size, vocab) of sampled ones."""
         equate(_sizes(given))
         tokens, last, start, places, stores, cross, temperatures, chances = given
         drawn: list[Tensor] = []
         greatest: list[Tensor] = []
         laws: list[Tensor] = []
-        for place in range(kind.size):
+        for place in range(self.kind.size):
             logits = forward(self.model, self._pass(tokens, start, places, cross), stores)
             logits = logits[:, 0] if logits.shape[1] == 1 else logits[torch.arange(last.shape[0]), last]
-            logits = pad_vocabulary(wide(logits), kind.vocab)
+            logits = pad_vocabulary(wide(logits), self.kind.vocab)
             best, token = logits.max(-1)
-            if kind.sampled:
+            if self.kind.sampled:
                 laws.append(_law(logits, token, temperatures))
                 token = inverse(laws[-1], chances[:, place])
             drawn, greatest = [*drawn, token], [*greatest, best]
             tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
-        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if kind.sampled else None
+        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if self.kind.sampled else None
 
     def _pass(self, tokens: Tensor, start: Tensor, places: Tensor, cross: Parts) -> Pass:
         slots = start[:, None] + torch.arange(tokens.shape[1])

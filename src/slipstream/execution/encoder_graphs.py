@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.execution.graphs import LEAST, Frozen, vary, warn
+from slipstream.execution.graphs import LEAST, Frozen, teller, vary, warn
 from slipstream.execution.passes import EAGERLY, Stores, compare
 
 Reader = Callable[[Tensor, Tensor | None], Stores]
@@ -43,14 +43,14 @@ class CompiledReader:
             return self.eager(given, heard)
 
     def _make(self, single: bool, given: Tensor, heard: Tensor) -> Stores:
-        if self.progress:
-            self.progress(f"compiling {self.name} for {'one source' if single else 'batches of sources'}")
+        eager = self.eager
 
         def function(given: Tensor, heard: Tensor) -> Stores:
-            return self.eager(given, heard)
+            return eager(given, heard)
 
         vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (given, heard)], {"rows"} if single else ())
-        graph = Frozen(function, ["given", "heard"])
+        told = teller(self.progress, f"{self.name} for {'one source' if single else 'batches of sources'}")
+        graph = Frozen(function, ["given", "heard"], told)
         found = graph(given, heard)
         for layer, same in zip(self.eager(given, heard), found, strict=True):
             for ours, theirs in zip(layer, same, strict=True):

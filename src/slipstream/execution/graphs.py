@@ -4,33 +4,68 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from inspect import CO_VARARGS
 from types import FunctionType
 from typing import Any
 
 import torch.fx.experimental._config
 from torch import Tensor
 
+from slipstream.execution import kept_graphs
+from slipstream.execution.structure import Structure, Unknown
+
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+Told = Callable[[bool], object]
+"""Told whether a graph is being made, or was taken over from another process."""
+
 LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
 
 
 class Frozen:
     """A function of tensors as a graph, made at its first call; weights in its closure become constants.
 
-    Sizes are constant but for those that `vary` names. Calls raise whatever dynamo, inductor or the machine's C++
-    compiler object to.
+    Sizes are constant but for those that `vary` names. A graph that another process made and kept is taken over, on the
+    weights of this one. Calls raise whatever dynamo, inductor or the machine's C++ compiler object to.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[str]) -> None:
-        """`inputs` are the names of the function's parameters."""
-        self._inputs = tuple(inputs)
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[str], told: Told = lambda made: None) -> None:
+        """`inputs` are the names of the function's parameters; `told` is whether the graph is taken over or made."""
+        self._inputs, self._told, self._function = tuple(inputs), told, function
+        self._starred = bool(function.__code__.co_flags & CO_VARARGS)
         self._made = False
-        self._graph = torch.compile(own_code(function), fullgraph=True, options={"guard_filter_fn": self._of_inputs})
+        self._kept: Any = None
+        self._graph: Any = None
 
     def __call__(self, *inputs: Any) -> Any:
         """What the function returns."""
         if self._made:
             return self._graph(*inputs)
+        named = self._named(inputs)
+        structure = None if self._kept else self._structure(inputs)
+        if structure:
+            self._kept = kept_graphs.find(structure)
+            if self._kept:
+                self._told(False)
+        arguments = self._kept and self._kept.arguments(named)
+        if arguments is not None:
+            return self._kept.run(arguments)
+        self._kept = None  # these are not the inputs it was made for
+        return self._make(structure, inputs)
+
+    def _structure(self, inputs: Sequence[Any]) -> Structure | None:
+        """What the graph depends on; None if it cannot be kept."""
+        if kept_graphs.folder() is None:
+            return None
+        try:
+            return Structure(self._function, inputs)
+        except Unknown:
+            return None
+
+    def _make(self, structure: Structure | None, inputs: Sequence[Any]) -> Any:
+        self._told(True)
+        recorder = kept_graphs.Recorder()
+        options: Any = {"guard_filter_fn": self._of_inputs}
+        self._graph = torch.compile(own_code(self._function), fullgraph=True, backend=recorder, options=options)
         # As `options` of compile they would come too late for freezing, and as its `dynamic=False`, STATIC would be set
         # before every call. What torch warns of here is its own.
         with (
@@ -40,8 +75,13 @@ class Frozen:
             warnings.catch_warnings(action="ignore"),
         ):
             found = self._graph(*inputs)
+            if structure:
+                kept_graphs.keep(structure, recorder, self._named(inputs), found)
         self._made = True
         return found
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        return {self._inputs[0]: inputs} if self._starred else dict(zip(self._inputs, inputs, strict=True))
 
     def _of_inputs(self, guards: Sequence[Any]) -> list[bool]:
         """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a
@@ -81,6 +121,16 @@ def equate(sizes: Sizes) -> None:
     for tensor, counted in sizes:
         for dim, what in counted.items():
             torch._check(tensor.shape[dim] == found.setdefault(what, tensor.shape[dim]))
+
+
+def teller(progress: Callable[[str], object] | None, what: str) -> Told:
+    """Says that the graph of `what` is being made, which takes long, or that it was kept."""
+
+    def told(made: bool) -> None:
+        if progress:
+            progress(f"compiling {what}" if made else f"loading the graph of {what}")
+
+    return told
 
 
 def own_code(function: Any) -> Any:

@@ -24,7 +24,7 @@ class TanhBySigmoid(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> None:
-        """No graph is kept for other processes, as in `merging`."""
+        """Torch keeps no graph for other processes, as with `MergeLinear`."""
         return None
 
 
@@ -60,7 +60,7 @@ class MergeLinear(CustomGraphPass):
             _merge(graph, nodes)
 
     def uuid(self) -> None:
-        """No graph is kept for other processes: those from the cache of torch run slower (docs/execution.md)."""
+        """Torch keeps no graph for other processes: its cache holds weights by value. We do (`kept_graphs`)."""
         return None
 
 

@@ -1,0 +1,248 @@
+"""Graphs that were made, kept for other processes: the code around the kernels without the weights, bound anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.printers import PythonPrinter
+
+from slipstream.execution.structure import Structure
+from slipstream.files import atomic_write
+from slipstream.text.jsontext import json_text
+
+PLACE = "SLIPSTREAM_GRAPHS"  # names the folder; "off" keeps nothing
+MOST_FILES = 256  # of some hundred kilobytes each; those used longest ago go first
+FORM = 1  # of the files
+
+
+class NotKept(Exception):
+    """A graph that another process could not take over, and why; it runs in this one all the same."""
+
+
+# ---- a graph without its weights --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What makes a graph out of weights: inductor's `source`, which of the weights its `constants` are, and Python
+    that makes its arguments out of the function's inputs (None for inputs it was not made for)."""
+
+    source: str
+    constants: dict[str, int]
+    arguments: str
+    outputs: list[bool] | None  # which parts of what the function returns are tensors; None: it returns a tensor
+
+    def bind(self, weights: Sequence[Tensor]) -> BoundGraph:
+        """The graph on these weights, where they lie."""
+        from torch._inductor.codecache import PyCodeCache  # takes long to import
+
+        key, path = PyCodeCache.write(self.source)
+        constants = {name: weights[index] for name, index in self.constants.items()}
+        code = PyCodeCache.load_by_key_path(key, path, None, constants)
+        names: dict[str, Any] = {"torch": torch}
+        exec(self.arguments, names)  # ours, as the source beside it is torch's: a cache of code is trusted like code
+        return BoundGraph(code.call, names["arguments"], self.outputs)
+
+
+@dataclass(frozen=True)
+class BoundGraph:
+    """A graph that another process made, or would take over, on the weights of this one."""
+
+    call: Callable[[list[Any]], Sequence[Tensor]]
+    arguments: Callable[[dict[str, Any]], list[Any] | None]
+    outputs: list[bool] | None
+
+    def run(self, arguments: list[Any]) -> Any:
+        """What the function returns."""
+        found = iter(self.call(arguments))
+        if self.outputs is None:
+            return next(found)
+        return tuple(next(found) if tensor else None for tensor in self.outputs)
+
+
+class _Read(NamedTuple):
+    """What a graph reads of the inputs, in Python: tensors, and sizes by their symbols."""
+
+    tensors: list[str]
+    sizes: dict[str, str]
+
+
+class _Made(NamedTuple):
+    """A graph of inductor: what it reads, examples of it, the tensors it `held` before inductor's passes, and after."""
+
+    read: _Read
+    examples: Sequence[Any]
+    held: list[Tensor]
+    traced: Any
+    graph: Any
+
+
+class Recorder:
+    """Inductor as a backend of torch.compile that remembers what it made."""
+
+    def __init__(self) -> None:
+        self.made: list[_Made] = []
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        """Compile as inductor does."""
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        read = [node.meta["grapharg"].source.name for node in graph.graph.nodes if node.op == "placeholder"]
+        tensors = [name for name, given in zip(read, inputs, strict=True) if isinstance(given, Tensor)]
+        sizes = {str(given): name for name, given in zip(read, inputs, strict=True) if isinstance(given, torch.SymInt)}
+
+        def inner(traced: Any, examples: Sequence[Any], **settings: Any) -> Any:
+            held = [getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")]
+            made = compile_fx_inner(traced, examples, **settings)
+            self.made.append(_Made(_Read(tensors, sizes), examples, held, traced, made))
+            return made
+
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+    def recipe(self, weights: Sequence[Tensor], found: Any) -> Recipe:
+        """The recipe of the one graph that was made, and returned what was `found`. Raises NotKept."""
+        if len(self.made) != 1:
+            raise NotKept(f"{len(self.made)} graphs were made")
+        read, examples, held, traced, made = self.made[0]
+        places = {_place(weight): index for index, weight in enumerate(weights)}
+        bound = {name: getattr(traced, of) for name, of in made.frozen_param_names.items()}
+        # Small tensors need not be bound: inductor writes their values into the source, and they are in the key.
+        if made.constants or made.torchbind_constants or not {*map(_place, [*held, *bound.values()])} <= set(places):
+            raise NotKept("constants were computed out of the weights")
+        constants = {name: places[_place(tensor)] for name, tensor in bound.items()}
+        outputs = None if isinstance(found, Tensor) else [part is not None for part in found]
+        return Recipe(made.source_code, constants, _arguments(read, examples), outputs)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+# ---- what a graph is given --------------------------------------------------------------------------------------
+
+
+def _arguments(read: _Read, examples: Sequence[Any]) -> str:
+    """Python for a graph's arguments, and for what it takes for granted of them. Raises NotKept."""
+    tensors = [given for given in examples if isinstance(given, Tensor)]
+    if len(tensors) != len(read.tensors) or not all(name.startswith("L[") for name in read.tensors):
+        raise NotKept("torch reads more than the inputs")
+    lines = [f"t{index} = {name}" for index, name in enumerate(read.tensors)]
+    symbols = dict(read.sizes)
+    for index, tensor in enumerate(tensors):
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                symbols.setdefault(str(size), f"t{index}.shape[{dim}]")
+    lines += [f"{symbol} = {size}" for symbol, size in symbols.items()]
+    needs = [_needs(f"t{index}", tensor) for index, tensor in enumerate(tensors)]
+    needs += _relations(examples, symbols)
+    names = iter(range(len(tensors)))
+    given = [f"t{next(names)}" if isinstance(part, Tensor) else str(part) for part in examples]
+    lines += [f"if not ({' and '.join(needs)}): return None", f"return [{', '.join(given)}]"]
+    return "def arguments(L):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _needs(name: str, tensor: Tensor) -> str:
+    """Type, sizes and steps."""
+    shape, strides = (
+        "(" + "".join(f"{_printed(part)}, " for part in parts) + ")" for parts in (tensor.shape, tensor.stride())
+    )
+    return f"{name}.dtype is {tensor.dtype} and {name}.shape == {shape} and {name}.stride() == {strides}"
+
+
+def _printed(size: Any) -> str:
+    return PythonPrinter().doprint(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+def _relations(examples: Sequence[Any], symbols: dict[str, str]) -> list[str]:
+    """What torch found out or took for granted about sizes while it made the graph. Raises NotKept."""
+    sizes = [size for given in examples for size in (given.shape if isinstance(given, Tensor) else [given])]
+    symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    if symbolic is None:
+        return ["True"]
+    known = symbolic.node.shape_env
+    told = [known.simplify(guard.expr) for guard in known.guards]
+    unknown = {str(symbol) for expression in told for symbol in expression.free_symbols} - set(symbols)
+    if unknown:
+        raise NotKept(f"its guards name {sorted(unknown)}")
+    ranges = ((str(symbol), bounds) for symbol, bounds in known.var_to_range.items() if str(symbol) in symbols)
+    return [
+        *(f"({PythonPrinter().doprint(expression)})" for expression in told),
+        *(f"{int(bounds.lower)} <= {symbol}" for symbol, bounds in ranges),
+        "torch.is_inference_mode_enabled()",
+    ]
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path | None:
+    """Where graphs are kept; None if they are not."""
+    named = os.environ.get(PLACE)
+    if named in {"", "off"}:
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named or Path(cache) / "slipstream" / "graphs").expanduser()
+
+
+def find(structure: Structure) -> BoundGraph | None:
+    """The graph that was kept for a function of this structure; a damaged or foreign file is as if not there."""
+    place = folder()
+    if place is None:
+        return None
+    path = place / f"{structure.key}.json"
+    try:
+        digest, _, body = path.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            return None
+        found = json.loads(body)
+        if (found.pop("form"), found.pop("key")) != (FORM, structure.key):
+            return None
+        os.utime(path)
+        return Recipe(**found).bind(structure.weights)
+    except Exception:  # whatever is wrong with the file or with what it says: the graph is made anew
+        return None
+
+
+def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found: Any) -> bool:
+    """Keep the graph just made, if, bound as another process will, it gives the same bits. Whether that was done."""
+    place = folder()
+    if place is None:
+        return False
+    try:
+        recipe = recorder.recipe(structure.weights, found)
+        _try(recipe.bind(structure.weights), inputs, found)
+        body = json_text({"form": FORM, "key": structure.key, **asdict(recipe)}).encode()
+        place.mkdir(parents=True, exist_ok=True)
+        with atomic_write(place / f"{structure.key}.json") as part:
+            part.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        _clear(place)
+    except Exception:  # not kept, as by a full disk: the graph that was made serves all the same
+        return False
+    return True
+
+
+def _try(graph: BoundGraph, inputs: dict[str, Any], found: Any) -> None:
+    arguments = graph.arguments(inputs)
+    if arguments is None:
+        raise NotKept("it does not take the inputs it was made for")
+    for ours, theirs in zip(tree_leaves(graph.run(arguments)), tree_leaves(found), strict=True):
+        if ours is not theirs and not torch.equal(ours, theirs):
+            raise NotKept("it gives something else")
+
+
+def _clear(place: Path) -> None:
+    """Delete those used longest ago, beyond the most that are kept."""
+    with suppress(OSError):  # another process deletes too
+        files = sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in files[MOST_FILES:]:
+            path.unlink()

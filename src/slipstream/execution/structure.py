@@ -1,0 +1,167 @@
+"""What a graph of a function depends on: everything the function reaches but the values of large tensors, as a key."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from slipstream.version import __version__
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+KNOWN = ("torch", "transformers", "slipstream", "builtins")  # packages whose code their versions stand for
+UNREAD = {"_name_or_path", "name_or_path", "_commit_hash", "generation_config", "transformers_version"}
+SMALL = 64  # values; inductor takes up to 8 for constants of the code
+MOST = 1_000_000  # things; whoever reaches more has reached what is no model
+
+
+class Unknown(Exception):
+    """Something of which nobody can say whether it is the same in another process."""
+
+
+class Structure:
+    """The key of a function and its inputs, and the tensors it reaches, in an order that follows from the key.
+
+    Raises Unknown if it reaches what has no key, such as a lock or a file.
+    """
+
+    def __init__(self, function: Any, inputs: Any) -> None:
+        self.weights: list[Tensor] = []
+        self._seen: dict[int, int] = {}
+        self._held: list[Any] = []  # so that no number of a thing is given twice
+        self._places: dict[tuple[int, int], int] = {}
+        digest = hashlib.sha256(repr(_surroundings()).encode())
+        for word in (*_signature(inputs), *self._words(function)):
+            digest.update(word.encode() + b"\0")
+        self.key = digest.hexdigest()[:40]
+
+    def _words(self, thing: Any) -> Iterator[str]:
+        if isinstance(thing, PLAIN):
+            yield f"{type(thing).__qualname__} {thing!r}"
+        elif id(thing) in self._seen:
+            yield f"seen {self._seen[id(thing)]}"
+        else:
+            self._seen[id(thing)] = len(self._held)
+            self._held.append(thing)
+            if len(self._held) > MOST:
+                raise Unknown("too much")
+            yield f"{type(thing).__module__}.{type(thing).__qualname__}"
+            yield from self._parts(thing)
+
+    def _parts(self, thing: Any) -> Iterator[str]:
+        if isinstance(thing, Tensor):
+            yield self._tensor(thing)
+        elif isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType)) and not _bound(thing):
+            yield _origin(thing)
+        elif isinstance(thing, types.FunctionType):
+            yield _origin(thing)
+            cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+            yield from self._all([thing.__defaults__, thing.__kwdefaults__, cells])
+        elif isinstance(thing, types.MethodType):
+            yield from self._all([thing.__func__, thing.__self__])
+        elif isinstance(thing, functools.partial):
+            yield from self._all([thing.func, thing.args, thing.keywords])
+        elif isinstance(thing, Mapping):
+            yield from self._all([part for pair in thing.items() if pair[0] not in UNREAD for part in pair])
+        elif isinstance(thing, (list, tuple)):
+            yield from self._all(thing)
+        elif isinstance(thing, (set, frozenset)) and all(isinstance(part, PLAIN) for part in thing):
+            yield repr(sorted(map(repr, thing)))
+        elif hasattr(thing, "__wrapped__"):
+            yield from self._words(thing.__wrapped__)
+        elif hasattr(thing, "__dict__"):
+            yield _origin(type(thing))
+            yield from self._words(vars(thing))
+        else:
+            raise Unknown(type(thing).__qualname__)
+
+    def _all(self, parts: Any) -> Iterator[str]:
+        yield str(len(parts))
+        for part in parts:
+            yield from self._words(part)
+
+    def _tensor(self, tensor: Tensor) -> str:
+        """Its form, and which of those before lies in the same place; the values of small ones, for inductor writes
+        them into its code."""
+        self.weights.append(tensor)
+        same = ""
+        if tensor.layout is torch.strided:
+            place = (tensor.data_ptr(), tensor.nbytes)
+            same = str(self._places.setdefault(place, len(self.weights))) if tensor.nbytes else ""
+        form = (tensor.dtype, tuple(tensor.shape), tensor.layout, tensor.device, tensor.requires_grad)
+        values = tensor.detach().flatten().tolist() if tensor.numel() <= SMALL else ""
+        return f"{form} {values} {tensor.stride() if tensor.layout is torch.strided else ''} {same}"
+
+
+def _bound(thing: Any) -> bool:
+    """Whether a function written in C belongs to an object, of which it might tell something."""
+    owner = getattr(thing, "__self__", None)
+    return isinstance(thing, types.BuiltinFunctionType) and not isinstance(owner, (types.ModuleType, type(None), type))
+
+
+def _signature(inputs: Any) -> list[str]:
+    """The form of inputs, but for sizes that vary."""
+    leaves, form = tree_flatten(inputs)
+    return [str(form), *(str(_form(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)]
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    varying = getattr(tensor, "_dynamo_dynamic_indices", ())
+    return tensor.dtype, *(None if dim in varying else size for dim, size in enumerate(tensor.shape))
+
+
+def _origin(thing: Any) -> str:
+    """The name of code, with a digest of its file where no version stands for it."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or "builtins"
+    stands = name.partition(".")[0] in KNOWN or name in sys.builtin_module_names
+    digest = "" if stands else _file(name)
+    return f"{name}.{getattr(thing, '__qualname__', '')} {digest}"
+
+
+@cache
+def _file(module: str) -> str:
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None:
+        raise Unknown(module)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """A digest of our own code, which changes more often than its version."""
+    found = importlib.util.find_spec("slipstream")
+    assert found is not None and found.origin is not None
+    digest = hashlib.sha256()
+    for path in sorted(Path(found.origin).parent.rglob("*")):
+        if path.suffix in {".py", ".cpp", ".h"}:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _processor() -> str:
+    """What the processor calls itself and can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return torch.backends.cpu.get_cpu_capability()
+    return repr(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+def _surroundings() -> tuple[Any, ...]:
+    versions = (__version__, _sources(), torch.__version__, torch.version.git_version, version("transformers"))
+    kernels = [hasattr(torch.ops.slipstream, name) for name in ("linear", "linears", "attend", "quantized_linear")]
+    numbers = (torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.is_available())
+    return (*versions, sys.version, _processor(), *kernels, *numbers)
