@@ -123,6 +123,21 @@ def test_a_place_that_cannot_be_written_only_costs_time(place: Path, monkeypatch
     check(Scale(0), made=True)
 
 
+def test_pairs_in_lists_as_encoders_return_them_are_taken_over() -> None:
+    def check_pairs(model: Scale, *, made: bool) -> None:
+        def function(given: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+            return [(model(given), None), (given * 3, given * model.weight)]
+
+        given, told = torch.randn(3, 100), list[bool]()
+        with torch.inference_mode():
+            found = Frozen(function, ["given"], told.append)(given)
+        torch.testing.assert_close(found, function(given))
+        assert told == [made]
+
+    check_pairs(Scale(0), made=True)
+    check_pairs(Scale(1), made=False)
+
+
 def test_old_graphs_are_deleted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_graphs, "MOST_FILES", 1)
     check(Scale(0), made=True)

@@ -158,7 +158,7 @@ class DraftGraphs:
             self._slots[: room.end],
             room.stores,
             (room.cross.stores, room.cross.mask, None) if room.cross else None,
-            torch.tensor(wish.temperatures)[:, None],
+            torch.tensor(wish.temperatures, dtype=torch.float32)[:, None],  # whole numbers would be given another graph
         )
 
     def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ class Recipe:
     source: str
     constants: dict[str, int]
     arguments: str
-    outputs: list[bool] | None  # which parts of what the function returns are tensors; None: it returns a tensor
+    outputs: Any  # what the function returns, in lists whose first item says of what kind, with True for tensors
 
     def bind(self, weights: Sequence[Tensor]) -> BoundGraph:
         """The graph on these weights, where they lie."""
@@ -60,14 +60,30 @@ class BoundGraph:
 
     call: Callable[[list[Any]], Sequence[Tensor]]
     arguments: Callable[[dict[str, Any]], list[Any] | None]
-    outputs: list[bool] | None
+    outputs: Any
 
     def run(self, arguments: list[Any]) -> Any:
         """What the function returns."""
-        found = iter(self.call(arguments))
-        if self.outputs is None:
-            return next(found)
-        return tuple(next(found) if tensor else None for tensor in self.outputs)
+        return _filled(self.outputs, iter(self.call(arguments)))
+
+
+KINDS: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {"list": list, "tuple": tuple}
+
+
+def _form(found: Any) -> Any:
+    """What is returned without its tensors. Raises NotKept."""
+    if found is None or isinstance(found, Tensor):
+        return found is not None
+    if type(found) not in KINDS.values():
+        raise NotKept(f"it returns a {type(found).__name__}")
+    return [type(found).__name__, *map(_form, found)]
+
+
+def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """What `_form` was made of, with these tensors."""
+    if not isinstance(form, list):
+        return next(tensors) if form else None
+    return KINDS[form[0]]([_filled(part, tensors) for part in form[1:]])
 
 
 class _Read(NamedTuple):
@@ -120,8 +136,7 @@ class Recorder:
         if made.constants or made.torchbind_constants or not {*map(_place, [*held, *bound.values()])} <= set(places):
             raise NotKept("constants were computed out of the weights")
         constants = {name: places[_place(tensor)] for name, tensor in bound.items()}
-        outputs = None if isinstance(found, Tensor) else [part is not None for part in found]
-        return Recipe(made.source_code, constants, _arguments(read, examples), outputs)
+        return Recipe(made.source_code, constants, _arguments(read, examples), _form(found))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from slipstream.version import __version__
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 KNOWN = ("torch", "transformers", "slipstream", "builtins")  # packages whose code their versions stand for
 UNREAD = {"_name_or_path", "name_or_path", "_commit_hash", "generation_config", "transformers_version"}
-SMALL = 64  # values; inductor takes up to 8 for constants of the code
+SMALL = 16  # values; inductor takes up to 8 for constants of the code
 MOST = 1_000_000  # things; whoever reaches more has reached what is no model
 
 
