@@ -79,9 +79,6 @@ def test_code_that_comes_with_a_model_runs_only_when_asked(model: LlamaForCausal
 @pytest.mark.parametrize(
     ("method", "package", "settings"),
     [
-        ("gptq", "optimum", {"bits": 4, "group_size": 32}),
-        ("awq", "gptqmodel", {"bits": 4, "group_size": 32}),
-        ("compressed-tensors", "compressed_tensors", {"config_groups": {}}),
         ("bitsandbytes", "accelerate", {"load_in_4bit": True}),
         ("fp8", "accelerate", {}),
         ("torchao", "torchao", {"quant_type": "int4_weight_only"}),

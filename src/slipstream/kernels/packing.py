@@ -130,25 +130,36 @@ class QuantizedLinear(PackedLinear):
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    order: Tensor | None
 
     def __init__(
-        self, codes: Codes, in_features: int, bias: Tensor | None, columns: Columns, stretch: Stretch | None = None
+        self,
+        codes: Codes,
+        in_features: int,
+        bias: Tensor | None,
+        columns: Columns,
+        stretch: Stretch | None = None,
+        order: Tensor | None = None,
     ) -> None:
+        """`order` (in_features,) says which input the codes are for, where they are not in the order of the inputs."""
         super().__init__(in_features, len(codes.scales), columns)
         self.precision, self.bias = codes.precision, bias
         for name, panels in zip(("codes", "scales", "zeros"), codes.into_panels(), strict=True):
             held = stretch.hold(panels) if stretch and panels is not None else panels
             self.register_buffer(name, held, persistent=False)
+        self.register_buffer("order", order, persistent=False)
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """See `PackedLinear`."""
+        inputs = inputs if self.order is None else inputs.index_select(-1, self.order)
         panels = (self.codes, self.scales, self.zeros)
         return quantized_linear(inputs, panels, self.bias, self.out_features, self.precision.bits)
 
     def plain_weight(self) -> Tensor:
         """What stands for the weight, in float32."""
         codes = Codes.from_panels(self.precision, (self.codes, self.scales, self.zeros), self.out_features)
-        return codes.weight()[:, : self.in_features]
+        weight = codes.weight()[:, : self.in_features]
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -178,7 +189,8 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
-    twin, columns = _twin(model), Columns()
+    twin = _twin(model)
+    columns = shared_columns(twin) or Columns()
     plain = ((name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear))
     places = [(name, layer) for name, layer in plain if keep is None or layer.weight is not keep.weight]
     stretch = None

@@ -24,7 +24,7 @@ from transformers import (
 from slipstream.execution.backends import execution
 from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import can_pack
+from slipstream.kernels.packing import can_pack, shared_columns
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.load_faults import (
@@ -39,6 +39,7 @@ from slipstream.models.load_faults import (
 )
 from slipstream.models.origin import Origin
 from slipstream.models.packed_twins import packed_twin, quantized_twin
+from slipstream.models.quantized_checkpoints import load_quantized, stored_quantization
 from slipstream.models.recurrent import StateScorer
 
 
@@ -72,9 +73,13 @@ def load_model(
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
     wanted, kind = _dtype(dtype), _kind(origin)
     try:
-        model, about = kind.from_pretrained(
-            origin.place, dtype=wanted, output_loading_info=True, **origin.options, **kwargs
-        )
+        stored = stored_quantization(origin, place, kwargs)
+        if stored:
+            model, about = load_quantized(kind, origin, stored, wanted, kwargs)
+        else:
+            model, about = kind.from_pretrained(
+                origin.place, dtype=wanted, output_loading_info=True, **origin.options, **kwargs
+            )
     except Exception as error:  # what lies there was written by others, and damage shows as any error
         raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.place, error)}.") from error
     refuse_missing_weights(source, about["missing_keys"])
@@ -105,6 +110,8 @@ def load_scorer(
     packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
     packs = packs and mode.precision is None and can_pack(model)
     if mode.precision is not None:
+        if shared_columns(model):
+            raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")
         model = quantized_twin(model, name, mode.precision)
     try:
         return _causal(model, name, mode, packs)

@@ -1,0 +1,112 @@
+"""Checkpoints whose weights are quantized already, read on a CPU from their own codes: no package of their method is
+needed, and nothing is dequantized."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import PACKED_DTYPES, Columns, QuantizedLinear
+from slipstream.kernels.stored_codes import StoredFormat, StoredLinear, stored_format
+from slipstream.models.checkpoints import read_tensors
+from slipstream.models.origin import Origin
+
+Loaded = tuple[PreTrainedModel, dict[str, Any]]
+"""A model, and transformers' account of its loading."""
+
+
+def stored_quantization(origin: Origin, place: torch.device, options: dict[str, Any]) -> StoredFormat | None:
+    """How the weights of a checkpoint are quantized, if they can be read here: on a CPU, in one piece, by our kernel.
+
+    Raises ValueError, with what is wrong as its whole text, for variants of a method that are not read.
+    """
+    if place.type != "cpu" or kernel_missing() or options.keys() & {"device_map", "quantization_config"}:
+        return None
+    config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    settings = getattr(config, "quantization_config", None)
+    own_code = getattr(config, "auto_map", None)  # only transformers knows where its classes lie
+    return stored_format(settings) if isinstance(settings, dict) and not own_code else None
+
+
+@torch.no_grad()
+def load_quantized(
+    kind: Any, origin: Origin, form: StoredFormat, dtype: str | torch.dtype, options: dict[str, Any]
+) -> Loaded:
+    """A model of a checkpoint of quantized weights, as `kind.from_pretrained` gives one with its account.
+
+    A model in float16 runs in bfloat16 unless told otherwise. Raises ValueError, with what is wrong as its whole text,
+    where layers cannot be read.
+    """
+    config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    del config.quantization_config
+    wanted = _compute_dtype(config, dtype)
+    tensors = read_tensors(origin.place, lambda name: True)
+    stored = {name: _read(form, tensors, name) for name in _layers(form, tensors)}
+    if not stored:
+        raise ValueError("its config.json speaks of quantized weights, but none are stored: the files do not fit")
+    blanks = {name: _blank(layer, wanted) for name, layer in stored.items()}
+    tensors |= {f"{name}.weight": blank for name, blank in blanks.items()}
+    with torch.device("meta"):
+        model_class = type(kind.from_config(config))
+    model, about = model_class.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=wanted, output_loading_info=True, **options
+    )
+    model.config.name_or_path = str(origin.place)
+    with suppress(OSError):  # a checkpoint without settings of its own
+        model.generation_config = GenerationConfig.from_pretrained(origin.place)
+    _fill(model, {blank.data_ptr(): stored[name] for name, blank in blanks.items()})
+    return model, about
+
+
+def _compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
+    """What a model of quantized weights computes in."""
+    if dtype == "auto":
+        given = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        return torch.float32 if given in (None, torch.float32) else torch.bfloat16
+    if dtype not in PACKED_DTYPES:
+        raise ValueError(f"quantized weights compute in float32 or bfloat16 on a CPU, not in {dtype}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _layers(form: StoredFormat, tensors: dict[str, Tensor]) -> list[str]:
+    """The names of the layers whose weights are quantized."""
+    return [name.removesuffix(f".{form.mark}") for name in tensors if name.endswith(f".{form.mark}")]
+
+
+def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLinear:
+    """A layer of a checkpoint, whose tensors are taken out."""
+    taken = {part: tensors.pop(f"{name}.{part}") for part in form.names if f"{name}.{part}" in tensors}
+    try:
+        return form.read(taken, form.bits)
+    except KeyError as error:
+        raise ValueError(f"{name} has no {error.args[0]}: the files do not belong together") from error
+    except RuntimeError as error:
+        raise ValueError(f"the tensors of {name} have other shapes than they should have") from error
+
+
+def _blank(layer: StoredLinear, dtype: torch.dtype) -> Tensor:
+    """A weight of one number, in the shape of the layer's: transformers puts it where the layer belongs."""
+    return torch.zeros((), dtype=dtype).expand(len(layer.codes.scales), layer.in_features)
+
+
+def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear]) -> None:
+    """Put the stored layers where their blanks lie. Raises ValueError, with what is wrong as its whole text, if one
+    went elsewhere."""
+    columns, places = Columns(), [name for name, each in model.named_modules() if type(each) is nn.Linear]
+    for name in places:
+        layer: Any = model.get_submodule(name)
+        found = stored.pop(layer.weight.data_ptr(), None)
+        if found is not None:
+            filled = QuantizedLinear(found.codes, found.in_features, layer.bias, columns, order=found.order)
+            model.set_submodule(name, filled)
+    if stored:
+        raise ValueError(
+            f"{len(stored)} of its quantized layers are merged with others by transformers, as experts are: take an "
+            "unquantized copy of the model, and quantize='int4' if it is to be small"
+        )
