@@ -175,7 +175,7 @@ def written(folder: Path, case: Case) -> LlamaForCausalLM:
     model = plain()
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    for seed, name in enumerate(sorted(name for name in tensors if "_proj" in name)):
+    for seed, name in enumerate(sorted(name for name in tensors if name.endswith("_proj.weight"))):
         layer = case.layer(tensors.pop(name), seed)
         model.get_parameter(name).data.copy_(layer.weight)
         stored = case.store(layer)

@@ -48,7 +48,7 @@ def _opened(source: str | Path, name: str) -> Iterator[Any]:
     """A file of tensors. Raises ValueError if there is none, or it is damaged."""
     file = _file(source, name)
     if file is None:
-        raise ValueError(f"{str(source)!r} has no {name}: drafts are read from weights in safetensors.")
+        raise ValueError(f"{str(source)!r} has no {name}: its weights are read in safetensors only.")
     try:
         with safe_open(file, framework="pt") as weights:
             yield weights
