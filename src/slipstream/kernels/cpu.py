@@ -24,7 +24,7 @@ from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "cpu.cpp", HERE / "quantized.cpp")
+SOURCES = (HERE / "cpu.cpp", HERE / "quantized.cpp", HERE / "attention.cpp")
 HEADER = HERE / "lanes.h"
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")

@@ -20,6 +20,10 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -106,7 +110,16 @@ inline void prefetch(const void* place, int64_t bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + AHEAD + line), 0, LOCALITY);
 }
 
-int64_t panels_of(int64_t features) { return (features + PANEL - 1) / PANEL; }
+#if defined(__AMX_BF16__)
+// Asks the system for Intel's tiles (AMX), which processes may use only then.
+inline bool tiles_allowed() {
+  constexpr int REQUEST = 0x1023, DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool allowed = syscall(SYS_arch_prctl, REQUEST, DATA) == 0;
+  return allowed;
+}
+#endif
+
+inline int64_t panels_of(int64_t features) { return (features + PANEL - 1) / PANEL; }
 
 // Calls `run` with a number from 1 to MOST as a constant.
 template <class Run, int... NUMBERS>
