@@ -349,7 +349,7 @@ struct Vectors {
   }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(__AVX512F__)
 // The same by Intel's tiles (AMX) of bfloat16: 16 keys or queries by 32 items at once. They sum in another order, so all
 // attention goes this way, or none.
 template <int VECTORS>
@@ -734,7 +734,7 @@ void run_attention(const Tensor& queries, const Tensor& keys, const Tensor& valu
   if (!outputs.numel()) return;
   // With float32, two vectors are slower than one.
   const bool few = Type::STEP == 1 || work.tokens * work.groups <= LANES;
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(__AVX512F__)
   if constexpr (Type::STEP == 2)
     if (tiles_allowed()) return few ? attend_all<Type, 1, Blocks<1>>(work) : attend_all<Type, 2, Blocks<2>>(work);
 #endif
