@@ -352,7 +352,9 @@ def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
 def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph alone, without the compiler behind it."""
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *given, options, **rest: compiler(*given, backend="eager", **rest))
+    monkeypatch.setattr(
+        torch, "compile", lambda *given, options, **rest: compiler(*given, **rest | {"backend": "eager"})
+    )
     model, said = tiny(SEQ2SEQ[family]), list[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -368,7 +370,9 @@ def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.Monk
 def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for every length, until torch makes no more of them and all runs eagerly."""
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *given, options, **rest: compiler(*given, backend="eager", **rest))
+    monkeypatch.setattr(
+        torch, "compile", lambda *given, options, **rest: compiler(*given, **rest | {"backend": "eager"})
+    )
     model, said = tiny(family), list[str]()
     decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
     asked = [Request((START,), GREEDY, 14, source=source(decoder.target, name, 5)) for name in range(3)]
