@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.kernels import attention, packing
 from slipstream.kernels import cpu as kernel
+from slipstream.kernels import packing
 from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
 from slipstream.kernels.packing import BlockedLinear, PackedLinear, PanelLinear, can_pack, packed
 from slipstream.kernels.panels import fits_panels, into_panels
@@ -129,11 +129,12 @@ def test_older_processors_get_right_products_too(lacking: str, tmp_path: Path) -
         "    given, weight = torch.randn(14, 96).to(dtype), torch.randn(70, 96).to(dtype)\n"
         "    found, exact = panel_linear(given, into_panels(weight), None, 70), given.double() @ weight.double().T\n"
         "    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)\n"
-        "    parts = [torch.randn(1, 2, 7, 44).to(dtype) for _ in range(3)]\n"
-        "    hidden = torch.full((7, 7), -torch.inf).triu(1)[None, None].to(dtype)\n"
-        "    found = panel_attention(*parts, hidden, 0.2).transpose(1, 2)\n"
-        "    weights = (parts[0].double() @ parts[1].double().mT * 0.2 + hidden).softmax(-1)\n"
-        "    torch.testing.assert_close(found.double(), weights @ parts[2].double(), rtol=2**-7, atol=2**-7)\n"
+        "    for slots in (7, 1100):\n"
+        "        queries, keys, values = (torch.randn(1, 2, count, 44).to(dtype) for count in (7, slots, slots))\n"
+        "        hidden = torch.full((7, slots), -torch.inf).triu(slots - 6)[None, None].to(dtype)\n"
+        "        found = panel_attention(queries, keys, values, hidden, 0.2).transpose(1, 2)\n"
+        "        weights = (queries.double() @ keys.double().mT * 0.2 + hidden).softmax(-1)\n"
+        "        torch.testing.assert_close(found.double(), weights @ values.double(), rtol=2**-7, atol=2**-7)\n"
     )
     environment = os.environ | {
         "TORCH_EXTENSIONS_DIR": str(tmp_path),
@@ -266,131 +267,6 @@ def test_a_model_that_goes_takes_its_memory_along() -> None:
 def _resident() -> int:
     """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-# ---- attention --------------------------------------------------------------------------------------------------
-
-# rows, heads, heads of keys, tokens, slots, width
-CASES = [(1, 1, 1, 1, 1, 1), (2, 4, 4, 3, 7, 16), (3, 6, 2, 6, 50, 64), (2, 2, 1, 13, 70, 80), (1, 4, 2, 7, 9, 5)]
-
-
-def given(case: tuple[int, ...], dtype: torch.dtype, hide: float, seed: int = 0) -> tuple[Tensor, ...]:
-    """Queries as models make them, keys and values in longer stores, and a ragged causal mask."""
-    rows, heads, groups, tokens, slots, width = case
-    queries = random(rows, tokens, heads, width, dtype=dtype, seed=seed).transpose(1, 2)
-    stores = [random(rows, groups, slots + 3, width, dtype=dtype, seed=seed + i)[:, :, :slots] for i in (1, 2)]
-    own = torch.arange(slots - tokens, slots)[None, :, None] - torch.arange(rows)[:, None, None]
-    mask = torch.where(torch.arange(slots) <= own.clamp(min=0), 0.0, hide).to(dtype)[:, None]
-    return queries, *stores, mask
-
-
-def exact(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    keys, values = (store.repeat_interleave(queries.shape[1] // keys.shape[1], 1).double() for store in (keys, values))
-    scores = queries.double() @ keys.mT * scale + (0 if added is None else added.double())
-    return (scores.softmax(-1) @ values).transpose(1, 2)
-
-
-@built
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("hide", ["least", "infinite"])
-def test_attention_is_that_of_float64(case: tuple[int, ...], dtype: torch.dtype, hide: str) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
-    *parts, mask = given(case, dtype, torch.finfo(dtype).min if hide == "least" else -torch.inf)
-    bias = random(1, case[1], *mask.shape[2:], dtype=dtype, seed=5)
-    turned = bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as T5 makes it: no step of one at the end
-    for added in (mask, mask + bias, turned, mask[:1], mask[:, :, -1:], None):
-        found = panel_attention(*parts, added, 0.3)
-        torch.testing.assert_close(found.double(), exact(*parts, added, 0.3), atol=tolerance, rtol=tolerance)
-
-
-@built
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype) -> None:
-    """One token, six, or more; alone or in a batch; before slots that hold nothing or anything."""
-    case = (3, 6, 2, 15, 60, 48)
-    queries, keys, values, mask = given(case, dtype, torch.finfo(dtype).min)
-    whole = panel_attention(queries, keys, values, mask, 0.2)
-    for row in range(3):
-        part = slice(row, row + 1)
-        for first, count in ((0, 1), (4, 2), (3, 6), (7, 8)):
-            tokens = slice(first, first + count)
-            slots = int((mask[row, 0, first + count - 1] == 0).sum())
-            for end in (slots, slots + 1, 60):  # all later slots are hidden from these tokens
-                if end < 60:
-                    for store in (keys, values):
-                        store[row, :, end:] = torch.nan  # and nobody looks
-                seen = [store[part, :, :end] for store in (keys, values)]
-                found = panel_attention(queries[part, :, tokens], *seen, mask[part, :, tokens, :end], 0.2)
-                assert torch.equal(found, whole[part, tokens])
-                keys, values = given(case, dtype, 0)[1:3]
-
-
-@built
-@pytest.mark.parametrize("dtype", TYPES)
-def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
-    """Sliding windows, whose first slots differ, and branches of a tree, which do not see each other."""
-    queries, keys, values, _ = given((1, 2, 1, 6, 60, 48), dtype, 0)
-    slots, own = torch.arange(60), torch.arange(54, 60)[:, None]
-    window = (slots <= own) & (slots > own - 21)
-    branches = (slots < 54) | ((slots <= own) & ((own - slots) % 2 == 0))
-    for sees in (window, branches):
-        mask = torch.zeros(1, 1, 6, 60, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
-        together = panel_attention(queries, keys, values, mask, 0.2)
-        for token in range(6):
-            part = slice(token, token + 1)
-            alone = panel_attention(queries[:, :, part], keys, values, mask[:, :, part], 0.2)
-            assert torch.equal(alone, together[:, part])
-
-
-@built
-def test_hidden_slots_may_hold_anything_and_seen_ones_tell() -> None:
-    queries, keys, values, mask = given((1, 2, 1, 3, 20, 32), torch.float32, -torch.inf)
-    before = panel_attention(queries, keys, values, mask, 0.2)
-    assert mask[0, 0, 2, 19] == 0 and mask[0, 0, 1, 19] == -torch.inf
-    hidden = mask.clone()
-    hidden[..., 19] = -torch.inf
-    expected = panel_attention(queries, keys, values, hidden, 0.2)
-    keys[:, :, 19] = values[:, :, 19] = torch.nan
-    assert torch.equal(panel_attention(queries, keys, values, hidden, 0.2), expected)
-    assert torch.equal(expected[:, :2], before[:, :2])
-    assert panel_attention(queries, keys, values, mask, 0.2)[:, 2].isnan().all()
-
-
-@built
-def test_a_token_that_sees_nothing_gets_nothing() -> None:
-    queries, keys, values, _ = given((1, 2, 1, 2, 20, 32), torch.float32, 0)
-    mask = torch.full((1, 1, 2, 20), -torch.inf)
-    assert not panel_attention(queries, keys, values, mask, 0.2).any()
-    mask[0, 0, 1] = 0
-    found = panel_attention(queries, keys, values, mask, 0.2)
-    assert not found[:, 0].any() and found[:, 1].all()
-
-
-@built
-def test_attention_that_does_not_fit_is_refused() -> None:
-    queries, keys, values, mask = given((1, 4, 2, 2, 20, 32), torch.float32, 0)
-    for parts, said in (
-        ((queries, keys, values.bfloat16(), mask), "one type"),
-        ((queries[:, :3], keys, values, mask), "do not fit"),
-        ((queries, keys[..., :16], values, mask), "do not fit"),
-        ((queries, keys, values, mask[..., :10]), "the mask does not fit"),
-    ):
-        with pytest.raises(RuntimeError, match=said):
-            panel_attention(*parts, 0.2)
-
-
-@built
-def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks are tensors, of which one must not ask whether they are true."""
-    queries, keys, values, mask = given((1, 2, 2, 3, 20, 32), torch.float32, 0)
-    asked: list[str] = []
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: asked.append("torch"))
-    monkeypatch.setattr(attention, "panel_attention", lambda *_: asked.append("ours"))
-    for more in ({}, {"dropout": 0.0}, {"s_aux": torch.ones(2)}, {"softcap": 30.0}, {"dropout": 0.1}):
-        attention.attend(torch.nn.Module(), queries, keys, values, mask, 0.2, **more)
-    attention.attend(torch.nn.Module(), queries, keys, values, None, 0.2)  # causal, over a cache
-    assert asked == ["ours", "ours", "torch", "torch", "torch", "torch"]
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
