@@ -33,8 +33,9 @@ def apart(left: Tensor, right: Tensor) -> float:
     return float((shares[0] - shares[1]).abs().max()) / math.sqrt(-math.log(5e-7) / len(left))
 
 
-def test_clusters_move_as_by_the_expensive_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Radius, an atom's place and the longest step of 10^5 clusters (odds 3e-6); the cheap force alone is told apart.
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_clusters_move_as_by_the_expensive_force(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Radius, an atom's place and the longest step of clusters (odds 3e-6); the cheap force alone is told apart.
 
     A coarser cutoff and longer steps than in the example, so that the forces differ and drafts are refused.
     """
@@ -46,10 +47,10 @@ def test_clusters_move_as_by_the_expensive_force(monkeypatch: pytest.MonkeyPatch
         moved = run.trajectories.diff(dim=1).square().sum(-1).amax((1, 2))
         return [langevin.radius(run.trajectories)[:, -1], run.trajectories[:, -1, 1, 0], moved]
 
-    direct, drafted = langevin.run(100_000, 5, 0, seed=1), langevin.run(100_000, 5, 3, seed=2)
+    direct, drafted = langevin.run(count, 5, 0, seed=1), langevin.run(count, 5, 3, seed=2)
     assert max(map(apart, figures(drafted), figures(direct))) < 1
     assert 0.3 < drafted.stats.alpha < 0.999
-    starts = langevin.START.expand(100_000, *langevin.START.shape)
+    starts = langevin.START.expand(count, *langevin.START.shape)
     cheap = langevin.simulate(langevin.steps(langevin.CUTOFF), starts, 5, seed=3)
     assert max(map(apart, figures(cheap), figures(direct))) > 1.5
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,7 +87,7 @@ def test_damaged_and_foreign_files_are_made_anew(place: Path) -> None:
     check(Scale(0), made=True)
     (path,) = place.iterdir()
     whole = path.read_bytes()
-    for damaged in (whole[:-9], whole.replace(b"arguments", b"argumentz", 1), b"", b"{}", json.dumps([]).encode()):
+    for damaged in (whole[:-9], whole.replace(b"arguments", b"argumentz", 1), b""):
         path.write_bytes(damaged)
         check(Scale(0), made=True)
         check(Scale(0), made=False)  # it was mended
