@@ -122,18 +122,27 @@ _recorders = _Recorders()
 
 
 class Observed:
-    """A function of transformers that computes as ever, and leaves what it read where a thread records it."""
+    """A function of transformers that computes as ever, and leaves what it read where a thread records it.
+
+    While it does, chunks are no longer than the pass: on CPUs, filling the few tokens of a round up to 64 or 256, as
+    transformers does, took half of its time.
+    """
 
     def __init__(self, function: Callable[..., Any], kind: Callable[[Mapping[str, Any]], Recurrence]) -> None:
         functools.update_wrapper(self, function)
         self._function, self._kind, self._signature = function, kind, inspect.signature(function)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        if (found := _recorders.found) is not None:
-            arguments = self._signature.bind(*given, **named)
-            arguments.apply_defaults()
-            found.append(self._kind(arguments.arguments))
-        return self._function(*given, **named)
+        if (found := _recorders.found) is None:
+            return self._function(*given, **named)
+        bound = self._signature.bind(*given, **named)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        found.append(self._kind(arguments))
+        tokens = next(iter(arguments.values()))
+        if tokens.device.type == "cpu" and arguments["chunk_size"] > tokens.shape[1]:
+            arguments["chunk_size"] = tokens.shape[1]
+        return self._function(*bound.args, **bound.kwargs)
 
 
 def observe(model: nn.Module) -> None:
