@@ -33,6 +33,7 @@ from slipstream.kernels.packing import PackedLinear, can_pack
 from slipstream.models import recurrent, rewinding
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import load_scorer
+from slipstream.models.recurrences import Observed, recording
 from slipstream.models.recurrent import StateScorer
 from slipstream.models.rewinding import Rewind
 from slipstream.models.tiny import tiny_config, tiny_model
@@ -67,6 +68,14 @@ EVERY = {**SEVERAL, **ONE_BY_ONE}
 
 LOOSE = 3e-3
 """Standard deviations of the logits: recurrences add up in another order in chunks and token by token."""
+
+
+class StepsOnly:
+    """A recurrence of which a test asks nothing."""
+
+    def state_after(self, row: int, count: int) -> torch.Tensor:
+        raise AssertionError("nobody asks")
+
 
 Change = Callable[[Any], object]
 
@@ -169,6 +178,18 @@ def test_a_recurrence_of_no_known_kind_takes_two_passes(monkeypatch: pytest.Monk
     monkeypatch.setattr(rewinding, "recording", lambda: nullcontext([]))
     target = StateScorer(model("mamba2"))
     assert str(target.way) == "state, two passes" and contract(target) < LOOSE
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(6, 6), (64, 64), (100, 64)])
+def test_only_a_recorded_pass_is_computed_in_a_chunk_as_short_as_itself(tokens: int, chunk: int) -> None:
+    def length_of_chunks(query: torch.Tensor, chunk_size: int = 64) -> int:
+        return chunk_size
+
+    observed, query = Observed(length_of_chunks, lambda given: StepsOnly()), torch.zeros(1, tokens, 2, 4)
+    assert observed(query) == 64  # a user's own pass is as it was
+    with recording() as found:
+        assert observed(query) == observed(query=query, chunk_size=64) == chunk
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bloom"])
