@@ -8,11 +8,12 @@ from slipstream.version import __version__ as __version__
 if TYPE_CHECKING:
     from slipstream.engine.custom_generate import custom_generate
     from slipstream.engine.engine import Engine, Interrupted
+    from slipstream.engine.follow import follow
     from slipstream.engine.generation import Completion, Piece
     from slipstream.engine.load import load
 
 
-__all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "load"]
+__all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "follow", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ that run together), `positions` (consecutive tokens of a row) and `vocab`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -139,6 +139,24 @@ class SeesWindows(HasModel, Protocol):
     def seeing(self, window: int, sinks: int) -> HasModel:
         """A Scorer that runs the same model over the same rows, and sees no more of a text than its last `window`
         tokens and its first `sinks`. What it adds to the rows has to be rolled back before this one goes on."""
+        ...
+
+
+@runtime_checkable
+class LiesOnRanks(HasModel, Protocol):
+    """A Scorer whose model is divided among several processes, of which this one leads."""
+
+    @property
+    def ranks(self) -> int:
+        """How many processes."""
+        ...
+
+    def check(self) -> None:
+        """Raises ConnectionError if one of them is lost."""
+        ...
+
+    def call_on_loss(self, function: Callable[[], object]) -> None:
+        """Have a function called, by another thread, as soon as one is lost."""
         ...
 
 

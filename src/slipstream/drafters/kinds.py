@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.protocols import Drafter, HasModel, Scorer, SeesWindows
+from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.cross_tokenizer.choose import foreign
@@ -141,6 +141,7 @@ def _quantized(context: BuildContext, name: str, group: int | None = None) -> Dr
     target, precision = context.target, Precision.named(name, group)
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
+    _refuse_ranks(target)
     if not target.shares_rows or target.source_form or context.tree or context.drafted:
         twin = quantized_twin(target.model, target.name, precision)
         scorer = load_scorer(twin, mode=replace(context.mode, packed=False))
@@ -201,7 +202,17 @@ def _own(context: BuildContext) -> HasModel:
     """The target, where it drafts for itself."""
     if not isinstance(context.target, HasModel) or context.target.source_form:
         raise ValueError(f"{context.target.name} is no causal language model, so it cannot draft for itself.")
+    _refuse_ranks(context.target)
     return context.target
+
+
+def _refuse_ranks(target: Scorer) -> None:
+    """Raises ValueError for a draft that is made of a target which lies on several ranks: drafts run on one."""
+    if isinstance(target, LiesOnRanks):
+        raise ValueError(
+            f"{target.name} lies on {target.ranks} ranks, and drafts run on one of them, so its own layers, weights and "
+            "states cannot draft: use a model of its own, lookup, ngram:FILE or datastore:DIR as draft."
+        )
 
 
 def _datastore(
@@ -236,6 +247,11 @@ def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
     if not isinstance(context.target, HasModel):
         raise ValueError(
             f"{context.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
+        )
+    if isinstance(context.target, LiesOnRanks):
+        raise ValueError(
+            f"the input embeddings of {context.target.name} lie on {context.target.ranks} ranks, so requests cannot be "
+            "compared by them: name a model, sentence=NAME."
         )
     return InputEmbeddings(context.target.model.get_input_embeddings().weight)
 

@@ -18,12 +18,13 @@ from slipstream.drafters.specification import drafter, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.tasks import Task, frame
+from slipstream.engine.target import as_they_are, target_scorer
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads
 from slipstream.models.image_trial import try_images
 from slipstream.models.images import Vision
-from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, source_name
+from slipstream.models.loading import EMBEDDED, find_tokenizer, source_name
 
 GAMMA = 5
 """Tokens drafted per round, unless told otherwise."""
@@ -46,6 +47,7 @@ def load(
     task: str | Task | None = None,
     compile: bool = False,
     quantize: str | Precision | None = None,
+    tp_plan: Any = None,
     progress: Callable[[str], object] | None = None,
     **from_pretrained: Any,
 ) -> Engine:
@@ -74,6 +76,9 @@ def load(
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target: `device_map="auto"` spreads it
     over devices, and `trust_remote_code=True` runs code that comes with it.
 
+    `tp_plan` ("auto", or changes to transformers' plan of the model) divides the weights of the target among the
+    processes that torchrun started, one for each device. Rank 0 loads; the others call `slipstream.follow()` before.
+
     A draft may have another tokenizer (`Engine.notes` then tell how it drafts). Raises ValueError if a model cannot be
     loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is for
     another target.
@@ -91,7 +96,8 @@ def load(
     steering = _controller(tree, gamma, made)
     chosen = BLOCK if verify is None else rule(verify)
     mode = Mode(compile, False if exact_shape else None, progress=progress)
-    scorer = load_scorer(target, dtype, device, replace(mode, precision=_precision(quantize)), **from_pretrained)
+    own = replace(mode, precision=_precision(quantize))
+    scorer = target_scorer(target, dtype, device, own, tp_plan, **from_pretrained)
     if tokenizer is None:
         tokenizer = find_tokenizer(target, from_pretrained.get("trust_remote_code", False))
     if made:
@@ -101,7 +107,7 @@ def load(
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     vision, notes = _vision(target, scorer, processor)
-    notes += [*context.notes, *(_blind(decoder) if vision else ())]
+    notes += [*context.notes, *(_blind(decoder) if vision else ()), *as_they_are(scorer, mode)]
     fixed = exact_shape and draft is not None
     engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, fixed, notes, framing, vision)
     if compile:

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels.attention import attend_by_kernel
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
+from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
 from slipstream.kernels.quantization import Codes, Precision, quantize
 
@@ -164,7 +165,7 @@ class QuantizedLinear(PackedLinear):
 
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether packed weights exist for this model: on a CPU, in float32 or bfloat16, with a kernel for them."""
-    placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
+    placed = why_in_parts(model) or getattr(model, "hf_quantizer", None)
     if placed or model.device.type != "cpu" or model.dtype not in PACKED_DTYPES:
         return False
     return kernel_missing() is None or _has_blocked(model.dtype)
@@ -223,8 +224,10 @@ def quantizing_fault(model: PreTrainedModel) -> str | None:
     """Why the weights of a model cannot be quantized here, or None."""
     if getattr(model, "hf_quantizer", None):
         return "they are quantized already"
-    if getattr(model, "hf_device_map", None) or model.device.type != "cpu":
-        return "that is for models on a CPU, in one piece"
+    if why := why_in_parts(model):
+        return f"that is for models in one piece, and {why}"
+    if model.device.type != "cpu":
+        return "that is for models on a CPU"
     if model.dtype not in PACKED_DTYPES:
         return f"that is for float32 and bfloat16, not {model.dtype}"
     return kernel_missing()

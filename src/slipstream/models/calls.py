@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.core.source import Source, SourceForm
+from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import source_form
 from slipstream.models.families import logits_alone
 from slipstream.models.images import Illustration, run_illustrated
@@ -124,8 +125,8 @@ class SourceCalls:
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
         given, encoder = self.form.cut(source), self.model.get_encoder()
         if isinstance(given, Tensor):
-            return {"encoder_outputs": encoder(given[None].to(self.model.device, self.model.dtype))}
-        ids = torch.tensor([given], device=self.model.device)
+            return {"encoder_outputs": encoder(given[None].to(input_device(self.model), self.model.dtype))}
+        ids = torch.tensor([given], device=input_device(self.model))
         heard = torch.ones_like(ids)
         return {"encoder_outputs": encoder(input_ids=ids, attention_mask=heard), "attention_mask": heard}
 
@@ -138,5 +139,5 @@ class SourceCalls:
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
         """The logits (1, n, vocab) of one text, without a state."""
-        tokens = torch.tensor([text], device=self.model.device)
+        tokens = torch.tensor([text], device=input_device(self.model))
         return self.model(decoder_input_ids=tokens, use_cache=False, **self.read(source)).logits

@@ -30,6 +30,7 @@ from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Execution
 from slipstream.kernels.packing import shared_columns
+from slipstream.kernels.placement import input_device
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
@@ -58,7 +59,7 @@ class CausalScorer:
         self.model = model.eval()
         self._decoder = decoder = SourceDecoder(model) if model.config.is_encoder_decoder else None
         refuse_unsupported(model, self.name)
-        self.device = model.device  # where tokens go in and logits come out
+        self.device = input_device(model)  # where tokens go in and logits come out
         self.facts = ModelFacts.of(model, decoder is not None and decoder.relative)
         if decoder and execution:
             if isinstance(execution, Compiled):

@@ -23,6 +23,7 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.execution.encoder_graphs import Reader
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.passes import Cross, Stores
+from slipstream.kernels.placement import input_device
 
 
 @dataclass
@@ -141,7 +142,7 @@ class SourceDecoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that takes the tokens."""
-        return self.model.device
+        return input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:

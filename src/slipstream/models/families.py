@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from slipstream.core.protocols import Scorer
 from slipstream.core.source import Source
 from slipstream.kernels.attention import NAME as ATTENTION
+from slipstream.kernels.placement import input_device, is_sharded
 
 LENGTH_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe")
@@ -42,9 +43,10 @@ LONGEST_TRIAL = 2304
 
 
 def is_proven(model: PreTrainedModel) -> bool:
-    """Whether the contract tests cover the model's class, and it is transformers' own."""
+    """Whether the contract tests cover the model's class, and it is transformers' own. One that is divided among ranks
+    runs in ways of its own."""
     kind = type(model)
-    return kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
+    return not is_sharded(model) and kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
 
 
 class Probed(Scorer, Protocol):
@@ -161,8 +163,8 @@ def windows_of(config: Any) -> set[int]:
 def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
     """The logits (1, n, vocab) of one text by a causal model itself, without cache, called as `generate` calls it: some
     models count positions from another number where none are given."""
-    tokens = torch.tensor([text], device=model.device)
-    places = torch.arange(len(text), device=model.device)[None]
+    device = input_device(model)
+    tokens, places = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
     takes = inspect.signature(model.forward).parameters
     given = {"position_ids": places} if "position_ids" in takes else {}
     return model(tokens, use_cache=False, **given).logits

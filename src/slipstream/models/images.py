@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoProcessor
 
 from slipstream.core.images import Images
+from slipstream.kernels.placement import input_device
 
 Layers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values (heads, count, head_dim) by layer."""
@@ -36,8 +37,9 @@ def run_illustrated(model: Any, text: Sequence[int], images: Images, **options: 
     counting = [part for part in model.modules() if hasattr(part, "rope_deltas")]
     for part in counting:
         part.rope_deltas = None  # that of another text
-    tokens = torch.tensor([text], device=model.device)
-    beside = images.beside(len(text), model.device, model.dtype)
+    device = input_device(model)
+    tokens = torch.tensor([text], device=device)
+    beside = images.beside(len(text), device, model.dtype)
     out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **beside, **options)
     found = next((part.rope_deltas for part in counting if part.rope_deltas is not None), None)
     return out, 0 if found is None else int(found.flatten()[0])

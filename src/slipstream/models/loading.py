@@ -113,6 +113,11 @@ def load_scorer(
         if shared_columns(model):
             raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")
         model = quantized_twin(model, name, mode.precision)
+    return scorer_of(model, name, mode, packs)
+
+
+def scorer_of(model: PreTrainedModel, name: str, mode: Mode = EAGER, packs: bool = False) -> AnyScorer:
+    """The Scorer of a model, which rolls back by a length if that is possible, with packed weights if it `packs`."""
     try:
         return _causal(model, name, mode, packs)
     except (ValueError, AttributeError, KeyError, TypeError):  # a family that does not have what others have
@@ -127,7 +132,7 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
     scorer = CausalScorer(model, name, execution(model, name, mode))
-    if mode.compiled and mode.ahead is not None and model.device.type == "cpu":
+    if scorer.execution is not None and mode.ahead is not None and model.device.type == "cpu":
         scorer.make_draft_graphs(mode.ahead, mode.progress)
     return scorer
 

@@ -16,6 +16,9 @@ from slipstream.kernels.stored_codes import StoredFormat, StoredLinear, stored_f
 from slipstream.models.checkpoints import read_tensors
 from slipstream.models.origin import Origin
 
+PLACED_OTHERWISE = {"device_map", "quantization_config", "distributed_config"}
+"""Options of `from_pretrained` by which transformers places or quantizes weights itself."""
+
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
 """A model, and transformers' account of its loading."""
 
@@ -25,7 +28,7 @@ def stored_quantization(origin: Origin, place: torch.device, options: dict[str, 
 
     Raises ValueError, with what is wrong as its whole text, for variants of a method that are not read.
     """
-    if place.type != "cpu" or kernel_missing() or options.keys() & {"device_map", "quantization_config"}:
+    if place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
     config = AutoConfig.from_pretrained(origin.place, **origin.options)
     settings = getattr(config, "quantization_config", None)

@@ -22,6 +22,7 @@ from slipstream.core.draft import Tree
 from slipstream.core.images import Images
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
+from slipstream.kernels.placement import input_device
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
@@ -73,7 +74,7 @@ class StateScorer:
     def __init__(self, model: PreTrainedModel, name: str | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.model: Any = model.eval()
-        self.device = model.device
+        self.device = input_device(model)
         self.vocab, self.context = vocabulary_of(model), longest_text(model.config.get_text_config())
         self._calls = calls_of(model)
         self._alone = False  # whether every token is fed by itself, so that no bit depends on its company

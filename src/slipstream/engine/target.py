@@ -1,0 +1,69 @@
+"""Loading the target, in one piece or divided among processes, and what a user has to know of where it lies."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from slipstream.execution.passes import Mode
+from slipstream.execution.ranks import join
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.placement import is_sharded, why_in_parts
+from slipstream.models.leading import LeadingScorer, lead
+from slipstream.models.loading import AnyScorer, load_scorer, source_name
+
+OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
+"""How transformers is told the same, of which nobody would tell the other ranks what to do."""
+
+
+def target_scorer(
+    source: Any, dtype: Any, device: str | None, mode: Mode, plan: Any = None, **options: Any
+) -> AnyScorer | LeadingScorer:
+    """The Scorer of a target; with a `plan` for tensor parallelism on all ranks. Raises ValueError in one sentence."""
+    if given := [name for name in OTHERWISE if name in options]:
+        raise ValueError(f"{given[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
+    if plan is None:
+        _refuse_sharded(source)
+        return load_scorer(source, dtype, device, mode, **options)
+    _check(source, plan, {"device": device, "quantize": mode.precision, "device_map": options.get("device_map")})
+    ranks = join()
+    if not ranks.leads:
+        raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
+    scorer = lead(ranks, source, dtype, plan, **options)
+    if mode.compiled:
+        warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
+    return scorer
+
+
+def _refuse_sharded(source: Any) -> None:
+    """Raises ValueError for a loaded model that lies on several ranks: the others have to load it with us."""
+    if isinstance(source, PreTrainedModel) and is_sharded(source):
+        raise ValueError(
+            f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
+        )
+
+
+def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
+    """Raises ValueError for what cannot be divided among ranks."""
+    if not isinstance(source, str | Path):
+        raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
+    if plan != "auto" and not isinstance(plan, dict):
+        raise ValueError(f"tp_plan={plan!r} is not possible: give 'auto', or a dictionary of rules as transformers has.")
+    if given := [name for name, value in others.items() if value is not None]:
+        reason = {
+            "device": "every rank takes the device of its own number",
+            "quantize": "its kernels are for models in one piece",
+            "device_map": "a model is either divided or spread",
+        }[given[0]]
+        raise ValueError(f"{given[0]} cannot be used with tp_plan, for {reason}: leave one of them out.")
+
+
+def as_they_are(scorer: Any, mode: Mode) -> list[str]:
+    """A sentence where weights are not packed for this processor, though in one piece they would be."""
+    why = why_in_parts(scorer.model)
+    if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
+        return []
+    return [f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}."]

@@ -1,0 +1,362 @@
+"""Processes that run one model together, as torchrun starts them: rank 0 leads, and the others do what it tells them.
+
+The model's own numbers go through torch.distributed (NCCL between GPUs, gloo between processors). What rank 0 decides
+goes through a connection of its own to each of the others, so that a rank that ends is noticed at once, whatever the
+others are doing: in a pass, between two, or waiting for work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from secrets import token_bytes
+from time import monotonic, sleep
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = 10.0
+"""Seconds that a rank which failed waits for the others to say that they failed too."""
+
+GRACE = 15.0
+"""Seconds that a pass may still take after a rank has ended; then it never ends, and the process has to."""
+
+SLOWEST = timedelta(minutes=30)
+"""How long one rank may lag behind another: weights are read at different speeds."""
+
+HANG_UP = getattr(select, "POLLRDHUP", 0) | getattr(select, "POLLHUP", 0)
+"""What `poll` reports of a connection whose other end is gone."""
+
+LOST = 2
+"""The exit code of a process whose pass can never end."""
+
+
+class RankLost(ConnectionError):
+    """A rank has ended or failed, so that the ranks cannot go on together."""
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun started."""
+    return place()[1] > 1
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many there are, by what torchrun says; (0, 1) if it did not start us."""
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+
+
+@cache
+def join() -> Ranks:
+    """Meet the other ranks, once in a process -> the ranks.
+
+    Raises ValueError, which says how to start them, if this process was started alone.
+    """
+    rank, size = place()
+    if size < 2:
+        raise ValueError(
+            "tensor parallelism needs two or more processes, one for each GPU, and this is a single one: start them by "
+            "torchrun --nproc-per-node 2 -m slipstream generate ... --tensor-parallel, or torchrun --nproc-per-node 2 "
+            "SCRIPT.py."
+        )
+    if not dist.is_initialized():
+        _begin()
+    ranks = Ranks(rank, size, _lead(size) if rank == 0 else _follow(rank))
+    atexit.register(ranks.close)
+    return ranks
+
+
+def _begin() -> None:
+    """Begin torch.distributed, with gloo beside NCCL, as transformers would begin it."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=SLOWEST)
+        return
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=SLOWEST)
+
+
+def _lead(size: int) -> dict[int, Connection]:
+    """Wait for a connection from each of the other ranks; the key that they need comes to them by torch.distributed."""
+    host, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), token_bytes(32)
+    try:
+        listener = Listener((host, 0), backlog=size, authkey=key)
+    except OSError:  # an address that others reach us by, and that is none of our own
+        listener = Listener(("", 0), backlog=size, authkey=key)
+    found: dict[int, Connection] = {}
+    with listener:
+        dist.broadcast_object_list([(host, listener.address[1], key)], src=0)
+        while len(found) < size - 1:
+            with suppress(AuthenticationError, EOFError, OSError):  # a stranger
+                connection = _at_once(listener.accept())
+                found[int.from_bytes(connection.recv_bytes())] = connection
+    return dict(sorted(found.items()))
+
+
+def _follow(rank: int) -> dict[int, Connection]:
+    told: list[Any] = [None]
+    dist.broadcast_object_list(told, src=0)
+    host, port, key = told[0]
+    connection = _at_once(Client((host, port), authkey=key))
+    connection.send_bytes(rank.to_bytes(4))
+    return {0: connection}
+
+
+def _at_once(connection: Connection) -> Connection:
+    """Send short messages without waiting for more to send with them, and notice machines that vanish."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # not on every system
+                same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last message of rank 0; with a reason, the ranks cannot go on."""
+
+    reason: str | None
+
+
+class Ranks:
+    """The ranks of a job as one of them sees them: rank 0 is connected with all others, these with rank 0."""
+
+    def __init__(self, rank: int, size: int, connections: dict[int, Connection]) -> None:
+        self.rank, self.size = rank, size
+        self.on_loss: Callable[[], object] = lambda: None  # called by a thread as soon as a rank is lost
+        self._connections = connections
+        self._failures: dict[int, str] = {}  # what ranks have said of themselves
+        self._lost: str | None = None
+        self._closed = self._inside = False
+        self._passes = self._count = 0
+        self._reading = threading.RLock()  # the thread that watches reads what failed, too
+        threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def lost(self) -> str | None:
+        """Why the ranks cannot go on, in a sentence; None while they can."""
+        return self._lost
+
+    # ---- messages ----
+
+    @property
+    def count(self) -> int:
+        """The number of the last message."""
+        return self._count
+
+    def tell(self, message: object) -> int:
+        """Send a message to all other ranks -> its number. Raises RankLost if one of them is gone or has failed."""
+        self.check()
+        return self._send(message)
+
+    def _send(self, message: object) -> int:
+        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        for connection in self._connections.values():
+            try:
+                connection.send_bytes(content)
+            except OSError as error:
+                self.end(error)
+        self._count += 1
+        return self._count
+
+    def listen(self) -> Any:
+        """Wait for the next message of rank 0 -> it, or None if there will be no more. Raises RankLost if rank 0 is
+        gone, or has lost another rank."""
+        try:
+            message = pickle.loads(self._connections[0].recv_bytes())
+        except (EOFError, OSError) as error:
+            self.end(error)
+        self._count += 1
+        if isinstance(message, Ended):
+            self._lost = message.reason
+            if self._lost is not None:
+                raise RankLost(self._lost)
+            return None
+        return message
+
+    def answer(self, fault: str = "") -> None:
+        """Tell rank 0 that its last message was obeyed, or why it could not be."""
+        with suppress(OSError):  # nobody listens any more, which `listen` will say
+            self._connections[0].send_bytes(f"{self._count} {fault}".encode())
+
+    def answers(self, number: int, seconds: float | None = None, cause: Exception | None = None) -> dict[int, str]:
+        """The fault that every other rank has with message `number`, or with a later one, in so many seconds (None:
+        however long it takes); empty for those that obeyed.
+
+        Raises RankLost, by what was its `cause`, if one of them is gone before it answers, or does not in time.
+        """
+        end, found = None if seconds is None else monotonic() + seconds, dict(self._failures)
+        self._failures = {}
+        for rank, connection in self._connections.items():
+            while rank not in found:
+                try:
+                    with self._reading:
+                        if end is not None and not connection.poll(max(0.0, end - monotonic())):
+                            self.end(cause or TimeoutError(f"rank {rank} does not answer"))
+                        answered, fault = _answer(connection)
+                except (EOFError, OSError) as error:
+                    self.end(cause or error)
+                if answered >= number:
+                    found[rank] = fault
+        return found
+
+    def agree(self, number: int, message: object, error: Exception) -> None:
+        """After an error of message `number` here: return if every rank had one, so that all stand at the same place
+        again. `message` tells them. Raises RankLost if not, for then ranks wait in the middle of a pass."""
+        if self._lost is not None:
+            self.end(error)
+        self._send(message)
+        if not all(self.answers(number, PATIENCE, error).values()):
+            self.end(error)
+
+    def leader_agrees(self) -> bool:
+        """Wait a moment for a message of rank 0, after a fault that all ranks may have -> whether one comes."""
+        with suppress(OSError):
+            return self._connections[0].poll(PATIENCE)
+        return False
+
+    # ---- losses ----
+
+    def check(self) -> None:
+        """Raises RankLost if a rank is gone, or has said that it failed."""
+        if self._lost is not None:
+            raise RankLost(self._lost)
+        if self.leads and self._heard():
+            self.end(None)
+
+    def end(self, cause: BaseException | None) -> NoReturn:
+        """Raise RankLost with what is known of why the ranks cannot go on."""
+        gone = self._wait_for_hang_up()
+        if self._lost is None:
+            self._lost = self._why(gone, cause)
+        raise RankLost(self._lost) from cause
+
+    def _why(self, gone: Sequence[int], cause: BaseException | None) -> str:
+        if self._heard():
+            return "; ".join(f"rank {rank} has failed: {text}" for rank, text in sorted(self._failures.items()))
+        lines = [] if cause is None or isinstance(cause, EOFError) else str(cause).strip().splitlines()
+        reason = f" ({lines[0].removesuffix('.')})" if lines else ""
+        names = " and ".join(f"rank {rank}" for rank in gone)
+        what = f"{names} of {self.size} has ended" if gone else f"the {self.size} ranks have lost each other"
+        return f"{what} before all was done{reason}, so this job cannot go on: start it again."
+
+    def _heard(self) -> bool:
+        """Whether a rank has said that it failed, unasked."""
+        for rank, connection in self._connections.items() if self.leads else ():
+            with suppress(EOFError, OSError), self._reading:
+                while connection.poll():
+                    if fault := _answer(connection)[1]:
+                        self._failures[rank] = fault
+        return bool(self._failures)
+
+    def _wait_for_hang_up(self) -> list[int]:
+        """Which ranks are gone: one that the system has just ended closes its connections one after the other."""
+        end = monotonic() + 2.0
+        while not (gone := self._gone(0)) and monotonic() < end:
+            sleep(0.02)
+        return gone
+
+    def _gone(self, milliseconds: int | None) -> list[int]:
+        """The ranks whose connections have been closed at the other end; waits so long for one (None: for ever)."""
+        if self._closed:
+            return []
+        by_file = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        poll = select.poll()
+        for file in by_file:
+            poll.register(file, HANG_UP)
+        return sorted(by_file[file] for file, _ in poll.poll(milliseconds) if file in by_file)
+
+    def _watch(self) -> None:
+        """Wait for a rank to end, in a thread; end a pass that can never end without it."""
+        gone: list[int] = []
+        with suppress(OSError, ValueError):  # the connections were closed here
+            while not gone and not self._closed:
+                gone = self._gone(1000)
+        if self._closed or not gone:
+            return
+        running = self._passes if self._inside else None
+        if self.leads:
+            self._lost = self._lost or self._why(gone, None)
+            self.on_loss()
+        end = monotonic() + GRACE
+        while running is not None and self._inside and self._passes == running and not self._closed:
+            if monotonic() > end:
+                print(f"slipstream: {self._lost or self._why(gone, None)}", file=sys.stderr, flush=True)
+                os._exit(LOST)
+            sleep(0.1)
+
+    # ---- work ----
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within, this rank runs a pass that it shares with the others: signals of the keyboard and of SIGTERM wait
+        until it has ended, so that all ranks stop at the same place."""
+        self._passes += 1
+        self._inside = True
+        try:
+            with undisturbed():
+                yield
+        finally:
+            self._inside = False
+
+    def close(self) -> None:
+        """Hang up; rank 0 tells the others before that all is done, or why it is not."""
+        if self._closed:
+            return
+        if self.leads:
+            content = pickle.dumps(Ended(self._lost), protocol=pickle.HIGHEST_PROTOCOL)
+            for connection in self._connections.values():
+                with suppress(OSError):
+                    connection.send_bytes(content)
+        self._closed = True
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _answer(connection: Connection) -> tuple[int, str]:
+    """The number of a message, and the fault that a rank had with it."""
+    number, _, fault = connection.recv_bytes().decode().partition(" ")
+    return int(number), fault
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within, Ctrl-C and SIGTERM wait; what came is delivered at the end, unless that is an error already."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {number: handler for number, handler in usual.items() if callable(handler)}
+    for number in ours:
+        signal.signal(number, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+    for number, frame in came[:1]:
+        ours[signal.Signals(number)](number, frame)

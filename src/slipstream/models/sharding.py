@@ -1,0 +1,93 @@
+"""Models whose weights are divided among ranks, by the plans for tensor parallelism that transformers has for them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from slipstream.models.families import first_sentence
+from slipstream.models.loading import load_model
+
+Plan = str | dict[str, str]
+"""transformers' `tp_plan`: "auto" is the model's own, a dictionary changes some of its rules."""
+
+
+def load_sharded(
+    source: str | Path, dtype: str | torch.dtype, plan: Plan, size: int, **options: Any
+) -> PreTrainedModel:
+    """This rank's part of a model, by hub name or folder; all `size` ranks call this together.
+
+    With accelerate every rank reads its own part of the checkpoint; without, each reads all of it on the CPU and keeps
+    its part. Raises ValueError in one sentence for a model that cannot be divided so.
+    """
+    try:
+        if find_spec("accelerate"):
+            model = load_model(source, dtype, distributed_config=_settings(plan), **options)
+        else:
+            model = shard(load_model(source, dtype, "cpu", **options), plan)
+    except ValueError as error:
+        raise _without_plan(source, error) from error
+    _check_heads(model, size)
+    return model
+
+
+@torch.no_grad()
+def shard(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """Leave this rank's part of a model that every rank has the whole of, on the rank's own device."""
+    settings, _, mesh = type(model).prepare_distribute_model(_settings(plan))
+    _untie(model)
+    model = type(model).maybe_distribute_model(model, settings, mesh)
+    model.tie_weights()
+    return model.to(_own_device())
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _settings(plan: Plan) -> Any:
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise ValueError("tensor parallelism needs transformers 5.20 or newer: pip install -U transformers.") from error
+    try:
+        return DistributedConfig(tp_plan=plan)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tp_plan={plan!r} is not possible: {first_sentence(error)}") from error
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give weights that are one parameter one each: a plan names every layer's own. `tie_weights` ties them again."""
+    for name in getattr(model, "all_tied_weights_keys", None) or {}:
+        owner, _, own = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        weight = getattr(layer, own)
+        setattr(layer, own, nn.Parameter(weight.detach(), requires_grad=weight.requires_grad))
+
+
+def _check_heads(model: PreTrainedModel, size: int) -> None:
+    """Raises ValueError if the heads of keys and values are no multiple of the ranks, which would cut heads apart."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        fitting = [str(count) for count in range(2, heads + 1) if not heads % count]
+        several = f"start {' or '.join(fitting)} processes" if fitting else "spread its layers by device_map instead"
+        raise ValueError(
+            f"{model.config.name_or_path} has {heads} heads of keys and values, which {size} ranks cannot divide: "
+            f"{several}."
+        )
+
+
+def _without_plan(source: str | Path, error: ValueError) -> ValueError:
+    """What to do about a model that transformers cannot divide; any other error as it is."""
+    if "has no `tp_plan`" not in str(error):
+        return error
+    return ValueError(
+        f"{source} has no plan for tensor parallelism in transformers, as most encoder-decoders and GPT-2 have none: "
+        "spread its layers by device_map instead, or give a plan of your own as tp_plan={...}."
+    )
