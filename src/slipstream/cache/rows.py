@@ -87,9 +87,9 @@ class RowCache:
 
     @torch.inference_mode()
     def copy(self, row: int, start: int, stop: int) -> Tensor:
-        """Keys and values of some tokens of a row, of all layers, in one stretch of memory."""
-        stores = chain.from_iterable(self._layers[layer] for layer in sorted(self._layers))
-        return torch.cat([store[row, :, start:stop].flatten() for store in stores])
+        """Keys and values of some tokens of a row, of all layers, in one stretch of memory: that of the first layer."""
+        stores = list(chain.from_iterable(self._layers[layer] for layer in sorted(self._layers)))
+        return torch.cat([store[row, :, start:stop].flatten().to(stores[0].device) for store in stores])
 
     @torch.inference_mode()
     def paste(self, row: int, blocks: Sequence[Tensor], size: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.markup import escape
+
+from slipstream.cli.ranks import on_ranks
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
@@ -30,6 +33,19 @@ def parse_gamma(text: int | str) -> int | str:
     if not text.isdecimal():
         raise typer.BadParameter(f"{text!r} is neither a number of tokens, 0 or more, nor auto.")
     return int(text)
+
+
+def parse_device_map(text: Any) -> Any:
+    """ "auto" -> "auto"; '{"model.layers": 0, "": "cpu"}' -> the dictionary."""
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return text
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{text!r} is no JSON object ({error.msg}): write {{\"model\": 0, ...}}.") from None
+    if not all(isinstance(place, str | int) for place in found.values()):
+        raise typer.BadParameter(f"{text!r}: a device is a number, or a name as cuda:1, cpu or disk.")
+    return found
 
 
 Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
@@ -68,8 +84,16 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
 DeviceMap = Annotated[
-    str | None,
-    _option(MODELS, "NAME", "Spread the target over devices: auto, balanced ... (needs accelerate).", "--device-map"),
+    Any,
+    _option(
+        *(MODELS, "NAME|JSON", "Spread the target's layers over devices: auto, balanced, or {layers: device}."),
+        "--device-map",
+        parser=parse_device_map,
+    ),
+]
+TensorParallel = Annotated[
+    bool,
+    _option(MODELS, None, "Divide the target among the processes that torchrun starts.", "--tensor-parallel"),
 ]
 TrustRemoteCode = Annotated[
     bool, _option(MODELS, None, "Run Python code that comes with the target: read it first.", "--trust-remote-code")
@@ -183,6 +207,7 @@ class TargetOptions:
 
     quantize: Quantize = None
     device_map: DeviceMap = None
+    tensor_parallel: TensorParallel = False
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -212,7 +237,11 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
 
         @wraps(command)
         def run(**values: Any) -> None:
-            command(**{name: values[name] for name in own})
+            given = {name: values[name] for name in own}
+            if values.get("tensor_parallel"):
+                on_ranks(partial(command, **given))
+            else:
+                command(**given)
 
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
@@ -240,7 +269,8 @@ def parse_tree(text: str | None) -> tuple[int, ...] | None:
 def placed(context: typer.Context) -> dict[str, Any]:
     """What `load` gets of the options in `TargetOptions`: those that were given, so that a loaded target can do
     without."""
-    return {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
+    found = {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
+    return {**found, "tp_plan": "auto"} if found.pop("tensor_parallel", False) else found
 
 
 def shaped(context: typer.Context) -> dict[str, Any]:

@@ -245,7 +245,8 @@ class LeadingScorer:
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts on every rank from now on, in as many bytes as `cache` may take; None: nowhere."""
-        self._later("use_prefixes", cache and cache.limit, cache.block if cache else 1)
+        sizes = (None, 1) if cache is None else (cache.limit, cache.block)
+        self._later("use_prefixes", *sizes)
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
         """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Protocol
 
 from slipstream.cache.prefixes import PrefixCache
+from slipstream.core.protocols import LiesOnRanks
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.stats import Stats
 from slipstream.decoding.sampling import Sampling
@@ -204,15 +205,26 @@ class Worker:
             self._scheduler = self._new_scheduler()  # warming up had schedulers of its own
             self.ready = True
             self._call(self.on_ready)
+            ranks = self._ranks()
             with self._scheduler:
                 while not self._ending:
                     self._wake.clear()  # before the step: what arrives while it runs wakes us again
+                    if ranks is not None:
+                        ranks.check()
                     self._play(self._scheduler.step())
                 for ticket in list(self._tickets.values()):
                     self.cancel(ticket)
                 self._play(self._scheduler.step())
         except BaseException as error:
             self._die(error)
+
+    def _ranks(self) -> LiesOnRanks | None:
+        """The target, if it lies on several processes: a lost one is noticed while nobody asks for anything."""
+        target = self.engine.decoder.target
+        if not isinstance(target, LiesOnRanks):
+            return None
+        target.call_on_loss(self._wake.set)
+        return target
 
     def _play(self, round: Round | None) -> None:
         now = monotonic()
