@@ -1,6 +1,6 @@
 """What the ranks of a test do: rank 0 makes one of the pieces of work below and prints what came of it as JSON.
 
-    python rank_work.py WORK '{"target": FOLDER, "draft": FOLDER}'
+python rank_work.py WORK '{"target": FOLDER, "draft": FOLDER}'
 """
 
 from __future__ import annotations

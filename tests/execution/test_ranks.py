@@ -1,4 +1,4 @@
-"""Ranks: how a process learns that it is one of several, what it says when it is alone, and interrupts within passes."""
+"""Ranks: what a process says when it is alone, how it notices a lost one, and interrupts within passes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_does_not_go_with_a_plan_is_refused(options: dict[str, str], senten
 
 def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:
     reached = False
-    with pytest.raises(KeyboardInterrupt), undisturbed():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), undisturbed():
         signal.raise_signal(signal.SIGINT)
         reached = True
     assert reached
@@ -57,7 +57,7 @@ def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:
 
 
 def test_an_error_in_a_pass_comes_before_an_interrupt() -> None:
-    with pytest.raises(RankLost), undisturbed():  # noqa: PT012
+    with pytest.raises(RankLost), undisturbed():
         signal.raise_signal(signal.SIGINT)
         raise RankLost("gone")
 
@@ -105,5 +105,3 @@ def test_a_rank_that_loads_without_following_says_what_to_call() -> None:
     leader, follower = ended(start("-c", NEVER))
     assert "this is rank 1, which works for rank 0: call slipstream.follow() before load()" in follower[2]
     assert "rank 1 of 2 has ended" in leader[2], leader
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from typing import Any
 
@@ -48,6 +48,7 @@ class Both:
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     monkeypatch.setattr("slipstream.execution.ranks.PATIENCE", 1.0)
+    monkeypatch.setattr("slipstream.execution.ranks.CLOSING", 0.1)
     ours, its = Pipe()
     ranks, follower = Ranks(0, 2, {1: ours}), Follower(Ranks(1, 2, {0: its}))
     parts = [Part(CausalScorer(tiny(FAMILIES["llama"]))) for _ in range(2)]

@@ -42,7 +42,7 @@ def parse_device_map(text: Any) -> Any:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"{text!r} is no JSON object ({error.msg}): write {{\"model\": 0, ...}}.") from None
+        raise typer.BadParameter(f'{text!r} is no JSON object ({error.msg}): write {{"model": 0, ...}}.') from None
     if not all(isinstance(place, str | int) for place in found.values()):
         raise typer.BadParameter(f"{text!r}: a device is a number, or a name as cuda:1, cpu or disk.")
     return found

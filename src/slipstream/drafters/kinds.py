@@ -210,8 +210,8 @@ def _refuse_ranks(target: Scorer) -> None:
     """Raises ValueError for a draft that is made of a target which lies on several ranks: drafts run on one."""
     if isinstance(target, LiesOnRanks):
         raise ValueError(
-            f"{target.name} lies on {target.ranks} ranks, and drafts run on one of them, so its own layers, weights and "
-            "states cannot draft: use a model of its own, lookup, ngram:FILE or datastore:DIR as draft."
+            f"{target.name} lies on {target.ranks} ranks, and drafts run on one of them, so its own layers, weights "
+            "and states cannot draft: use a model of its own, lookup, ngram:FILE or datastore:DIR as draft."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.specification import drafter, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
-from slipstream.engine.tasks import Task, frame
 from slipstream.engine.target import as_they_are, target_scorer
+from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads
@@ -95,25 +94,28 @@ def load(
     _check_settings(tokenizer, exact_shape, tree, compile, batch_size)
     steering = _controller(tree, gamma, made)
     chosen = BLOCK if verify is None else rule(verify)
-    mode = Mode(compile, False if exact_shape else None, progress=progress)
-    own = replace(mode, precision=_precision(quantize))
-    scorer = target_scorer(target, dtype, device, own, tp_plan, **from_pretrained)
-    if tokenizer is None:
-        tokenizer = find_tokenizer(target, from_pretrained.get("trust_remote_code", False))
+    mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
+    scorer = target_scorer(target, dtype, device, mode, tp_plan, **from_pretrained)
+    tokenizer = _tokenizer(target, tokenizer, from_pretrained.get("trust_remote_code", False))
     if made:
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)
-    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=replace(mode, ahead=_ahead(steering)))
+    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=mode.of_draft(_ahead(steering)))
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     vision, notes = _vision(target, scorer, processor)
     notes += [*context.notes, *(_blind(decoder) if vision else ()), *as_they_are(scorer, mode)]
-    fixed = exact_shape and draft is not None
-    engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, fixed, notes, framing, vision)
+    exact, eos = exact_shape and draft is not None, _eos(scorer.model, tokenizer)
+    engine = Engine(decoder, tokenizer, eos, chosen, exact, notes, framing, vision)
     if compile:
         engine.warm_up()
     release_threads()  # another thread may be the one that generates
     return engine
+
+
+def _tokenizer(target: Any, given: Any, trust_remote_code: bool) -> Any:
+    """The tokenizer that was given, else the one that lies with the target; None if there is none."""
+    return find_tokenizer(target, trust_remote_code) if given is None else given
 
 
 def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, list[str]]:

@@ -6,8 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from slipstream.execution.passes import Mode
 from slipstream.execution.ranks import join
 from slipstream.kernels.cpu import kernel_missing
@@ -40,7 +38,7 @@ def target_scorer(
 
 def _refuse_sharded(source: Any) -> None:
     """Raises ValueError for a loaded model that lies on several ranks: the others have to load it with us."""
-    if isinstance(source, PreTrainedModel) and is_sharded(source):
+    if is_sharded(source):
         raise ValueError(
             f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
         )
@@ -51,7 +49,7 @@ def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
     if not isinstance(source, str | Path):
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
     if plan != "auto" and not isinstance(plan, dict):
-        raise ValueError(f"tp_plan={plan!r} is not possible: give 'auto', or a dictionary of rules as transformers has.")
+        raise ValueError(f"tp_plan={plan!r} is not possible: give 'auto', or a dictionary of transformers' rules.")
     if given := [name for name, value in others.items() if value is not None]:
         reason = {
             "device": "every rank takes the device of its own number",

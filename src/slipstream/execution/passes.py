@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,10 @@ class Mode:
     ahead: tuple[int, ...] | None = None
     progress: Callable[[str], object] | None = None
     precision: Precision | None = None
+
+    def of_draft(self, ahead: tuple[int, ...]) -> Mode:
+        """The mode of a draft beside a target in this one: with chains of these sizes, and weights as they are."""
+        return replace(self, ahead=ahead, precision=None)
 
 
 EAGER = Mode()

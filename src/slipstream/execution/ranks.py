@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import select
 import signal
 import socket
@@ -22,6 +21,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
+from pickle import HIGHEST_PROTOCOL, dumps, loads
 from secrets import token_bytes
 from time import monotonic, sleep
 from typing import Any, NoReturn
@@ -34,6 +34,9 @@ PATIENCE = 10.0
 
 GRACE = 15.0
 """Seconds that a pass may still take after a rank has ended; then it never ends, and the process has to."""
+
+CLOSING = 2.0
+"""Seconds in which the connections of a process that has ended are closed, after the first sign of it."""
 
 SLOWEST = timedelta(minutes=30)
 """How long one rank may lag behind another: weights are read at different speeds."""
@@ -173,7 +176,7 @@ class Ranks:
         return self._send(message)
 
     def _send(self, message: object) -> int:
-        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        content = _written(message)
         for connection in self._connections.values():
             try:
                 connection.send_bytes(content)
@@ -186,7 +189,7 @@ class Ranks:
         """Wait for the next message of rank 0 -> it, or None if there will be no more. Raises RankLost if rank 0 is
         gone, or has lost another rank."""
         try:
-            message = pickle.loads(self._connections[0].recv_bytes())
+            message = loads(self._connections[0].recv_bytes())
         except (EOFError, OSError) as error:
             self.end(error)
         self._count += 1
@@ -274,7 +277,7 @@ class Ranks:
 
     def _wait_for_hang_up(self) -> list[int]:
         """Which ranks are gone: one that the system has just ended closes its connections one after the other."""
-        end = monotonic() + 2.0
+        end = monotonic() + CLOSING
         while not (gone := self._gone(0)) and monotonic() < end:
             sleep(0.02)
         return gone
@@ -290,21 +293,27 @@ class Ranks:
         return sorted(by_file[file] for file, _ in poll.poll(milliseconds) if file in by_file)
 
     def _watch(self) -> None:
-        """Wait for a rank to end, in a thread; end a pass that can never end without it."""
+        """Wait for a rank to end, in a thread."""
         gone: list[int] = []
         with suppress(OSError, ValueError):  # the connections were closed here
             while not gone and not self._closed:
                 gone = self._gone(1000)
         if self._closed or not gone:
             return
-        running = self._passes if self._inside else None
         if self.leads:
             self._lost = self._lost or self._why(gone, None)
             self.on_loss()
-        end = monotonic() + GRACE
-        while running is not None and self._inside and self._passes == running and not self._closed:
-            if monotonic() > end:
-                print(f"slipstream: {self._lost or self._why(gone, None)}", file=sys.stderr, flush=True)
+        self._end_passes(self._lost or self._why(gone, None))
+
+    def _end_passes(self, why: str) -> None:
+        """End this process when a pass has run for GRACE seconds since a rank was lost: without it, it never ends."""
+        running, since = 0, monotonic()
+        while not self._closed:
+            now = self._passes if self._inside else 0
+            if now != running:
+                running, since = now, monotonic()
+            elif running and monotonic() - since > GRACE:
+                print(f"slipstream: {why}", file=sys.stderr, flush=True)
                 os._exit(LOST)
             sleep(0.1)
 
@@ -327,13 +336,18 @@ class Ranks:
         if self._closed:
             return
         if self.leads:
-            content = pickle.dumps(Ended(self._lost), protocol=pickle.HIGHEST_PROTOCOL)
+            content = _written(Ended(self._lost))
             for connection in self._connections.values():
                 with suppress(OSError):
                     connection.send_bytes(content)
         self._closed = True
         for connection in self._connections.values():
             connection.close()
+
+
+def _written(message: object) -> bytes:
+    """A message as it is sent. The connection's own pickles would lend tensors, to processes on this machine only."""
+    return dumps(message, protocol=HIGHEST_PROTOCOL)
 
 
 def _answer(connection: Connection) -> tuple[int, str]:
@@ -349,7 +363,7 @@ def undisturbed() -> Iterator[None]:
         yield
         return
     came: list[tuple[int, Any]] = []
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    usual: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = {number: handler for number, handler in usual.items() if callable(handler)}
     for number in ours:
         signal.signal(number, lambda *given: came.append(given))
@@ -359,4 +373,4 @@ def undisturbed() -> Iterator[None]:
         for number, handler in ours.items():
             signal.signal(number, handler)
     for number, frame in came[:1]:
-        ours[signal.Signals(number)](number, frame)
+        ours[number](number, frame)

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels.attention import attend_by_kernel
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
-from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
+from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.quantization import Codes, Precision, quantize
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)

@@ -28,7 +28,6 @@ from slipstream.models.image_trial import PROVEN_WITH_IMAGES
 from slipstream.models.loading import AnyScorer, scorer_of
 from slipstream.models.sharding import Plan, load_sharded
 
-
 # ---- messages ---------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +190,7 @@ class LeadingScorer:
 
     def sharing_rows(self, model: Any, name: str) -> Any:
         """Raises ValueError: layers of the target run on all ranks or not at all."""
-        raise ValueError(f"{self.name} lies on {self.ranks} ranks, so its layers cannot run for a draft on one of them.")
+        raise ValueError(f"{self.name} lies on {self.ranks} ranks, so no part of it can run for a draft on one.")
 
     # ---- with a pass ----
 
