@@ -146,5 +146,5 @@ def _fails_once(forward: Any, model: Any) -> Any:
 
 
 def test_drafts_of_the_targets_own_layers_are_refused(both: Both) -> None:
-    with pytest.raises(ValueError, match="lies on 2 ranks, so its layers cannot run for a draft on one of them"):
+    with pytest.raises(ValueError, match="lies on 2 ranks, so no part of it can run for a draft on one"):
         both.leading.sharing_rows(both.leading.model, "part")

@@ -194,8 +194,9 @@ class RowCache:
         width); None before the first pass."""
         if layer not in self._layers:
             return None
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        return torch.cat([store[rows, 0, slots] for store in self._layers[layer]], -1)
+        places = slots.to(self._layers[layer][0].device)  # layers may lie on other devices
+        rows = torch.arange(len(slots), device=places.device)[:, None]
+        return torch.cat([store[rows, 0, places] for store in self._layers[layer]], -1).to(slots.device)
 
     def update_indexer(self, layer: int, keys: Tensor) -> Tensor:
         """Store the keys (rows, count, dim) by which a layer chooses what it attends to -> all so far, (rows, end,

@@ -44,6 +44,10 @@ class RowPositions(nn.Module):
         self.where = where
         # M2M100's sinusoids leave out the row of padding, which they give to the padding token alone.
         self.padding: int | None = table.padding_idx if hasattr(table, "weights") else None
+        if self._weights.is_meta:
+            raise ValueError(
+                "its table of positions is loaded only while it runs, as by device_map, and cannot be read"
+            )
         self.offset = int(getattr(table, "offset", 0)) if self.padding is None else self.padding + 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -53,8 +57,12 @@ class RowPositions(nn.Module):
         places = self.where.own + self.offset
         if self.padding is not None:
             places = places.where(args[0] != self.padding, self.padding)
-        weights = self.table.weight if self.padding is None else self.table.weights
-        return nn.functional.embedding(places, weights)
+        return nn.functional.embedding(places, self._weights)
+
+    @property
+    def _weights(self) -> Tensor:
+        """The table itself, (positions, width)."""
+        return self.table.weight if self.padding is None else self.table.weights
 
 
 class RowBias:
