@@ -57,7 +57,7 @@ def test_a_model_in_one_piece_says_nothing() -> None:
 def test_tokens_go_where_the_embeddings_run_and_not_where_they_wait() -> None:
     model = placed(tiny(FAMILIES["llama"]).to("meta"))
     assert input_device(model).type == "meta"
-    model.get_input_embeddings()._hf_hook = SimpleNamespace(execution_device="cpu")
+    vars(model.get_input_embeddings()).update(_hf_hook=SimpleNamespace(execution_device="cpu"))
     assert input_device(model) == torch.device("cpu")
 
 

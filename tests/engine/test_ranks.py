@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
 import rank_work
 import slipstream
@@ -112,12 +118,18 @@ def test_the_law_on_two_ranks_is_the_targets(tmp_path: Path) -> None:
     ("family", "sentence"),
     [
         ("gpt2", "has no plan for tensor parallelism in transformers"),
+        ("lfm2", "(Lfm2ForCausalLM) gives other logits when its weights are divided by transformers' plan"),
         ("three heads", "has 3 heads of keys and values, which 2 ranks cannot divide: start 3 processes."),
     ],
 )
 def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
-    given = pair("gpt2", tmp_path) if family == "gpt2" else pair("llama", tmp_path, **sizes)
+    makers = {
+        "gpt2": lambda: tiny(FAMILIES["gpt2"]),
+        "lfm2": lambda: tiny_model(Lfm2ForCausalLM, tiny_config(Lfm2Config)),
+        "three heads": lambda: tiny(FAMILIES["llama"], **sizes),
+    }
+    given = {"target": saved(makers[family](), tmp_path / "target")}
     leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(given)))
     assert leader[0] == 1 and sentence in leader[2], leader
     assert follower == (0, "", ""), "rank 0 has said it"
@@ -125,8 +137,6 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
 
 @pytest.mark.slow
 def test_an_encoder_decoder_with_a_plan_runs_on_two_ranks(tmp_path: Path) -> None:
-    from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
-
     given = {
         name: saved(tiny_model(T5GemmaForConditionalGeneration, tiny_config(T5GemmaConfig), seed), tmp_path / name)
         for seed, name in enumerate(("target", "draft"))

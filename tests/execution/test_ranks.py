@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 from multiprocessing import Pipe
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
+import torch
 
 import slipstream
 from ranks import ended, start
 from slipstream.execution.ranks import RankLost, Ranks, place, undisturbed
 from terminal import run
+from toys import FAMILIES, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,15 @@ def test_a_single_process_is_told_how_to_start_several() -> None:
 def test_what_does_not_go_with_a_plan_is_refused(options: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         slipstream.load(**options)
+
+
+def test_a_model_that_lies_on_ranks_already_is_refused() -> None:
+    model: Any = tiny(FAMILIES["llama"])
+    vars(model).update(_tp_size=2)  # as transformers marks one that it has divided
+    with pytest.raises(ValueError, match="lies on 2 ranks already: give its name or folder, and tp_plan='auto'"):
+        slipstream.load(model)
+    with pytest.raises(ValueError, match="custom_generate decodes in one process, and this model lies on several"):
+        model.generate(torch.tensor([[1]]), max_new_tokens=2, custom_generate=slipstream.custom_generate("lookup"))
 
 
 def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ def follow() -> bool:
     ranks = join()
     if ranks.leads:
         return False
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 says the same
     try:
         with _led_by_rank_0():
             Follower(ranks).run()

@@ -15,6 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from slipstream.decoding.sampling import Processor
 from slipstream.engine.generate_batch import Batch, Prompt
 from slipstream.engine.generate_cache import ReadPrompt, nearest_tokens, refuse_cache
+from slipstream.kernels.placement import is_sharded
 
 # Parts of names, since not every version of transformers has all of them.
 STATEFUL = ("ClassifierFreeGuidance", "SynthIDText", "WhisperNoSpeech", "EOSDelayPattern")
@@ -76,6 +77,11 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
     """Raises ValueError for models and modes of decoding that are not ours."""
     if model.config.is_encoder_decoder:
         raise ValueError("custom_generate needs a causal language model, but this one is an encoder-decoder.")
+    if is_sharded(model):
+        raise ValueError(
+            "custom_generate decodes in one process, and this model lies on several: use slipstream.load with its name "
+            "and tp_plan='auto'."
+        )
     if call.get("assistant_model") is not None:
         raise ValueError("custom_generate has a draft already: leave out assistant_model.")
     mode = config.get_generation_mode(None)

@@ -78,9 +78,10 @@ def join() -> Ranks:
             "torchrun --nproc-per-node 2 -m slipstream generate ... --tensor-parallel, or torchrun --nproc-per-node 2 "
             "SCRIPT.py."
         )
-    if not dist.is_initialized():
+    ours = not dist.is_initialized()
+    if ours:
         _begin()
-    ranks = Ranks(rank, size, _lead(size) if rank == 0 else _follow(rank))
+    ranks = Ranks(rank, size, _lead(size) if rank == 0 else _follow(rank), ours)
     atexit.register(ranks.close)
     return ranks
 
@@ -142,8 +143,9 @@ class Ended:
 class Ranks:
     """The ranks of a job as one of them sees them: rank 0 is connected with all others, these with rank 0."""
 
-    def __init__(self, rank: int, size: int, connections: dict[int, Connection]) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, connections: dict[int, Connection], ours: bool = False) -> None:
+        """`ours` says that torch.distributed was begun for these ranks, and ends with them."""
+        self.rank, self.size, self._ours = rank, size, ours
         self.on_loss: Callable[[], object] = lambda: None  # called by a thread as soon as a rank is lost
         self._connections = connections
         self._failures: dict[int, str] = {}  # what ranks have said of themselves
@@ -343,6 +345,9 @@ class Ranks:
         self._closed = True
         for connection in self._connections.values():
             connection.close()
+        if self._ours and self._lost is None:
+            with suppress(RuntimeError):  # what was lost is told elsewhere
+                dist.destroy_process_group()
 
 
 def _written(message: object) -> bytes:

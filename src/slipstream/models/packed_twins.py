@@ -33,7 +33,7 @@ def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None
     if is_proven(model):
         return twin
     try:
-        gap = _gap(model, twin)
+        gap = logits_gap(model, twin)
     except Exception:  # a layer that asks another for its weight; a model that cannot run at all shows it in its trial
         return model
     if gap <= allowed_gap(model.dtype):
@@ -58,7 +58,7 @@ def quantized_twin(model: PreTrainedModel, name: str, precision: Precision) -> P
     if is_proven(model):
         return twin
     try:
-        works = math.isfinite(_gap(model, twin))
+        works = math.isfinite(logits_gap(model, twin))
     except Exception as error:  # a layer that asks another for its weight
         raise ValueError(f"{name} does not run with quantized weights: {first_sentence(error)}.") from error
     if not works:
@@ -75,7 +75,7 @@ def quantized_part(target: HasModel, precision: Precision) -> HasModel:
 
 
 @torch.inference_mode()
-def _gap(model: PreTrainedModel, twin: PreTrainedModel) -> float:
+def logits_gap(model: PreTrainedModel, twin: PreTrainedModel) -> float:
     """How far apart the logits of a text that crosses the model's windows are, in standard deviations."""
     config, calls, others = model.config.get_text_config(), calls_of(model), calls_of(twin)
     length = max(trial_lengths(windows_of(config), longest_text(config)))

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.models.families import first_sentence
+from slipstream.models.families import allowed_gap, first_sentence
 from slipstream.models.loading import load_model
+from slipstream.models.packed_twins import logits_gap
+from slipstream.models.tiny import tiny_config, tiny_model
 
 Plan = str | dict[str, str]
 """transformers' `tp_plan`: "auto" is the model's own, a dictionary changes some of its rules."""
@@ -33,6 +35,7 @@ def load_sharded(
     except ValueError as error:
         raise _without_plan(source, error) from error
     _check_heads(model, size)
+    _try_plan(model, plan, size)
     return model
 
 
@@ -80,6 +83,25 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
         raise ValueError(
             f"{model.config.name_or_path} has {heads} heads of keys and values, which {size} ranks cannot divide: "
             f"{several}."
+        )
+
+
+def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:
+    """Divide a tiny random model of the same class, and compare its logits with those of it in one piece: nothing else
+    would tell of a plan that computes something else. Raises ValueError for such a one. A class of which no tiny model
+    runs by itself is not tried."""
+    heads = {} if size == 2 else dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(4, size))
+    with torch.random.fork_rng():
+        try:
+            whole, other = (tiny_model(type(model), tiny_config(type(model.config), **heads)) for _ in range(2))
+            difference = logits_gap(whole, shard(other, plan))
+        except Exception:  # sizes that do not fit each other, in ways of a family's own
+            return
+    if not difference <= allowed_gap(torch.float32):
+        raise ValueError(
+            f"{model.config.name_or_path} ({type(model).__name__}) gives other logits when its weights are divided by "
+            f"transformers' plan (difference {difference:.2g} standard deviations): spread its layers by device_map "
+            "instead, or give a plan of your own as tp_plan={...}."
         )
 
 
