@@ -62,6 +62,22 @@ def read(engine: Engine) -> dict[str, Any]:
     return {"read": [[list(done.tokens) for done in engine.generate(prompts, max_new_tokens=12, **it)] for it in calls]}
 
 
+def seen(engine: Engine) -> dict[str, Any]:
+    """The texts of a vision model, of prompts with images beside others."""
+    from visions import picture  # which takes as long to import as the other work to do
+
+    asked = "user: <image>What is this?\nassistant: "
+    prompts: list[Any] = [{"text": asked, "images": [picture(1)]}, "def f(x):", {"text": asked, "images": [picture(2)]}]
+    return {"seen": [list(done.tokens) for done in engine.generate(prompts, max_new_tokens=10)]}
+
+
+def grown(engine: Engine) -> dict[str, Any]:
+    """The texts of an engine that drafts trees."""
+    prompts = [list(prompt) for prompt in PROMPTS]
+    calls: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 5})
+    return {"grown": [[list(it.tokens) for it in engine.generate(prompts, max_new_tokens=12, **on)] for on in calls]}
+
+
 def disturbed(engine: Engine) -> dict[str, Any]:
     """The texts beside one that fails and one that is aborted, those after a stream that was closed early, and the
     reasons why the two have ended."""
@@ -103,7 +119,13 @@ def generating(engine: Engine) -> dict[str, Any]:
     return {}
 
 
-WORK = {each.__name__: each for each in (texts, few, read, disturbed, law, generating)}
+WORK = {each.__name__: each for each in (texts, few, read, seen, grown, disturbed, law, generating)}
+
+
+def loaded(given: dict[str, Any], **more: Any) -> Engine:
+    """The engine of a test's folders, with chains of three tokens or a tree."""
+    shape = {"tree": given["tree"]} if "tree" in given else {"gamma": 3}
+    return slipstream.load(Path(given["target"]), given.get("draft"), dtype="float32", batch_size=2, **shape, **more)
 
 
 def main() -> None:
@@ -111,9 +133,7 @@ def main() -> None:
     if slipstream.follow():
         return
     given = json.loads(sys.argv[2])
-    engine = slipstream.load(
-        Path(given["target"]), given.get("draft"), dtype="float32", batch_size=2, gamma=3, tp_plan="auto"
-    )
+    engine = loaded(given, tp_plan="auto")
     found = {} if sys.argv[1] == "nothing" else WORK[sys.argv[1]](engine)
     print(json.dumps({**found, "bytes_per_token": getattr(engine.decoder.target, "bytes_per_token")}))  # noqa: B009
 

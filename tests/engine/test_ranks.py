@@ -17,10 +17,10 @@ from transformers import (
 )
 
 import rank_work
-import slipstream
 from ranks import ended, start
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, PROBED, plain_law, tiny, total_variation
+from visions import save_llava
 
 
 def saved(model: PreTrainedModel, folder: Path) -> str:
@@ -46,7 +46,7 @@ def on_two(work: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_one(given: dict[str, Any]) -> Any:
-    return slipstream.load(Path(given["target"]), given.get("draft"), dtype="float32", batch_size=2, gamma=3)
+    return rank_work.loaded(given)
 
 
 def same_texts(given: dict[str, Any], work: str = "texts") -> dict[str, Any]:
@@ -133,6 +133,28 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
     leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(given)))
     assert leader[0] == 1 and sentence in leader[2], leader
     assert follower == (0, "", ""), "rank 0 has said it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["exit:1", "int4", "window:8", "mtp", "heads:DIR", "eagle3:DIR"])
+def test_drafts_of_the_targets_own_parts_are_refused(draft: str, tmp_path: Path) -> None:
+    given = {"target": saved(tiny(FAMILIES["llama"]), tmp_path / "target"), "draft": draft}
+    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(given)))
+    assert leader[0] == 1 and "lies on 2 ranks, and drafts run on one of them" in leader[2], leader
+    assert follower == (0, "", "")
+
+
+@pytest.mark.slow
+def test_trees_on_two_ranks_grow_as_on_one(tmp_path: Path) -> None:
+    given = {**pair("llama", tmp_path), "tree": [2, 1]}
+    assert on_two("grown", given)["grown"] == rank_work.grown(on_one(given))["grown"]
+
+
+@pytest.mark.slow
+def test_images_on_two_ranks_are_read_as_on_one(tmp_path: Path) -> None:
+    given = {"target": str(save_llava(tmp_path / "llava")), "draft": "lookup"}
+    found = on_two("seen", given)["seen"]
+    assert found == rank_work.seen(on_one(given))["seen"] and found[0] != found[2]
 
 
 @pytest.mark.slow
