@@ -114,9 +114,9 @@ def _lead(size: int) -> dict[int, Connection]:
 
 
 def _follow(rank: int) -> dict[int, Connection]:
-    told: list[Any] = [None]
-    dist.broadcast_object_list(told, src=0)
-    host, port, key = told[0]
+    offer: list[Any] = [None]
+    dist.broadcast_object_list(offer, src=0)
+    host, port, key = offer[0]
     connection = _at_once(Client((host, port), authkey=key))
     connection.send_bytes(rank.to_bytes(4))
     return {0: connection}
@@ -249,7 +249,7 @@ class Ranks:
         """Raises RankLost if a rank is gone, or has said that it failed."""
         if self._lost is not None:
             raise RankLost(self._lost)
-        if self.leads and self._heard():
+        if self.leads and self._reads_failures():
             self.end(None)
 
     def end(self, cause: BaseException | None) -> NoReturn:
@@ -260,7 +260,7 @@ class Ranks:
         raise RankLost(self._lost) from cause
 
     def _why(self, gone: Sequence[int], cause: BaseException | None) -> str:
-        if self._heard():
+        if self._reads_failures():
             return "; ".join(f"rank {rank} has failed: {text}" for rank, text in sorted(self._failures.items()))
         lines = [] if cause is None or isinstance(cause, EOFError) else str(cause).strip().splitlines()
         reason = f" ({lines[0].removesuffix('.')})" if lines else ""
@@ -268,8 +268,8 @@ class Ranks:
         what = f"{names} of {self.size} has ended" if gone else f"the {self.size} ranks have lost each other"
         return f"{what} before all was done{reason}, so this job cannot go on: start it again."
 
-    def _heard(self) -> bool:
-        """Whether a rank has said that it failed, unasked."""
+    def _reads_failures(self) -> bool:
+        """Read what ranks have said of failures since -> whether any has failed."""
         for rank, connection in self._connections.items() if self.leads else ():
             with suppress(EOFError, OSError), self._reading:
                 while connection.poll():
