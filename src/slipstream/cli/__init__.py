@@ -16,5 +16,6 @@ from slipstream.cli import ngram as ngram
 from slipstream.cli import paper as paper
 from slipstream.cli import plan as plan
 from slipstream.cli import serve as serve
+from slipstream.cli import serve_draft as serve_draft
 from slipstream.cli import transcribe as transcribe
 from slipstream.cli.app import main as main

@@ -114,8 +114,9 @@ def serve(
     """
     needed()
     from slipstream.serve.gate import AccessLog
-    from slipstream.serve.server import Server, listen
+    from slipstream.serve.server import Server
     from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
+    from slipstream.serve.sockets import listen
     from slipstream.serve.state import ServerState
 
     limits = Limits(body_bytes=parse_bytes("--max-body", max_body))
@@ -130,8 +131,7 @@ def serve(
         tell(engine.notes)
         if template is not None:
             _use_template(engine, template)
-        served = tuple(names or [target or "embedded"])
-        hosts = tuple(image_hosts or ())
+        served, hosts = tuple(names or [target or "embedded"]), tuple(image_hosts or ())
         settings = ServeSettings(served, keys, max_queue, lossless, log_prompts, limits, hosts)
         drafted = draft or (None if target else "embedded")
         raise typer.Exit(Server(ServerState.new(engine, settings, room, drafted), listener, log).run_to_end())

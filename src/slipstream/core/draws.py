@@ -1,7 +1,8 @@
 """All randomness: numbers that are functions of seed, request and position, and the draws made with them.
 
 `Rng` is the one protocol that draws go through. `draw` inverts cumulative weights, `draw_coupled` chooses by Gumbel
-noise that target and draft share; `Within` gives the draws of one part of a round names of its own.
+noise that target and draft share; `Within` gives the draws of one part of a round names of its own, and `Sealed` keeps
+them from whoever knows the seed.
 """
 
 from __future__ import annotations
@@ -259,6 +260,39 @@ class Within:
             return key
         positions = tuple(place + start for place, (_, start) in zip(key.positions, self.origins, strict=True))
         return replace(key, origins=tuple(origin for origin, _ in self.origins), positions=positions)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The draws outside, from the seed and a secret: who knows the seed alone cannot foresee them."""
+
+    outer: Rng
+    secret: int
+
+    @property
+    def coupled(self) -> bool:
+        """As the draws outside."""
+        return self.outer.coupled
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (rows, positions), drawn outside under another seed."""
+        return self.outer(law, self._key(key))
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """See `Rng`."""
+        return self.outer.chances(self._key(key), positions)
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`."""
+        return Sealed(self.outer.select(places), self.secret)
+
+    def _key(self, key: Key) -> Key:
+        return replace(key, seeds=tuple(_sealed_seed(self.secret, seed) for seed in key.seeds))
+
+
+@lru_cache(maxsize=4096)
+def _sealed_seed(secret: int, seed: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{secret}/{seed}".encode(), digest_size=16).digest())
 
 
 @dataclass(frozen=True)

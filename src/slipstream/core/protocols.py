@@ -209,6 +209,27 @@ class DraftsByText(Drafter, Protocol):
     def by_text(self) -> bool: ...
 
 
+@runtime_checkable
+class Untrusted(Drafter, Protocol):
+    """A drafter that somebody else runs, who may know every seed: no draw that decides about its drafts may be made
+    from the seed alone."""
+
+    @property
+    def secret(self) -> int | None:
+        """What those draws are made from besides; None if that somebody is trusted."""
+        ...
+
+
+@runtime_checkable
+class HasDrafters(Drafter, Protocol):
+    """A drafter that is put together of others, which draft for the same target."""
+
+    @property
+    def drafters(self) -> Sequence[Drafter]:
+        """Those."""
+        ...
+
+
 class Controller(Protocol):
     """Chooses gamma per row, before anything is drafted: so any choice is exact. The state goes in and out."""
 
@@ -224,6 +245,14 @@ class Controller(Protocol):
         ...
 
     def update(self, state: Any, round: Round) -> Any: ...
+
+
+def secret_among(drafter: Drafter) -> int | None:
+    """The secret that draws are made from where a drafter, or one inside it, is not trusted; None if all are."""
+    if isinstance(drafter, Untrusted) and drafter.secret is not None:
+        return drafter.secret
+    inside = drafter.drafters if isinstance(drafter, HasDrafters) else ()
+    return next((secret for each in inside if (secret := secret_among(each)) is not None), None)
 
 
 def scorers_among(drafters: Sequence[Drafter]) -> tuple[Scorer, ...]:

@@ -15,7 +15,8 @@ class Stats:
     round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
     model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because what
     they leave in the cache was known. `predicted` drafted tokens were copied from the request's prediction, and
-    `predicted_accepted` of them stood.
+    `predicted_accepted` of them stood. `undrafted` counts rounds without the draft that was asked of another
+    machine, by reason: "late", "refused", "disconnected".
     """
 
     emitted: int = 0
@@ -33,6 +34,7 @@ class Stats:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    undrafted: dict[str, int] = field(default_factory=dict)
     levels: dict[str, Stats] = field(default_factory=dict)
 
     def __add__(self, other: Stats) -> Stats:
@@ -46,6 +48,10 @@ class Stats:
             drafted_by_position=padded(self.drafted_by_position, other.drafted_by_position),
             accepted_by_position=padded(self.accepted_by_position, other.accepted_by_position),
             seconds={name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in phases},
+            undrafted={
+                reason: self.undrafted.get(reason, 0) + other.undrafted.get(reason, 0)
+                for reason in {**self.undrafted, **other.undrafted}
+            },
             levels={
                 name: self.levels.get(name, Stats()) + other.levels.get(name, Stats())
                 for name in {**self.levels, **other.levels}
@@ -97,7 +103,9 @@ class Stats:
             *("predicted_accepted", "tokens_per_second", "relaxed", "mean_distance"),
         )
         levels = {name: stats.as_dict() for name, stats in self.levels.items()}
-        return {**{name: getattr(self, name) for name in names}, "seconds": dict(self.seconds), "levels": levels}
+        counted = {"undrafted": dict(self.undrafted)} if self.undrafted else {}
+        figures = {name: getattr(self, name) for name in names}
+        return {**figures, **counted, "seconds": dict(self.seconds), "levels": levels}
 
 
 COUNTS = (

@@ -11,19 +11,28 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.core.draft import Draft, Verdict, Verifier, merge_verdicts
-from slipstream.core.draws import Rng, RowByRow
+from slipstream.core.draws import Rng, RowByRow, Sealed
 from slipstream.core.law import Law
+from slipstream.core.protocols import secret_among
 from slipstream.core.request import Row
 from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder
 
 
 def rng_of(decoder: Decoder, rows: Sequence[Row]) -> Rng:
-    """How the rows draw: by the rules of their requests, else by the decoder's."""
-    rules = [row.request.rule for row in rows]
-    if not any(rules):
+    """How the rows draw: by the rules of their requests, else by the decoder's; beside a draft that is not trusted, so
+    that no one who knows the seed can foresee it."""
+    rules, secret = [row.request.rule for row in rows], secret_among(decoder.drafter)
+    if not any(rules) and secret is None:
         return decoder.rng
-    return RowByRow.of([decoder.rng.select([place]) if rule is None else rule.rng for place, rule in enumerate(rules)])
+    ways = [decoder.rng.select([place]) if rule is None else rule.rng for place, rule in enumerate(rules)]
+    return RowByRow.of(ways if secret is None else _sealed(ways, secret))
+
+
+def _sealed(ways: Sequence[Rng], secret: int) -> list[Rng]:
+    """The draws of rows that nobody else can foresee; coupled ones, which need no secret, stay as they are."""
+    made = {id(way): way if way.coupled else Sealed(way, secret) for way in ways}
+    return [made[id(way)] for way in ways]
 
 
 def verify(decoder: Decoder, context: Context, p: Law, draft: Draft) -> Verdict:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.remote.address import Settings, split_address
+from slipstream.drafters.remote.drafter import RemoteDrafter, Use
+from slipstream.drafters.remote.hello import Vocabulary, read_key
+from slipstream.drafters.remote.link import Connection
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
@@ -256,6 +261,41 @@ def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
     return InputEmbeddings(context.target.model.get_input_embeddings().weight)
 
 
+WAIT = 5.0
+"""Seconds in which a draft server has to answer for the first time, or decoding begins without it."""
+
+
+def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Drafter:
+    """A draft server, which is connected to in the background."""
+    host, port = split_address(kind, value)
+    settings = Settings(
+        host,
+        port,
+        kind == "tls",
+        read_key(options.get("key-file")),
+        options.get("ca-file"),
+        options.get("timeout-ms", 1000.0) / 1000,
+        **{name: options[name] for name in ("trust", "top", "ahead") if name in options},
+    )
+    if context.target.source_form is not None and context.target.source_form.features:
+        raise ValueError(f"{context.target.name} hears sound, which a draft server is not sent: use a local draft.")
+    connection = Connection(settings, Vocabulary.of(context.target.vocab, context.tokenizer))
+    try:
+        fault = connection.first_word(WAIT)
+    except ValueError as error:
+        connection.close()
+        raise ValueError(f"{settings.url}: {error}.") from None
+    context.notes.append(_about_server(settings, connection.peer, fault))
+    return RemoteDrafter(connection, context.target.vocab, Use(settings.trust, settings.top, settings.ahead))
+
+
+def _about_server(settings: Settings, peer: str, fault: str) -> str:
+    if fault:
+        return f"{settings.url} cannot be reached ({fault}): decoding goes on without a draft until it can."
+    how = "whose law is trusted" if settings.trust else "whose tokens are guesses, exact whatever it sends"
+    return f"{settings.url} drafts with {peer}, {how}."
+
+
 def switch(text: str) -> bool:
     """ "true" or "false", as people write it. Raises ValueError for anything else."""
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -269,6 +309,14 @@ MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
     **dict.fromkeys(("factor", "offset"), float),
+}
+SERVER: dict[str, Callable[[str], Any]] = {
+    "timeout-ms": float,
+    "trust": switch,
+    "top": int,
+    "key-file": str,
+    "ca-file": str,
+    "ahead": switch,
 }
 STORE: dict[str, Callable[[str], Any]] = {
     "namespace": str,
@@ -311,6 +359,13 @@ KINDS: dict[str, DrafterKind] = {
     "mtp": DrafterKind("mtp", "the target's own heads for several tokens, where its checkpoint has them", _mtp),
     "eagle3": DrafterKind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder", _eagle3),
     "dflash": DrafterKind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call", _dflash),
+    "tcp": DrafterKind(
+        "tcp://HOST:PORT",
+        "a draft on another machine, served by `slipstream serve-draft`",
+        partial(_remote, "tcp"),
+        SERVER,
+    ),
+    "tls": DrafterKind("tls://HOST:PORT", "the same, over TLS", partial(_remote, "tls"), SERVER),
     "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
 }
 """kind -> how it is written and built."""
@@ -321,3 +376,4 @@ MODELS = ("model", "embedded", *QUANTIZED)
 
 ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
 """Names of options in other engines."""
+ALIASES |= {name.replace("-", "_"): name for name in SERVER if "-" in name}

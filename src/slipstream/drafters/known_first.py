@@ -33,6 +33,11 @@ class KnownFirst:
         self._copied: tuple[int, ...] = ()  # rows of the present round whose draft is a copy of their prediction
 
     @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """The other drafter."""
+        return (self.inner,)
+
+    @property
     def scorers(self) -> tuple[Scorer, ...]:
         """The models of the other drafter."""
         return scorers_among([self.inner])

@@ -58,16 +58,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket; port 0 is any free one. Raises OSError in a sentence if that cannot be."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise OSError(f"cannot listen at {host}:{port}: {why}; choose another --port or --host.") from None
-
-
 def url(listener: socket.socket) -> str:
     """Where a socket listens."""
     host, port = listener.getsockname()[:2]

@@ -1,0 +1,1 @@
+"""A draft on another machine: frames, the connection, and the drafter that uses it."""

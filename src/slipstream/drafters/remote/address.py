@@ -1,0 +1,63 @@
+"""Where a draft server is and how it is used: `tcp://host:port?timeout-ms=200`, read into `Settings`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from slipstream.core.values import is_finite
+from slipstream.drafters.remote.messages import MOST_CANDIDATES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a draft server is used.
+
+    `timeout`: seconds that a round waits for an answer. `trust`: use the law that the server says it drew from;
+    without, its tokens are guesses. `top`: candidates of a law that travel. `ahead`: let the server go on while the
+    target verifies. `quiet`: seconds without a word after which the connection is given up. `backoff`: seconds before
+    the first attempt to connect again, doubled up to `longest_backoff`. Raises ValueError for what cannot be.
+    """
+
+    host: str
+    port: int
+    tls: bool = False
+    key: bytes = b""
+    ca_file: str | None = None
+    timeout: float = 1.0
+    trust: bool = False
+    top: int = 64
+    ahead: bool = True
+    quiet: float = 10.0
+    backoff: float = 0.1
+    longest_backoff: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (is_finite(self.timeout) and 0 < self.timeout <= 600):
+            raise ValueError(
+                f"timeout-ms={1000 * self.timeout:g} is not possible: write milliseconds above 0, at most 600000."
+            )
+        if not 1 <= self.top <= MOST_CANDIDATES:
+            raise ValueError(f"top={self.top} is not possible: 1 to {MOST_CANDIDATES} candidates can travel.")
+        assert min(self.quiet, self.backoff, self.longest_backoff) > 0 and not math.isnan(self.quiet)
+
+    @property
+    def url(self) -> str:
+        """Where the server is, as users write it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
+
+
+def split_address(kind: str, value: str) -> tuple[str, int]:
+    """ "//host:port" -> ("host", port). Raises ValueError for anything else."""
+    try:
+        parts = urlsplit(f"{kind}:{value}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or not value.startswith("//") or parts.path or parts.username:
+        raise ValueError(
+            f"draft '{kind}:{value}' is not possible: write {kind}://HOST:PORT, as {kind}://10.0.0.2:8100."
+        )
+    return host, port

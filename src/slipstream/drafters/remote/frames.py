@@ -1,0 +1,153 @@
+"""Frames: what a draft server and its clients send each other, with every size bounded before anything is read.
+
+A frame is a head of 16 bytes (`HEAD`: magic, version, kind, sequence number, length of the body) and a body: the length
+of a JSON object, the object, and the bytes of the arrays that it announces, little-endian, without gaps. Whatever does
+not fit raises `FrameError`, so that no byte from outside ever reaches more than this file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from slipstream.text.jsontext import json_text
+
+MAGIC, VERSION = b"SLDR", 1
+HEAD = struct.Struct("!4sHHII")  # magic, version, kind, sequence, length of the body
+SIZE = struct.Struct("!I")
+LARGEST = 16 << 20
+"""Bytes of the largest body: a text of some million tokens."""
+
+MOST_ARRAYS = 16
+CODES: dict[str, np.dtype[Any]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "d": np.dtype("<f8")}
+
+
+class FrameError(ValueError):
+    """What came is no frame, or says what cannot be."""
+
+
+class Kind(IntEnum):
+    """What a frame is for; the server sends HELLO, WELCOME, DRAFT, PONG and REFUSAL, the client the others."""
+
+    HELLO = 1
+    PROOF = 2
+    WELCOME = 3
+    OPEN = 4
+    PROPOSE = 5
+    DRAFT = 6
+    CLOSE = 7
+    PING = 8
+    PONG = 9
+    REFUSAL = 10
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message: its kind, the number that an answer repeats, named values, and one-dimensional arrays."""
+
+    kind: Kind
+    sequence: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Sequence[np.ndarray] = ()
+
+    def number(self, name: str, least: int = 0, most: int = 2**62) -> int:
+        """The value of that name, a whole number. Raises FrameError for anything else."""
+        value = self.values.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise FrameError(f"{name} is no whole number from {least} to {most}")
+        return value
+
+    def text(self, name: str, longest: int = 4096) -> str:
+        """The value of that name, a string. Raises FrameError for anything else."""
+        value = self.values.get(name)
+        if not isinstance(value, str) or len(value) > longest:
+            raise FrameError(f"{name} is no text of at most {longest} characters")
+        return value
+
+    def numbers(self, name: str, longest: int = 4096) -> list[int]:
+        """The value of that name, a list of whole numbers from 0. Raises FrameError for anything else."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or len(value) > longest:
+            raise FrameError(f"{name} is no list of at most {longest} numbers")
+        if not all(type(each) is int and 0 <= each < 2**31 for each in value):
+            raise FrameError(f"{name} holds what is no number")
+        return value
+
+    def array(self, place: int, code: str) -> np.ndarray:
+        """The array at a place, of the type of this code. Raises FrameError if there is none."""
+        if place >= len(self.arrays) or self.arrays[place].dtype != CODES[code]:
+            raise FrameError(f"array {place} is not there, or of another type")
+        return self.arrays[place]
+
+
+def array(code: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Numbers as an array that a frame can carry; `code` is "i", "f" or "d"."""
+    return np.asarray(values, dtype=CODES[code])
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of a frame. Raises FrameError for one that is too large to be read."""
+    codes = {dtype: code for code, dtype in CODES.items()}
+    announced = [[codes[each.dtype], len(each)] for each in frame.arrays]
+    text = json_text({"values": dict(frame.values), "arrays": announced}, separators=(",", ":")).encode()
+    body = b"".join([SIZE.pack(len(text)), text, *(each.tobytes() for each in frame.arrays)])
+    if len(body) > LARGEST:
+        raise FrameError(f"a frame of {len(body)} bytes is too large: {LARGEST} are allowed")
+    return HEAD.pack(MAGIC, VERSION, frame.kind, frame.sequence & 0xFFFFFFFF, len(body)) + body
+
+
+def decode_head(data: bytes) -> tuple[Kind, int, int]:
+    """16 bytes -> kind, sequence number, length of the body. Raises FrameError unless all are possible."""
+    if len(data) != HEAD.size:
+        raise FrameError("the head of a frame is cut off")
+    magic, version, kind, sequence, length = HEAD.unpack(data)
+    if magic != MAGIC:
+        raise FrameError("these are no frames of a draft server")
+    if version != VERSION:
+        raise FrameError(f"the other side speaks version {version}, this one {VERSION}: use the same release on both")
+    if kind not in list(Kind):
+        raise FrameError(f"there is no frame of kind {kind}")
+    if length > LARGEST:
+        raise FrameError(f"a frame of {length} bytes is too large: {LARGEST} are allowed")
+    return Kind(kind), sequence, length
+
+
+def decode_body(kind: Kind, sequence: int, body: bytes) -> Frame:
+    """The frame of a head and its body. Raises FrameError if the body is not what it announces."""
+    if len(body) < SIZE.size:
+        raise FrameError("the body of a frame is cut off")
+    (size,) = SIZE.unpack_from(body)
+    if size > len(body) - SIZE.size:
+        raise FrameError("the body of a frame is cut off")
+    try:
+        content = json.loads(body[SIZE.size : SIZE.size + size])
+    except (ValueError, RecursionError):
+        raise FrameError("a frame holds no JSON") from None
+    values, announced = (content.get(name) if isinstance(content, dict) else None for name in ("values", "arrays"))
+    if not isinstance(values, dict) or not isinstance(announced, list):
+        raise FrameError("a frame holds other JSON than it should")
+    return Frame(kind, sequence, values, _arrays(announced, memoryview(body)[SIZE.size + size :]))
+
+
+def _arrays(announced: Sequence[Any], data: memoryview) -> list[np.ndarray]:
+    found = list[np.ndarray]()
+    if len(announced) > MOST_ARRAYS:
+        raise FrameError(f"a frame has {len(announced)} arrays: {MOST_ARRAYS} are allowed")
+    for entry in announced:
+        fits = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int
+        if not fits or entry[0] not in CODES or not 0 <= entry[1] <= LARGEST:
+            raise FrameError("a frame announces an array that cannot be")
+        dtype, count = CODES[entry[0]], entry[1]
+        if dtype.itemsize * count > len(data):
+            raise FrameError("an array is cut off")
+        found.append(np.frombuffer(data[: dtype.itemsize * count], dtype))
+        data = data[dtype.itemsize * count :]
+    if len(data):
+        raise FrameError("a frame is longer than what it announces")
+    return found

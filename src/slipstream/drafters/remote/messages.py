@@ -1,0 +1,255 @@
+"""Messages: rows that are opened, what is asked for them, and what was drafted, to frames and back, all checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.core.draws import inverse
+from slipstream.core.request import Sampler
+from slipstream.core.values import is_finite
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.remote.frames import Frame, FrameError, Kind, array
+
+MOST_GAMMA, MOST_CANDIDATES = 256, 4096
+SUM_TOLERANCE = 1e-4
+"""How far the sum of a law that was sent may lie from one: its weights are float32."""
+
+SETTINGS = (
+    *("top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_new_tokens", "no_repeat_ngram_size"),
+)
+"""Settings of sampling that travel as they are; processors and grammars of one's own stay with the target."""
+
+
+class Mode(StrEnum):
+    """How a row is drafted: the best token each (`GUESS`: for greedy texts, and where the server's law is not used),
+    by the noise that the coupled rule shares (`COUPLED`), or drawn from a law that is sent along (`LAW`)."""
+
+    GUESS = "guess"
+    COUPLED = "coupled"
+    LAW = "law"
+
+
+@dataclass(frozen=True)
+class OpenRow:
+    """A row that the server is to know: its whole text, of which the first `prompt` tokens are the prompt.
+
+    `seed` and `key` name the noise of coupled draws and are 0 otherwise: a server that does not need them is not told.
+    `top` is how many candidates of a law travel.
+    """
+
+    row: int
+    mode: Mode
+    sampling: Mapping[str, Any]
+    text: tuple[int, ...]
+    prompt: int
+    source: tuple[int, ...] = ()
+    seed: int = 0
+    key: int = 0
+    top: int = 64
+
+    def frame(self) -> Frame:
+        """As a frame."""
+        values = {name: getattr(self, name) for name in ("row", "mode", "prompt", "seed", "key", "top")}
+        return Frame(
+            Kind.OPEN, 0, {**values, "sampling": dict(self.sampling)}, [array("i", self.text), array("i", self.source)]
+        )
+
+    @staticmethod
+    def read(frame: Frame, vocab: int) -> OpenRow:
+        """Of a frame. Raises FrameError for what cannot be."""
+        text, source = (tuple(_ids(frame.array(place, "i"), vocab)) for place in (0, 1))
+        sampling = frame.values.get("sampling")
+        if not text or not isinstance(sampling, dict):
+            raise FrameError("a row has no text, or no settings")
+        if (mode := frame.text("mode")) not in list(Mode):
+            raise FrameError(f"there is no mode {mode!r}")
+        opened = OpenRow(
+            frame.number("row", 0, 2**31),
+            Mode(mode),
+            sampling,
+            text,
+            frame.number("prompt", 1, len(text)),
+            source,
+            frame.number("seed", 0, 2**128),
+            frame.number("key", 0, 2**128),
+            frame.number("top", 1, MOST_CANDIDATES),
+        )
+        opened.sampler()
+        return opened
+
+    def sampler(self) -> Sampling:
+        """How the server makes its laws. Raises FrameError for impossible settings."""
+        known = {name: value for name, value in self.sampling.items() if name in SETTINGS}
+        temperature = self.sampling.get("temperature", 0)
+        bias, eos = self.sampling.get("logit_bias", []), self.sampling.get("eos", [])
+        try:
+            chosen = 0.0 if self.mode == Mode.GUESS else float(temperature)
+            given = {int(token): float(value) for token, value in bias}
+            return Sampling(temperature=chosen, logit_bias=given, eos=frozenset(map(int, eos)), **known)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise FrameError(f"the settings of a row are not possible: {error}") from None
+
+
+def settings_of(sampler: Sampler) -> dict[str, Any]:
+    """What travels of a sampler."""
+    found = {name: getattr(sampler, name, None) for name in ("temperature", *SETTINGS)}
+    found = {name: value for name, value in found.items() if value is not None}
+    bias: Mapping[int, float] = getattr(sampler, "logit_bias", {})
+    found["logit_bias"] = [[int(token), float(value)] for token, value in bias.items() if is_finite(value)]
+    found["eos"] = sorted(getattr(sampler, "eos", ()))
+    return found
+
+
+@dataclass(frozen=True)
+class AskRow:
+    """What is asked for one row: its text is `keep` tokens of what the server knows and then `tail`, its commit; draft
+    up to `gamma` tokens behind it. For laws, `numbers` in [0, 1) draw those tokens, and `later` those of the round
+    that follows if all stand."""
+
+    row: int
+    keep: int
+    tail: tuple[int, ...]
+    gamma: int
+    numbers: tuple[float, ...] = ()
+    later: tuple[float, ...] = ()
+
+
+def ask_frame(sequence: int, asks: Sequence[AskRow], ahead: bool) -> Frame:
+    """What is asked for a batch of rows, as a frame; `ahead`: go on drafting afterwards as if all stood."""
+    lists = {name: [getattr(ask, name) for ask in asks] for name in ("row", "keep", "gamma")}
+    parts = [("i", "tail"), ("d", "numbers"), ("d", "later")]
+    counts = [array("i", [len(getattr(ask, name)) for ask in asks]) for _, name in parts]
+    flat = [array(code, [each for ask in asks for each in getattr(ask, name)]) for code, name in parts]
+    return Frame(Kind.PROPOSE, sequence, {**lists, "ahead": int(ahead)}, [*counts, *flat])
+
+
+def read_ask(frame: Frame, vocab: int) -> tuple[list[AskRow], bool]:
+    """What a client asks for, and whether to go on afterwards. Raises FrameError for what cannot be."""
+    rows, keeps, gammas = (frame.numbers(name) for name in ("row", "keep", "gamma"))
+    if not len(rows) == len(keeps) == len(gammas) == len(set(rows)) or max(gammas, default=0) > MOST_GAMMA:
+        raise FrameError("what is asked for does not fit together")
+    tails, numbers, later = (
+        _split(frame.array(place + 3, code), frame.array(place, "i"), len(rows)) for place, code in enumerate("idd")
+    )
+    for each in (*numbers, *later):
+        if not all(0 <= number < 1 for number in each):
+            raise FrameError("numbers to draw with lie outside [0, 1)")
+    for tail in tails:
+        _ids(np.array(tail, dtype=np.int64), vocab)
+    asks = [AskRow(*each) for each in zip(rows, keeps, tails, gammas, numbers, later, strict=True)]
+    return asks, bool(frame.number("ahead", 0, 1))
+
+
+@dataclass(frozen=True)
+class SentLaw:
+    """A law cut to its likeliest tokens: `ids` ascending, `weights` (float32) sum to one. It IS what is sampled."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+
+    @staticmethod
+    def cut(probs: torch.Tensor, top: int) -> SentLaw:
+        """The `top` likeliest tokens of weights (vocab,), renormalised in float64."""
+        wide = probs.detach().cpu().double()
+        best = wide.topk(min(top, len(wide)))
+        order = best.indices.sort()
+        weights = best.values[order.indices]
+        kept = weights > 0
+        total = weights[kept] / weights[kept].sum()
+        return SentLaw(array("i", order.values[kept].numpy()), array("f", total.numpy()))
+
+    @staticmethod
+    def point(token: int) -> SentLaw:
+        """Of a token that is sure."""
+        return SentLaw(array("i", [token]), array("f", [1.0]))
+
+    def draw(self, number: float) -> int:
+        """The token at which the cumulative weights pass a number in [0, 1)."""
+        weights = torch.from_numpy(self.weights.copy())[None, None]
+        return int(self.ids[int(inverse(weights, torch.tensor([[number]], dtype=torch.float64)))])
+
+    @property
+    def best(self) -> int:
+        """The likeliest token."""
+        return int(self.ids[int(self.weights.argmax())])
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """What was drafted for one row; `laws` has one entry per token where laws travel, and none elsewhere."""
+
+    row: int
+    tokens: tuple[int, ...]
+    laws: tuple[SentLaw, ...] = field(default_factory=tuple)
+
+
+def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
+    """Drafts of a batch of rows, as a frame."""
+    laws = [law for draft in drafts for law in draft.laws]
+    values = {"row": [draft.row for draft in drafts], "length": [len(draft.tokens) for draft in drafts]}
+    ids, weights = ([getattr(law, name) for law in laws] for name in ("ids", "weights"))
+    arrays = [
+        array("i", [token for draft in drafts for token in draft.tokens]),
+        array("i", [len(draft.laws) for draft in drafts]),
+        array("i", [len(law.ids) for law in laws]),
+        np.concatenate([array("i", []), *ids]).astype("<i4"),
+        np.concatenate([array("f", []), *weights]).astype("<f4"),
+    ]
+    return Frame(Kind.DRAFT, sequence, values, arrays)
+
+
+def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
+    """What a server has drafted. Raises FrameError unless ids are in range and laws are laws."""
+    rows, lengths = frame.numbers("row"), frame.numbers("length")
+    if len(rows) != len(lengths):
+        raise FrameError("drafts do not fit together")
+    tokens = _split(frame.array(0, "i"), np.array(lengths), len(rows))
+    per_row, sizes = frame.array(1, "i"), frame.array(2, "i")
+    ids, weights = (_split(frame.array(place, code), sizes, len(sizes)) for place, code in ((3, "i"), (4, "f")))
+    laws = [SentLaw(array("i", i), array("f", w)) for i, w in zip(ids, weights, strict=True)]
+    for law in laws:
+        _check_law(law, vocab)
+    found, start = list[DraftRow](), 0
+    if len(per_row) != len(rows) or int(per_row.sum()) != len(laws) or (per_row < 0).any():
+        raise FrameError("laws do not fit their tokens")
+    for row, drafted, count in zip(rows, tokens, per_row.tolist(), strict=True):
+        _ids(np.array(drafted, dtype=np.int64), vocab)
+        if count not in (0, len(drafted)):
+            raise FrameError("laws do not fit their tokens")
+        found.append(DraftRow(row, drafted, tuple(laws[start : start + count])))
+        start += count
+    return found
+
+
+def _check_law(law: SentLaw, vocab: int) -> None:
+    """Raises FrameError unless ids ascend within the vocabulary and weights are positive and sum to one."""
+    if not len(law.ids) or not (np.diff(law.ids) > 0).all():
+        raise FrameError("the ids of a law do not ascend")
+    _ids(law.ids, vocab)
+    if not (np.isfinite(law.weights).all() and (law.weights > 0).all()):
+        raise FrameError("a law has weights that are not above 0")
+    if abs(math.fsum(law.weights.tolist()) - 1) > SUM_TOLERANCE:
+        raise FrameError("the weights of a law do not sum to one")
+
+
+def _ids(values: np.ndarray, vocab: int) -> list[int]:
+    if len(values) and not (int(values.min()) >= 0 and int(values.max()) < vocab):
+        raise FrameError(f"token ids lie outside 0..{vocab - 1}")
+    return values.tolist()
+
+
+def _split(flat: np.ndarray, counts: np.ndarray, rows: int) -> list[tuple[Any, ...]]:
+    """An array in pieces of these lengths, one per row. Raises FrameError if they do not add up to it."""
+    if len(counts) != rows or (rows and int(counts.min()) < 0) or int(counts.sum()) != len(flat):
+        raise FrameError("the lengths of a frame do not add up")
+    ends = counts.cumsum().tolist()
+    values = flat.tolist()
+    return [tuple(values[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -1,0 +1,83 @@
+"""What a draft server drafts with: a drafter without a target beside it, and the vocabulary of its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.core.protocols import Drafter
+from slipstream.core.source import SourceForm
+from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.remote.hello import Vocabulary
+from slipstream.drafters.specification import Part, Syntax, drafter, parse
+from slipstream.execution.passes import Mode
+from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class AnyTarget:
+    """Stands for the targets of all clients while a draft is built: a vocabulary, and nothing else is known of them."""
+
+    vocab: int
+    name: str = "the clients' target"
+    source_form: SourceForm | None = None
+
+
+@dataclass(frozen=True)
+class How:
+    """How models are loaded: dtype, device, and whether graphs are made; `tokenizer` names that of the clients."""
+
+    dtype: Any = "auto"
+    device: str | None = None
+    compile: bool = False
+    tokenizer: str | None = None
+
+
+def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
+    """A specification -> its drafter, and which tokens it drafts.
+
+    Raises ValueError for what cannot be read or loaded, or needs a target beside it.
+    """
+    syntax = parse(draft)
+    parts = list(_parts(syntax))
+    if any(part.kind in ("tcp", "tls") for part in parts):
+        raise ValueError("a draft server cannot pass on another one: name that one to the clients.")
+    models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
+    given = how.tokenizer or (models[-1] if models else None)
+    tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(given) if given else None
+    if isinstance(syntax, Part) and syntax.kind in NAMED and "vocabulary" not in dict(syntax.options):
+        return _model(models[0], dict(syntax.options), how, tokenizer)
+    sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
+    if tokenizer is None and not sizes:
+        raise ValueError(f"nothing tells which tokens {draft!r} drafts: name the clients' tokenizer, --tokenizer NAME.")
+    size = sizes[0] if sizes else _size(tokenizer)
+    target: Any = AnyTarget(size)
+    context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile))
+    return drafter(draft, context), Vocabulary.of(size, tokenizer)
+
+
+NAMED = ("model", "embedded")
+
+
+def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, Vocabulary]:
+    """A model alone, which may be an encoder-decoder; of its logits, those that no token belongs to are left out."""
+    place = (options.get("dtype", how.dtype), options.get("device", how.device))
+    scorer = load_scorer(source, *place, Mode(how.compile))
+    size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))
+    return ModelDrafter(scorer, size), Vocabulary.of(size, tokenizer)
+
+
+def _size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _parts(syntax: Syntax) -> Iterator[Part]:
+    """The drafters of a specification, in its order."""
+    if isinstance(syntax, Part):
+        yield syntax
+        return
+    for each in (*getattr(syntax, "among", ()), *getattr(syntax, "parts", ())):
+        yield from _parts(each)

@@ -1,0 +1,259 @@
+"""The rows that a draft server drafts for, of all its clients, in one batch of one drafter.
+
+Each row holds the text that its client has committed and, behind it, tokens that were drafted ahead. A commit that says
+just what was guessed keeps the rest of them; any other throws away what it contradicts, by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draws import Key, Rng, RowByRow, draw, draw_coupled
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter, DraftsByOneModel, HasScorers
+from slipstream.core.request import Request, Row
+from slipstream.core.round import Context, Round
+from slipstream.core.source import check_source
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.remote.frames import FrameError
+from slipstream.drafters.remote.messages import AskRow, DraftRow, Mode, OpenRow, SentLaw
+from slipstream.text.jsontext import json_text
+
+Name = tuple[int, int]
+"""A row by its client and by the number that the client gave it."""
+
+ENDLESS = 1 << 62
+"""The limit of texts: clients know when theirs end."""
+
+
+@dataclass
+class Served:
+    """A row: `row.tokens` are the `base` committed tokens and those drafted ahead, of which there should be `goal`.
+
+    `laws` and `drawn_by` have an entry for each token ahead: the law it was drawn from, and the number that drew it.
+    `numbers` draw the tokens of the present round, of `gamma`, and `later` those of the next if all of these stand.
+    """
+
+    opened: OpenRow
+    row: Row
+    base: int
+    laws: list[SentLaw] = field(default_factory=list)
+    drawn_by: list[float | None] = field(default_factory=list)
+    gamma: int = 0
+    goal: int = 0
+    numbers: tuple[float, ...] = ()
+    later: tuple[float, ...] = ()
+
+    @property
+    def ahead(self) -> list[int]:
+        """The tokens behind the committed ones."""
+        return self.row.tokens[self.base :]
+
+    def number(self, position: int) -> float | None:
+        """What draws the token at this place of the text; None where the best stands: for the guess at the bonus token,
+        and where nobody wants a token, as beside longer drafts."""
+        place = position - self.base
+        numbers = [*self.numbers[: self.gamma], None, *self.later]
+        return numbers[place] if len(self.numbers) >= self.gamma and place < len(numbers) else None
+
+    def commit(self, ask: AskRow, ahead: bool) -> tuple[int, list[int]]:
+        """Take over what the client says -> how many tokens of our text stand, and the text that is to be.
+
+        Raises FrameError for a commit behind the end of what is known.
+        """
+        if ask.keep > self.base:
+            raise FrameError(f"row {ask.row} is not known as far as that: open it")
+        if self.opened.mode == Mode.LAW and len(ask.numbers) < ask.gamma:
+            raise FrameError(f"row {ask.row} has no numbers to draw with")
+        old, committed = self.row.tokens, [*self.row.tokens[: ask.keep], *ask.tail]
+        if not committed:
+            raise FrameError(f"row {ask.row} would have no text")
+        stand = next((i for i, (a, b) in enumerate(zip(old, committed, strict=False)) if a != b), None)
+        stand = min(len(old), len(committed)) if stand is None else stand
+        guessed = old[len(committed) :] if stand == len(committed) else []
+        skipped = len(committed) - self.base
+        laws, used = self.laws[skipped:] if skipped >= 0 else [], self.drawn_by[skipped:] if skipped >= 0 else []
+        self.base, self.numbers, self.later, self.gamma = len(committed), ask.numbers, ask.later, ask.gamma
+        if self.opened.mode == Mode.LAW:
+            guessed = guessed[: self._same(used)] if skipped >= 0 else []
+        self.laws, self.drawn_by = laws[: len(guessed)], used[: len(guessed)]
+        further = ahead and (self.opened.mode != Mode.LAW or len(self.later) >= ask.gamma)
+        self.goal = 2 * ask.gamma + 1 if further else ask.gamma
+        return min(stand + len(guessed), len(old)), [*committed, *guessed]
+
+    def _same(self, used: Sequence[float | None]) -> int:
+        """How many tokens ahead were drawn by the numbers that the client has for them."""
+        pairs = zip(used, self.numbers, strict=False)
+        return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(used), len(self.numbers)))
+
+    def take(self, tokens: Sequence[int], law: Law | None) -> None:
+        """Append drafted tokens, with the law (1, positions) of each."""
+        for place, token in enumerate(tokens):
+            if self.opened.mode == Mode.LAW and law is not None:
+                self.drawn_by.append(self.number(len(self.row.tokens)))
+                self.laws.append(_sent(law, place, self.opened.top))
+            self.row.tokens.append(token)
+
+    def draft(self) -> DraftRow:
+        """What is sent of it."""
+        tokens = tuple(self.ahead[: self.gamma])
+        return DraftRow(self.opened.row, tokens, tuple(self.laws[: len(tokens)]))
+
+
+def _sent(law: Law, position: int, top: int) -> SentLaw:
+    """What travels of a law: of a point mass its token, of others the likeliest tokens."""
+    if law.probs is None:
+        assert law.tokens is not None
+        return SentLaw.point(int(law.tokens[0, position]))
+    return SentLaw.cut(law.probs[0, position], top)
+
+
+@dataclass(frozen=True)
+class ByNumbers:
+    """Draws from what travels of a law, with the numbers of the row's client; graphs cannot cut a law in between."""
+
+    served: Served
+    coupled = False
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        """Tokens (1, positions)."""
+        found = list[int]()
+        for place in range(law.positions):
+            sent = _sent(law, place, self.served.opened.top)
+            number = self.served.number(key.positions[0] + place)
+            found.append(sent.best if number is None else sent.draw(number))
+        return torch.tensor([found], device=law.device)
+
+    def chances(self, key: Key, positions: int) -> None:
+        """See `Rng`: laws are cut before they are drawn from."""
+
+    def select(self, places: Sequence[int]) -> Rng:
+        """See `Rng`: there is one row."""
+        return self
+
+
+class DraftRows:
+    """The rows of all clients. One thread calls it: it owns the drafter.
+
+    Clients that ask at the same time are served by the same passes. Only a drafter of one model drafts ahead: others
+    cost nothing, and what they read cannot be taken back.
+    """
+
+    def __init__(self, drafter: Drafter, most_rows: int) -> None:
+        self.drafter, self.most_rows = drafter, most_rows
+        self.rows: dict[Name, Served] = {}
+        self._samplers: dict[str, Sampling] = {}
+        self._goes_ahead = isinstance(drafter, DraftsByOneModel) and not drafter.on_target_rows
+        self._scorers = drafter.scorers if isinstance(drafter, HasScorers) else ()
+
+    def open(self, client: int, opened: OpenRow) -> None:
+        """Add a row, in the place of one of the same number. Raises FrameError if there are too many, or if the draft
+        cannot read its source."""
+        self.close(client, opened.row)
+        if len(self.rows) >= self.most_rows:
+            raise FrameError(f"this draft server serves {self.most_rows} rows at once: use less, or raise --max-rows")
+        request = Request(
+            opened.text[: opened.prompt],
+            self._sampler(opened),
+            ENDLESS,
+            seed=opened.seed,
+            key=opened.key,
+            source=opened.source or None,
+        )
+        try:
+            for scorer in self._scorers:
+                if scorer.source_form is not None:
+                    check_source(scorer.source_form, request.source, "the row", scorer.name)
+        except ValueError as error:
+            raise FrameError(str(error)) from None
+        self.rows[client, opened.row] = Served(opened, Row(request, 0, list(opened.text)), len(opened.text))
+
+    def _sampler(self, opened: OpenRow) -> Sampling:
+        """Rows of equal settings share one, so that their laws are made together."""
+        name = f"{opened.mode} {json_text(opened.sampling, sort_keys=True)}"
+        if len(self._samplers) > 256:
+            self._samplers.clear()
+        return self._samplers.setdefault(name, opened.sampler())
+
+    def close(self, client: int, row: int) -> None:
+        """Forget a row, if it is known."""
+        if (served := self.rows.pop((client, row), None)) is not None:
+            served.row.finish_reason = "abort"
+
+    def leave(self, client: int) -> None:
+        """Forget the rows of a client."""
+        for name in [name for name in self.rows if name[0] == client]:
+            self.close(*name)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for name in list(self.rows):
+            self.close(*name)
+
+    def commit(self, client: int, asks: Sequence[AskRow], ahead: bool) -> list[Served]:
+        """Take over the texts of a client and what it asks for -> its rows. Raises FrameError for unknown ones."""
+        served = list[Served]()
+        for ask in asks:
+            if (client, ask.row) not in self.rows:
+                raise FrameError(f"row {ask.row} is not known: open it")
+            served.append(self.rows[client, ask.row])
+        texts = list[tuple[Row, list[int], int]]()
+        for each, ask in zip(served, asks, strict=True):
+            stand, text = each.commit(ask, ahead and self._goes_ahead)
+            texts.append((each.row, text, stand))
+        self._rewrite(texts)
+        return served
+
+    def draft(self, asking: Sequence[Served]) -> None:
+        """Draft what these rows lack of their gamma, in one call of the drafter."""
+        lacking = {id(each): max(0, each.gamma - len(each.ahead)) for each in asking}
+        if any(lacking.values()):
+            self._propose([lacking.get(id(each), 0) for each in self.rows.values()])
+
+    def go_ahead(self) -> bool:
+        """Draft one more token for every row that has not got as far as it should -> whether there was one."""
+        lacking = [len(each.ahead) < each.goal for each in self.rows.values()]
+        if not self._goes_ahead or not any(lacking):
+            return False
+        self._propose([int(each) for each in lacking])
+        return True
+
+    @torch.inference_mode()
+    def _propose(self, gammas: Sequence[int]) -> None:
+        every = list(self.rows.values())
+        context = Context(tuple(each.row for each in every), RowByRow.of([_rng(each) for each in every]))
+        draft = self.drafter.propose(context, gammas)
+        tokens = draft.tokens.tolist()
+        for place, served in enumerate(every):
+            law = draft.law.select(torch.tensor([place], device=draft.law.device)) if draft.law else None
+            served.take(tokens[place][: draft.lengths[place]], law)
+        self._observe(((),) * len(every))
+
+    def _rewrite(self, texts: Sequence[tuple[Row, list[int], int]]) -> None:
+        """Give rows other texts; the drafter first forgets what it read beyond the tokens that stand."""
+        new = {id(row): tuple(text[stand:]) for row, text, stand in texts}
+        for row, text, stand in texts:
+            row.tokens[:] = [*text[:stand], *text[stand : stand + 1]]
+        self._observe(((),) * len(self.rows))
+        for row, text, _ in texts:
+            row.tokens[:] = text
+        self._observe(tuple(new.get(id(served.row), ()) for served in self.rows.values()))
+
+    def _observe(self, new: tuple[tuple[int, ...], ...]) -> None:
+        """Tell the drafter of texts that have changed, as after a round that emitted the new tokens."""
+        rows = tuple(served.row for served in self.rows.values())
+        none = torch.zeros(len(rows), dtype=torch.long)
+        verdict = Verdict(none, Law(tokens=none[:, None]), none[:, None].float()[:, :0])
+        draft = Draft.empty(len(rows), none.device)
+        self.drafter.observe(Round(rows, draft, verdict, new, (0,) * len(rows), (1,) * len(rows), {}))
+
+
+def _rng(served: Served) -> Rng:
+    if served.opened.mode == Mode.LAW:
+        return ByNumbers(served)
+    return draw_coupled if served.opened.mode == Mode.COUPLED else draw

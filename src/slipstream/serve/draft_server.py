@@ -1,0 +1,264 @@
+"""The draft server: sockets in one thread with an event loop, the models in another, frames between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slipstream.core.protocols import Drafter
+from slipstream.drafters.remote.frames import Frame, FrameError, Kind, encode
+from slipstream.drafters.remote.hello import Refused, Vocabulary, nonce, proven, vouch
+from slipstream.drafters.remote.link import read_frame
+from slipstream.drafters.remote.messages import OpenRow, draft_frame, read_ask
+from slipstream.kernels.threads import release_threads
+from slipstream.serve.draft_rows import DraftRows, Served
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How drafts are served: under which name, to whom (`key`, empty for everybody), and how many rows at most. After
+    `quiet` seconds without a word a client is taken to be gone; each may keep `unsent` bytes of answers waiting."""
+
+    name: str
+    vocabulary: Vocabulary
+    key: bytes = b""
+    most_rows: int = 64
+    most_clients: int = 64
+    quiet: float = 60.0
+    unsent: int = 64 << 20
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What a client sent; None instead of a frame: it has gone."""
+
+    client: int
+    frame: Frame | None
+
+
+class Desk:
+    """The thread that owns the drafter: it serves all letters that lie there in one go and drafts ahead in between."""
+
+    def __init__(self, drafter: Drafter, settings: DraftSettings) -> None:
+        self.rows, self.settings = DraftRows(drafter, settings.most_rows), settings
+        self.letters: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self.clients: dict[int, Client] = {}
+        self._thread = threading.Thread(target=self._run, name="slipstream drafts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after what it has begun."""
+        self.letters.put(None)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        try:
+            while (letters := self._next()) is not None:
+                self.serve(letters)
+        finally:
+            release_threads()
+
+    def _next(self) -> list[Letter] | None:
+        """All letters that lie there, after going ahead while there are none; None at the end."""
+        while self.letters.empty() and self._ahead():
+            pass
+        found = [self.letters.get()]
+        with suppress(queue.Empty):
+            while True:
+                found.append(self.letters.get_nowait())
+        return None if None in found else [letter for letter in found if letter]
+
+    def _ahead(self) -> bool:
+        try:
+            return self.rows.go_ahead()
+        except Exception as error:  # whatever a model raises: clients open their rows again
+            self._fail(error)
+            return False
+
+    def serve(self, letters: Sequence[Letter]) -> None:
+        """Read letters in their order, draft for all that ask, and answer. An older question of a client that asks
+        again is not answered any more."""
+        last = {letter.client: place for place, letter in enumerate(letters) if _asks(letter)}
+        asking = list[tuple[Letter, list[Served]]]()
+        for place, letter in enumerate(letters):
+            try:
+                served = self._read(letter)
+                if _asks(letter) and last[letter.client] == place:
+                    asking.append((letter, served))
+            except FrameError as error:
+                self._refuse(letter, str(error))
+            except Exception as error:
+                self._fail(error)
+                self._refuse(letter, "the draft failed")
+        try:
+            self.rows.draft([each for _, served in asking for each in served])
+        except Exception as error:
+            self._fail(error)
+            for letter, _ in asking:
+                self._refuse(letter, "the draft failed")
+            return
+        for letter, served in asking:
+            assert letter.frame is not None
+            self._send(letter.client, draft_frame(letter.frame.sequence, [each.draft() for each in served]))
+
+    def _read(self, letter: Letter) -> list[Served]:
+        """Do what a letter says -> the rows that it asks for."""
+        frame, client = letter.frame, letter.client
+        if frame is None:
+            self.rows.leave(client)
+        elif frame.kind == Kind.OPEN:
+            self.rows.open(client, OpenRow.read(frame, 2**31))  # ids that only the target knows may stand in texts
+        elif frame.kind == Kind.CLOSE:
+            self.rows.close(client, frame.number("row", 0, 2**31))
+        elif frame.kind == Kind.PROPOSE:
+            asks, ahead = read_ask(frame, 2**31)
+            return self.rows.commit(client, asks, ahead)
+        else:
+            raise FrameError(f"a client does not send {frame.kind.name}")
+        return []
+
+    def _refuse(self, letter: Letter, reason: str) -> None:
+        if letter.frame is not None:
+            self._send(letter.client, Frame(Kind.REFUSAL, letter.frame.sequence, {"reason": reason[:1000]}))
+
+    def _fail(self, error: Exception) -> None:
+        say(f"drafting failed, all rows are forgotten: {type(error).__name__}: {error}")
+        self.rows.reset()
+
+    def _send(self, client: int, frame: Frame) -> None:
+        if (receiver := self.clients.get(client)) is not None:
+            receiver.send(frame)
+
+
+def _asks(letter: Letter) -> bool:
+    return letter.frame is not None and letter.frame.kind == Kind.PROPOSE
+
+
+@dataclass(frozen=True)
+class Client:
+    """Where answers go: to a stream, by its event loop."""
+
+    writer: asyncio.StreamWriter
+    loop: asyncio.AbstractEventLoop
+    unsent: int
+
+    def send(self, frame: Frame) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._write, encode(frame))
+
+    def _write(self, data: bytes) -> None:
+        transport = self.writer.transport
+        if transport.get_write_buffer_size() > self.unsent:  # somebody who asks and never reads
+            transport.abort()
+        elif not transport.is_closing():
+            self.writer.write(data)
+
+
+class DraftServer:
+    """Listens at a socket and serves a drafter, until `stop`. `run` needs a thread of its own, or the main one."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        settings: DraftSettings,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.settings, self.listener, self.tls = settings, listener, tls
+        self.desk = Desk(drafter, settings)
+        self._numbers, self._loop = itertools.count(1), asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._talks = set[asyncio.Task[None]]()
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+            self.desk.close()
+
+    def stop(self) -> None:
+        """End, from any thread or a signal handler."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._talk, sock=self.listener, ssl=self.tls)
+        await self._stopping.wait()
+        server.close()
+        for talk in self._talks:
+            talk.cancel()
+        await asyncio.gather(*self._talks, return_exceptions=True)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one client, from its first word to its last."""
+        client, task = next(self._numbers), asyncio.current_task()
+        assert task is not None
+        self._talks.add(task)
+        try:
+            if len(self._talks) > self.settings.most_clients:
+                raise Refused(f"this draft server has {self.settings.most_clients} clients already")
+            if (plain := writer.get_extra_info("socket")) is not None:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.wait_for(self._greet(reader, writer), min(10.0, self.settings.quiet))
+            self.desk.clients[client] = Client(writer, asyncio.get_running_loop(), self.settings.unsent)
+            while True:
+                frame = await asyncio.wait_for(read_frame(reader), self.settings.quiet)
+                if frame.kind == Kind.PING:
+                    writer.write(encode(Frame(Kind.PONG, frame.sequence)))
+                else:
+                    self.desk.letters.put(Letter(client, frame))
+        except (Refused, FrameError) as error:
+            with suppress(OSError, RuntimeError):
+                writer.write(encode(Frame(Kind.REFUSAL, 0, {"reason": str(error)[:1000]})))
+                await asyncio.wait_for(writer.drain(), 1)
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # gone, silent for too long, or we end
+        finally:
+            self._talks.discard(task)
+            self.desk.clients.pop(client, None)
+            self.desk.letters.put(Letter(client, None))
+            with suppress(OSError, RuntimeError, TimeoutError):
+                writer.close()
+                await asyncio.wait_for(writer.wait_closed(), 1)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The first words of both sides. Raises Refused for a client without the key."""
+        ours, key = self.settings.vocabulary, self.settings.key
+        hello = nonce()
+        writer.write(encode(Frame(Kind.HELLO, 0, {"nonce": hello})))
+        answer = await read_frame(reader)
+        if answer.kind != Kind.PROOF:
+            raise FrameError("a client begins with a proof that it has the key")
+        nonces = [hello, answer.text("nonce", 64)]
+        proven(answer, key, "client", nonces)
+        welcome = vouch(Kind.WELCOME, key, "server", nonces, ours)
+        writer.write(encode(replace(welcome, values={**welcome.values, "name": self.settings.name[:200]})))
+
+
+def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """What proves to clients who we are. Raises ValueError for files that hold no certificate and its key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{cert} and {key} are no certificate and its key in PEM form: {why}.") from None
+    return context
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    with suppress(OSError):
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)
