@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.console import busy, console, human_size, steps
@@ -36,9 +34,9 @@ from slipstream.cli.options import (
     refuse_others,
 )
 from slipstream.cli.options import given as written
+from slipstream.cli.plan_figures import about_distance, from_figures, plan_table
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
-from slipstream.plan.from_figures import Figures, promise
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
 FIGURES = "Without models"
 
-ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve"}
+ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve", "step_ms"}
 """Any of these asks for a plan without models."""
 
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
@@ -72,6 +70,13 @@ Operations = Annotated[
     float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
 ]
 Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
+StepMs = Annotated[
+    float | None, option(FIGURES, "Milliseconds of a target step, for --network-ms.", metavar="X", min=0.001)
+]
+NetworkMs = Annotated[
+    float | None,
+    option(None, "The draft is to run elsewhere, so many milliseconds away, there and back.", metavar="X", min=0),
+]
 Save = Annotated[str | None, option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
 Given = Annotated[str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
 Export = Annotated[
@@ -105,10 +110,12 @@ def plan(
     seed: Seed = 0,
     repetitions: Repetitions = None,
     quick: Quick = False,
+    network_ms: NetworkMs = None,
     alpha: Alpha = None,
     cost: Cost = None,
     operations_cost: Operations = None,
     curve: Curve = None,
+    step_ms: StepMs = None,
     given: Given = None,
     save: Save = None,
     export: Export = None,
@@ -144,9 +151,10 @@ def _answered_at_once(context: typer.Context) -> bool:
     """Whether no measurement was asked for: figures alone, or a plan made before. Raises ValueError for a mixture."""
     params = context.params
     if not ONLY_FIGURES.isdisjoint(written(context)):
-        refuse_others(context, ONLY_FIGURES | {"gamma", "as_json"}, "a plan from figures alone measures no models")
-        known = tuple(params[name] for name in ("alpha", "cost", "operations_cost"))
-        _from_figures(known, params["gamma"] or [], params["curve"], params["as_json"])
+        refuse_others(
+            context, ONLY_FIGURES | {"gamma", "network_ms", "as_json"}, "a plan from figures alone measures no models"
+        )
+        from_figures(params)
         return True
     if params["as_json"] and params["export"]:
         raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
@@ -183,7 +191,7 @@ def _settings(params: dict[str, Any]) -> Any:
         chosen |= {name: params[name]} if params[name] else {}
     lists = {"gammas": params["gamma"], "batches": params["batch"]}
     chosen |= {name: tuple(sorted(set(values))) for name, values in lists.items() if values}
-    return PlanSettings(**chosen, sampling=sampling, seed=params["seed"])
+    return PlanSettings(**chosen, sampling=sampling, seed=params["seed"], network_ms=params["network_ms"])
 
 
 def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) -> list[Any]:
@@ -256,41 +264,6 @@ def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
     _export(made, engines)
 
 
-# ---- from figures alone -----------------------------------------------------------------------------------------
-
-
-def _from_figures(given: Sequence[float | None], gammas: Sequence[int], curve: str | None, as_json: bool) -> None:
-    alpha, cost, operations = given
-    if alpha is None or cost is None:
-        raise ValueError("--alpha and --cost go together: give both, or neither to measure them.")
-    try:
-        points = [float(part) for part in curve.split(",")] if curve is not None else []
-    except ValueError:
-        raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
-    found = promise(alpha, cost, operations, gammas, points)
-    if as_json:
-        print(json_text(asdict(found)))
-    else:
-        _show_figures(found, bool(points), console())
-
-
-def _show_figures(found: Figures, curved: bool, screen: Console) -> None:
-    table = _table("gamma", "tokens per call", "x plain", "operations x plain")
-    for line in found.lines:
-        mark = "*" if line.gamma == found.best.gamma else " "
-        cells = (f"{line.tokens_per_call:.2f}", f"{line.walltime_factor:.2f}", f"{line.operations_factor:.2f}")
-        table.add_row(f"{mark} {line.gamma}", *cells)
-    screen.print(table)
-    if not found.best.gamma:
-        screen.print("\ndo not speculate: no gamma is faster than plain decoding with these figures.", style="bold")
-        return
-    best = f"gamma {found.best.gamma}: {found.best.walltime_factor:.2f} x plain"
-    screen.print(f"\nbest: {best} if rounds are alike (Theorem 3.8).", style="bold")
-    if not curved:
-        rest = f"At least {found.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {found.oracle:.2f}."
-        screen.print(f"{rest}\nA pass over gamma + 1 tokens is taken to cost one step; give --curve if it does not.")
-
-
 # ---- what was measured ------------------------------------------------------------------------------------------
 
 LEGEND = (
@@ -313,6 +286,7 @@ def _show(report: PlanReport, screen: Console) -> None:
     _show_memory(report, screen)
     for rows, gamma in report.gammas.items():
         screen.print(f"\n{_choice(report, rows, gamma)}", style="bold")
+        _show_distance(report, rows, screen)
         for each in report.verifications:
             if each.rows == rows:
                 screen.print(_outcome(each))
@@ -330,7 +304,7 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
     screen.print("kept at least i tokens: " + " ".join(f"{chance:.2f}" for chance in outlook.survival))
     plain = f"plain step {1000 * outlook.costs.step:.1f} ms, T(1) {1000 * outlook.costs.single:.1f} ms"
     screen.print(f"{plain}; once per text the draft reads the prompt: {1000 * outlook.costs.startup:.1f} ms")
-    table = _table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
+    table = plan_table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
     for each in outlook.predictions:
         mark = "*" if each is outlook.best else " "
         figures = (each.iid, each.tokens_per_call, each.curve, each.c, each.round, each.factor)
@@ -340,11 +314,20 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
 
 
 def _show_memory(report: PlanReport, screen: Console) -> None:
-    table = _table("memory", "weights", "cache per token", "cache, longest texts")
+    table = plan_table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
         table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
     screen.print()
     screen.print(table)
+
+
+def _show_distance(report: PlanReport, rows: int, screen: Console) -> None:
+    """For a draft elsewhere, how far it may be; it has not run there, so nothing was verified."""
+    longest = report.outlooks[rows][report.draft].longest_delay
+    if report.settings.network_ms is not None and longest is not None:
+        screen.print(
+            f"{about_distance(report.settings.network_ms, 1000 * longest)} Measured here, predicted for there."
+        )
 
 
 def _choice(report: PlanReport, rows: int, gamma: int) -> str:
@@ -377,10 +360,3 @@ def _outcome(each: Verification) -> str:
         else "rounds took another time: measure on a quiet machine"
     )
     return f"{text}\nThat is off by more than 10 %, mostly because {why}."
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    return table

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.theory import (
+    LIMIT,
     Curve,
     best_gamma,
     flat,
     guaranteed_factor,
+    longest_delay,
     operations_factor,
     oracle_factor,
+    remote_factor,
     tokens_per_round,
     walltime_factor,
 )
@@ -35,7 +38,8 @@ class Figures:
     """All that follows from alpha, c and c_hat; `best` is 0 if plain decoding is fastest.
 
     `guaranteed` is what Corollary 3.9 promises and `oracle` what drafting just the tokens that will be kept would
-    reach (section 3.5); both take the verify cost to be flat.
+    reach (section 3.5); both take the verify cost to be flat. For a draft on another machine, `delay` (there and back)
+    away, `longest_delay` is the one at which it stops being a gain; both in target steps.
     """
 
     alpha: float
@@ -45,28 +49,42 @@ class Figures:
     best: Line
     guaranteed: float
     oracle: float
+    delay: float | None = None
+    longest_delay: float | None = None
 
 
 def promise(
-    alpha: float, c: float, c_hat: float | None = None, gammas: Sequence[int] = (), curve: Sequence[float] = ()
+    alpha: float,
+    c: float,
+    c_hat: float | None = None,
+    gammas: Sequence[int] = (),
+    curve: Sequence[float] = (),
+    delay: float | None = None,
 ) -> Figures:
     """The table for `gammas`, or for those around the best one.
 
     `c` is the time of a draft step over that of a target step, `c_hat` the same for operations (without: c), `curve`
-    holds T(1)/T(1), T(2)/T(1), ... as measured; beyond its end it goes on as between its last two entries. Raises
-    ValueError for alpha outside [0, 1], negative costs, and a curve that does not begin with 1.
+    holds T(1)/T(1), T(2)/T(1), ... as measured; beyond its end it goes on as between its last two entries. `delay`, in
+    target steps there and back, is for a draft on another machine. Raises ValueError for alpha outside [0, 1], negative
+    costs, and a curve that does not begin with 1.
     """
     c_hat = c if c_hat is None else c_hat
     verify = as_curve(curve) if curve else flat
 
-    def line(gamma: int) -> Line:
-        times = walltime_factor(alpha, gamma, c, verify)
-        return Line(gamma, tokens_per_round(alpha, gamma), times, operations_factor(alpha, gamma, c_hat))
+    def factor(gamma: int, away: float | None = delay) -> float:
+        if away is None:
+            return walltime_factor(alpha, gamma, c, verify)
+        return remote_factor(alpha, gamma, c, away, verify)
 
-    best = best_gamma(alpha, c, verify=verify)
+    def line(gamma: int) -> Line:
+        return Line(gamma, tokens_per_round(alpha, gamma), factor(gamma), operations_factor(alpha, gamma, c_hat))
+
+    best = best_gamma(alpha, c, verify=verify) if delay is None else max(range(LIMIT + 1), key=factor)
+    longest = None if delay is None else longest_delay(lambda away: max(factor(g, away) for g in range(1, LIMIT + 1)))
     shown = gammas or range(max(1, best - AROUND), max(1, best) + AROUND + 1)
     lines = tuple(line(gamma) for gamma in shown)
-    return Figures(alpha, c, c_hat, lines, line(best), guaranteed_factor(alpha, c), oracle_factor(alpha, c))
+    bounds = (guaranteed_factor(alpha, c), oracle_factor(alpha, c))
+    return Figures(alpha, c, c_hat, lines, line(best), *bounds, delay, longest)
 
 
 def as_curve(points: Sequence[float]) -> Curve:

@@ -35,7 +35,8 @@ Progress = Callable[[int, int, str], None]
 class PlanSettings:
     """The settings of a plan: `most` is the greatest gamma tried, or `gammas` are the only ones.
 
-    `batches` are numbers of rows that run together. Raises ValueError for what is impossible.
+    `batches` are numbers of rows that run together. With `network_ms`, there and back, the draft is to run on another
+    machine: it is measured here, and what is planned is not run. Raises ValueError for what is impossible.
     """
 
     most: int = 10
@@ -45,8 +46,11 @@ class PlanSettings:
     repetitions: int = 3
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
+    network_ms: float | None = None
 
     def __post_init__(self) -> None:
+        if self.network_ms is not None and not 0 <= self.network_ms < math.inf:
+            raise ValueError(f"network_ms={self.network_ms} is not possible: it is 0 or more milliseconds, and finite.")
         least = {"most": 1, "gammas": 1, "batches": 1, "max_new_tokens": 2, "repetitions": 1}
         for name, allowed in least.items():
             value = getattr(self, name)
@@ -59,6 +63,11 @@ class PlanSettings:
     def sizes(self) -> tuple[int, ...]:
         """The lengths of chains that a compiled draft makes in one graph: few, for each takes time to make."""
         return self.gammas or tuple(sorted({-(-self.most // part) for part in (1, 2, 4)}))
+
+    @property
+    def delay(self) -> float | None:
+        """Seconds between question and draft, there and back; None for a draft on this machine."""
+        return None if self.network_ms is None else self.network_ms / 1000
 
     @property
     def outline(self) -> Outline:
@@ -190,14 +199,14 @@ def make(
     for task in tasks:
         plain, records = sweep(decoder, list(drafters.values()), task, settings.most, step)
         report.outlooks[task.rows] = {
-            name: predict(record.tallies, record.costs(plain), settings.outline)
+            name: predict(record.tallies, replace(record.costs(plain), delay=settings.delay), settings.outline)
             for name, record in zip(drafters, records, strict=True)
         }
     tokens = (report.prompt_tokens[1] + settings.max_new_tokens) * max(settings.batches)
     report.memory = {"target": memory(decoder.target, tokens)}
     report.memory |= {name: memory(getattr(each, "scorer", None), tokens) for name, each in drafters.items()}
     try:
-        for task in tasks:
+        for task in tasks if settings.network_ms is None else ():
             report.verifications.append(verify(decoder, drafters[report.draft], task, report, step))
     except KeyboardInterrupt:
         report.interrupted = True
@@ -243,6 +252,7 @@ def _steps(
     tasks: Sequence[PlanTask], drafters: int, settings: PlanSettings, on_step: Progress | None
 ) -> Callable[[str], None]:
     """A counter of everything that will run."""
-    count = sum((1 + drafters) * (1 + len(task.parts())) + settings.repetitions for task in tasks)
+    repetitions = settings.repetitions if settings.network_ms is None else 0
+    count = sum((1 + drafters) * (1 + len(task.parts())) + repetitions for task in tasks)
     done = iter(range(count))
     return lambda name: on_step(next(done), count, name) if on_step else None

@@ -17,7 +17,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from slipstream.measure.timing import Beat
-from slipstream.theory import expected_tokens, tokens_per_round
+from slipstream.theory import expected_tokens, longest_delay, remote_round_cost, tokens_per_round
 
 LEVEL, REPLICATES = 0.95, 1000
 
@@ -134,7 +134,8 @@ class PlanCosts:
     """Rounds of one drafter at one number of rows, and those of plain decoding beside them.
 
     `lengths` are the drafts it made when it was asked for the most; `startup` is what a new row costs the drafter once
-    (its prefill), beyond an ordinary round.
+    (its prefill), beyond an ordinary round. With a `delay`, seconds there and back, the drafter is to run on another
+    machine; what was measured ran here.
     """
 
     rows: int
@@ -142,6 +143,7 @@ class PlanCosts:
     speculative: tuple[Beat, ...]
     lengths: tuple[int, ...]
     startup: float = 0.0
+    delay: float | None = None
 
     @cached_property
     def by_width(self) -> Mapping[int, list[Beat]]:
@@ -165,6 +167,15 @@ class PlanCosts:
     def round(self, gamma: int) -> float:
         """Expected seconds of a round that asks for gamma tokens; the widest row decides the width."""
         return self._expected(self.widths(gamma), self._round)
+
+    def lasting(self, gamma: int, kept: Survival, asked: int | None = None) -> float:
+        """`round`, or with a delay that of a draft elsewhere, ready where all and the bonus token were guessed, that
+        one with the chance of a first token. `asked`: gamma where texts do not end."""
+        if self.delay is None or not gamma:
+            return self.round(gamma)
+        chances, drafting = kept.mixed(asked or gamma), self.draft(gamma)
+        rest = max(self.round(gamma) - drafting, 1e-9)
+        return remote_round_cost(gamma, drafting / gamma, self.delay, chances[0] * chances[-1], lambda rows: rest)
 
     def target(self, gamma: int) -> float:
         """Seconds of the target's pass by its width, fitted likewise."""
@@ -204,7 +215,7 @@ class PlanCosts:
         """Rounds drawn anew with replacement, among those of the same width."""
         again = [beat for beats in self.by_width.values() for beat in rng.choices(beats, k=len(beats))]
         plain = tuple(rng.choices(self.plain, k=len(self.plain)))
-        return PlanCosts(self.rows, plain, tuple(again), self.lengths, self.startup)
+        return replace(self, plain=plain, speculative=tuple(again))
 
 
 def between(measured: Mapping[int, float], width: int) -> float:
@@ -258,6 +269,7 @@ class Outlook:
     survival: tuple[float, ...]
     costs: PlanCosts
     predictions: tuple[Prediction, ...]
+    longest_delay: float | None = None  # seconds at which a draft elsewhere stops being a gain
 
     @property
     def best(self) -> Prediction:
@@ -290,6 +302,7 @@ class Outlook:
             "predictions": [asdict(each) for each in self.predictions],
             "best": self.best.gamma,
             "speculate": self.worth,
+            **({} if self.longest_delay is None else {"longest_delay_milliseconds": 1000 * self.longest_delay}),
         }
 
 
@@ -333,14 +346,21 @@ def predict(tallies: Sequence[Tally], costs: PlanCosts, outline: Outline) -> Out
     points = [_point(gamma, alpha, kept, costs, outline.length) for gamma in outline.wanted]
     alphas = sorted(tally.beta / tally.positions for tally in tallies if tally.positions)
     predictions = _with_intervals(points, tallies, costs, outline)
-    return Outlook(costs.rows, alpha, tuple(alphas), tuple(survival(tallies)), costs, tuple(predictions))
+    limit = None if costs.delay is None else longest_delay(lambda away: _best_long(kept, costs, outline, away))
+    return Outlook(costs.rows, alpha, tuple(alphas), tuple(survival(tallies)), costs, tuple(predictions), limit)
+
+
+def _best_long(kept: Survival, costs: PlanCosts, outline: Outline, delay: float) -> float:
+    """The largest speed-up for endless texts, with the draft so far away."""
+    there = replace(costs, delay=delay)
+    return max(_long(gamma, kept, there) for gamma in outline.wanted)
 
 
 def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> Prediction:
     alone = costs.rows == 1  # beside others, a row that nears its end does not make the round narrower
-    rounds = [costs.round(drafted) if alone else costs.round(gamma) for drafted in range(gamma + 1)]
+    rounds = [costs.lasting(drafted if alone else gamma, kept, gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
-    tokens, times = expected_tokens(kept.mixed(gamma)), costs.round(gamma) / costs.step
+    tokens, times = expected_tokens(kept.mixed(gamma)), costs.lasting(gamma, kept) / costs.step
     return Prediction(
         gamma,
         tokens_per_round(alpha, gamma),
@@ -372,4 +392,4 @@ def _with_intervals(
 
 
 def _long(gamma: int, kept: Survival, costs: PlanCosts) -> float:
-    return expected_tokens(kept.mixed(gamma)) * costs.step / costs.round(gamma)
+    return expected_tokens(kept.mixed(gamma)) * costs.step / costs.lasting(gamma, kept)

@@ -75,6 +75,7 @@ class _State:
     expected: int = -1
     answer: Future[Frame | Missed] | None = None
     asked_at: float | None = None  # of the oldest question that nothing was heard after
+    asked: dict[int, float] = field(default_factory=dict)  # the last questions by their numbers, and when
     patience: float = 1.0
     strikes: int = 0
     peer: str = ""
@@ -87,6 +88,9 @@ class _State:
             with suppress(InvalidStateError):
                 self.answer.set_result(answer)
 
+
+REMEMBERED = 64
+"""Questions whose answers are still recognised, however late they are."""
 
 STRIKES = 3
 """Answers in a row that cannot be used, after which the connection is given up."""
@@ -125,13 +129,17 @@ class Connection:
         return "" if self.generation else self._state.fault or "no answer"
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """See `Link`. After a late answer it waits for half as long, until something is heard again."""
+        """See `Link`. After a late answer it waits for half as long, until an answer took less than the timeout, even
+        if nobody waited for it any more: a server that is always too slow costs little."""
         state, waiting = self._state, Future[Frame | Missed]()
         with state.lock:
             if not generation or generation != state.generation:
                 return Missed(DISCONNECTED)
             state.expected, state.answer, patience = sequence, waiting, state.patience
-            state.asked_at = state.asked_at or monotonic()
+            state.asked[sequence] = monotonic()
+            state.asked_at = state.asked_at or state.asked[sequence]
+            if len(state.asked) > REMEMBERED:
+                del state.asked[min(state.asked)]
         if not self._send(generation, frames):
             return Missed(DISCONNECTED)
         try:
@@ -241,6 +249,7 @@ class _Task:
                 self.state.connections += 1
                 self.state.generation, self.state.peer = self.state.connections, peer
                 self.state.patience, self.state.asked_at, self.state.strikes = settings.timeout, None, 0
+                self.state.asked.clear()
             self.state.told.set()
             await self._listen(reader, writer)
         finally:
@@ -297,7 +306,11 @@ class _Task:
         with self.state.lock:
             if frame.kind == Kind.PONG:
                 return
-            self.state.patience, self.state.asked_at = self.settings.timeout, None
+            if (asked := self.state.asked.pop(frame.sequence, None)) is None:
+                return  # nobody asked that
+            self.state.asked_at = None
+            if monotonic() - asked <= self.settings.timeout:
+                self.state.patience = self.settings.timeout
             if frame.sequence == self.state.expected:
                 self.state.settle(frame)
 

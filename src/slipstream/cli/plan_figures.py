@@ -1,0 +1,74 @@
+"""`slipstream plan` without models: what alpha, c and the distance of the draft promise."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.cli.console import console
+from slipstream.plan.from_figures import Figures, promise
+from slipstream.text.jsontext import json_text
+
+
+def from_figures(params: dict[str, Any]) -> None:
+    """Show what the figures among a command's parameters promise. Raises ValueError if some are missing."""
+    alpha, cost, curve = params["alpha"], params["cost"], params["curve"]
+    if alpha is None or cost is None:
+        raise ValueError("--alpha and --cost go together: give both, or neither to measure them.")
+    try:
+        points = [float(part) for part in curve.split(",")] if curve is not None else []
+    except ValueError:
+        raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
+    delay = _delay(params["network_ms"], params["step_ms"])
+    found = promise(alpha, cost, params["operations_cost"], params["gamma"] or [], points, delay)
+    if params["as_json"]:
+        print(json_text(asdict(found)))
+    else:
+        _show(found, bool(points), params["step_ms"], console())
+
+
+def _delay(network: float | None, step: float | None) -> float | None:
+    """Milliseconds there and back, in target steps. Raises ValueError for one of the two alone."""
+    if (network is None) != (step is None):
+        raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
+    return None if network is None or step is None else network / step
+
+
+def _show(found: Figures, curved: bool, step: float | None, screen: Console) -> None:
+    table = plan_table("gamma", "tokens per call", "x plain", "operations x plain")
+    for line in found.lines:
+        mark = "*" if line.gamma == found.best.gamma else " "
+        cells = (f"{line.tokens_per_call:.2f}", f"{line.walltime_factor:.2f}", f"{line.operations_factor:.2f}")
+        table.add_row(f"{mark} {line.gamma}", *cells)
+    screen.print(table)
+    if not found.best.gamma:
+        screen.print("\ndo not speculate: no gamma is faster than plain decoding with these figures.", style="bold")
+    else:
+        best = f"gamma {found.best.gamma}: {found.best.walltime_factor:.2f} x plain"
+        screen.print(f"\nbest: {best} if rounds are alike (Theorem 3.8).", style="bold")
+    if found.delay is not None and found.longest_delay is not None and step is not None:
+        screen.print(about_distance(found.delay * step, found.longest_delay * step))
+    elif found.best.gamma and not curved:
+        rest = f"At least {found.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {found.oracle:.2f}."
+        screen.print(f"{rest}\nA pass over gamma + 1 tokens is taken to cost one step; give --curve if it does not.")
+
+
+def about_distance(delay: float, longest: float) -> str:
+    """What the distance of a draft on another machine means; milliseconds there and back."""
+    where = f"the draft is {delay:g} ms away, there and back"
+    if longest <= 0:
+        return f"{where}: it would not pay here either."
+    if delay >= longest:
+        return f"{where}, which does not pay: it would up to {longest:.3g} ms."
+    return f"{where}; up to {longest:.3g} ms it pays."
+
+
+def plan_table(*names: str) -> Table:
+    """A table of figures by gamma."""
+    table = Table(box=None, pad_edge=False, header_style="")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table

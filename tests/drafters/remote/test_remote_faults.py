@@ -1,0 +1,454 @@
+"""Servers that are slow, dead, lying or gone: they cost drafts, never a text, an error, or more than their time.
+
+Every kind of fault is put between a real server and a real client. Greedy and coupled texts have to equal those of
+plain decoding, each call has to end in time, and the fault has to have happened: its reason stands in the statistics.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from remotes import Fault, Wire, changed, connected, serving, with_array
+from slipstream.core.request import Row
+from slipstream.core.stats import Stats
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder, NoDraft
+from slipstream.decoding.generate import generate
+from slipstream.decoding.rules import BLOCK, COUPLED, Rule
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.remote.address import Settings
+from slipstream.drafters.remote.drafter import RemoteDrafter
+from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, Kind, encode
+from slipstream.drafters.remote.hello import Refused, Vocabulary
+from slipstream.drafters.remote.link import Connection
+from toys import GREEDY, PAIRS, SAMPLE, VOCAB, request, scorer
+
+TARGET, DRAFT = PAIRS["same"]  # every guess is right, so that what is spoilt would be missed
+LENGTH = 24
+BOUND = 5.0
+"""Seconds in which a call has to end, whatever the server does; without faults it takes some 0.05."""
+
+
+def model() -> ModelDrafter:
+    """What the servers draft with."""
+    return ModelDrafter(scorer(DRAFT, "draft"))
+
+
+def decoder(drafter: Any, rule: Rule = COUPLED, batch_size: int = 2) -> Decoder:
+    """The target, with some draft."""
+    return Decoder(scorer(TARGET), drafter, rule.verify, Fixed(3), batch_size, rule.rng)
+
+
+def requests(sampler: Sampling, count: int = 3) -> list[Any]:
+    """Texts of different lengths, so that rows come and go."""
+    return [request((0, 2, *[1] * key), LENGTH - 3 * key, sampler, key=key) for key in range(count)]
+
+
+def bounded(work: Callable[[], list[Row]]) -> list[Row]:
+    """What it returns, if it returns in time."""
+    found = list[Row]()
+    thread = threading.Thread(target=lambda: found.extend(work()), daemon=True)
+    thread.start()
+    thread.join(BOUND)
+    assert not thread.is_alive(), "it hangs"
+    return found
+
+
+def summed(rows: Sequence[Row]) -> Stats:
+    """The statistics of all rows."""
+    return sum((row.stats for row in rows), Stats())
+
+
+def check_texts(remote: RemoteDrafter) -> Stats:
+    """Greedy and coupled texts beside a spoilt server are those of plain decoding -> what was counted."""
+    total = Stats()
+    for sampler in (GREEDY, SAMPLE):
+        rows = bounded(lambda sampler=sampler: generate(decoder(remote), requests(sampler)))  # type: ignore[misc]
+        want = generate(decoder(NoDraft()), requests(sampler))
+        assert [row.tokens for row in rows] == [row.tokens for row in want]
+        total += summed(rows)
+    return total
+
+
+@contextmanager
+def behind(
+    fault: Fault, kinds: Sequence[Kind] = (Kind.DRAFT,), **settings: Any
+) -> Iterator[tuple[RemoteDrafter, Wire]]:
+    """A client of a server behind a wire that spoils frames of these kinds."""
+    how = {"timeout": 0.08, "quiet": 0.4, **settings}
+    with (
+        serving(model(), VOCAB) as port,
+        Wire(port, fault, kinds) as wire,
+        connected(wire.port, VOCAB, **how) as remote,
+    ):
+        yield remote, wire
+
+
+# ---- faults in frames -------------------------------------------------------------------------------------------
+
+
+def head(data: bytes, **other: Any) -> bytes:
+    """The frame with another head."""
+    names = ("magic", "version", "kind", "sequence", "length")
+    values = dict(zip(names, HEAD.unpack(data[: HEAD.size]), strict=True)) | other
+    return HEAD.pack(*(values[name] for name in names)) + data[HEAD.size :]
+
+
+def body(data: bytes, text: bytes, rest: bytes = b"") -> bytes:
+    """The frame with other JSON."""
+    content = struct.pack("!I", len(text)) + text + rest
+    return head(data[: HEAD.size], length=len(content)) + content
+
+
+def tokens(change: Callable[[Any], Any]) -> Fault:
+    """Other drafted tokens."""
+    return lambda wire, data: changed(data, lambda frame: with_array(frame, 0, change))
+
+
+def values(**change: Callable[[Any], Any]) -> Fault:
+    """Other named values."""
+
+    def spoil(frame: Frame) -> Frame:
+        return replace(frame, values={**frame.values, **{name: to(frame.values[name]) for name, to in change.items()}})
+
+    return lambda wire, data: changed(data, spoil)
+
+
+def held_back(wire: Wire, data: bytes) -> bytes:
+    """Every second answer comes after the one behind it."""
+    wire.kept.append(data)
+    if len(wire.kept) % 2:
+        return b""
+    return wire.kept[-1] + wire.kept[-2]
+
+
+def later(wire: Wire, data: bytes) -> bytes:
+    """Each answer comes when nobody waits for it any more."""
+    time.sleep(0.12)
+    return data
+
+
+def cut_often(wire: Wire, data: bytes) -> bytes | None:
+    """Every third answer is the last of its connection."""
+    return data if wire.spoilt % 3 else None
+
+
+def half(wire: Wire, data: bytes) -> bytes:
+    """The connection ends in the middle of a frame."""
+    wire.fault = lambda wire, data: None
+    return data[: len(data) // 2]
+
+
+def once_wrong(wire: Wire, data: bytes) -> bytes:
+    """One answer is for other rows, the others are as they should be."""
+    return values(row=lambda rows: [row + 1 for row in rows])(wire, data) if wire.spoilt % 2 else data  # type: ignore[return-value]
+
+
+DEEP = b'{"values":' + b"[" * 100_000 + b"]" * 100_000 + b',"arrays":[]}'
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "truncated": (lambda wire, data: head(data, length=HEAD.unpack(data[: HEAD.size])[-1] - 3), "disconnected"),
+    "longer than it is": (lambda wire, data: head(data, length=HEAD.unpack(data[: HEAD.size])[-1] + 9), "late"),
+    "huge": (lambda wire, data: head(data, length=LARGEST + 1), "disconnected"),
+    "wrong magic": (lambda wire, data: head(data, magic=b"HTTP"), "disconnected"),
+    "wrong version": (lambda wire, data: head(data, version=99), "disconnected"),
+    "unknown kind": (lambda wire, data: head(data, kind=77), "disconnected"),
+    "a client's kind": (lambda wire, data: head(data, kind=Kind.OPEN), "disconnected"),
+    "wrong sequence": (lambda wire, data: head(data, sequence=12345), "late"),
+    "garbage": (lambda wire, data: bytes(range(256)), "disconnected"),
+    "no JSON": (lambda wire, data: body(data, b"\xff{]"), "disconnected"),
+    "other JSON": (lambda wire, data: body(data, b"[1,2]"), "disconnected"),
+    "deep JSON": (lambda wire, data: body(data, DEEP), "disconnected"),
+    "arrays too short": (lambda wire, data: body(data, b'{"values":{},"arrays":[["i",9]]}', b"12"), "disconnected"),
+    "bytes left over": (lambda wire, data: body(data, b'{"values":{},"arrays":[]}', b"12"), "disconnected"),
+    "negative array": (lambda wire, data: body(data, b'{"values":{},"arrays":[["i",-1]]}'), "disconnected"),
+    "ids too large": (tokens(lambda ids: ids + 1000), "refused"),
+    "ids negative": (tokens(lambda ids: ids - 1000), "refused"),
+    "rows missing": (values(row=lambda rows: rows[:-1], length=lambda lengths: lengths[:-1]), "refused"),
+    "another row": (values(row=lambda rows: [row + 1 for row in rows]), "refused"),
+    "another row at times": (once_wrong, "refused"),
+    "negative lengths": (values(length=lambda lengths: [-each for each in lengths]), "refused"),
+    "texts for lengths": (values(length=lambda lengths: ["3"] * len(lengths)), "refused"),
+    "more than was asked": (
+        lambda wire, data: changed(
+            data,
+            lambda frame: with_array(
+                replace(frame, values={**frame.values, "length": [40 * n for n in frame.values["length"]]}),
+                0,
+                lambda ids: np.repeat(ids, 40),
+            ),
+        ),
+        "refused",
+    ),
+    "refusals": (
+        lambda wire, data: encode(Frame(Kind.REFUSAL, HEAD.unpack(data[:16])[3], {"reason": "no"})),
+        "refused",
+    ),
+    "late": (later, "late"),
+    "silent": (lambda wire, data: b"", "late"),
+    "reordered": (held_back, "late"),
+    "closed in mid-frame": (half, "disconnected"),
+    "closed now and then": (cut_often, "disconnected"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_costs_drafts_and_nothing_else(name: str) -> None:
+    fault, reason = FAULTS[name]
+    with behind(fault) as (remote, wire):
+        counted = check_texts(remote)
+    assert wire.spoilt, "nothing was spoilt"
+    assert counted.undrafted.get(reason), f"{counted.undrafted}: the fault did not show"
+
+
+@pytest.mark.parametrize("fault", [lambda wire, data: data, lambda wire, data: data + data], ids=["whole", "twice"])
+def test_control_an_answer_that_is_whole_is_used(fault: Fault) -> None:
+    """Also where it comes twice: the second is for nobody."""
+    with behind(fault, timeout=2.0) as (remote, _):
+        counted = check_texts(remote)
+    assert not counted.undrafted
+    assert counted.accepted == counted.drafted > 0
+
+
+def test_wrong_ids_that_are_possible_are_only_refused_by_the_target() -> None:
+    """A server may say what it likes: texts stay, and what it drafts is counted as drafted."""
+    with behind(tokens(lambda ids: (ids + 1) % VOCAB), timeout=2.0) as (remote, _):
+        counted = check_texts(remote)
+    assert not counted.undrafted and not counted.accepted and counted.drafted
+
+
+# ---- laws -------------------------------------------------------------------------------------------------------
+
+
+def law(change: Callable[[Any], Any], place: int = 4) -> Fault:
+    """Other weights (4), ids (3) or sizes (2) of laws."""
+    return lambda wire, data: changed(data, lambda frame: with_array(frame, place, change))
+
+
+def not_drawn(wire: Wire, data: bytes) -> bytes:
+    """Tokens that are not those that the numbers draw."""
+    return changed(data, lambda frame: with_array(frame, 0, lambda ids: (ids + 1) % VOCAB))
+
+
+def impossible(wire: Wire, data: bytes) -> bytes:
+    """Laws that leave out the very token that was drafted."""
+
+    def spoil(frame: Frame) -> Frame:
+        count = len(frame.arrays[0])
+        ids = ((frame.arrays[0] + 1) % VOCAB).astype("<i4")
+        return replace(frame, arrays=[*frame.arrays[:2], np.ones(count, "<i4"), ids, np.ones(count, "<f4")])
+
+    return changed(data, spoil)
+
+
+LAWS: dict[str, Fault] = {
+    "sums to two": law(lambda weights: 2 * weights),
+    "negative": law(lambda weights: -weights),
+    "NaN": law(lambda weights: weights * np.float32("nan")),
+    "infinite": law(lambda weights: weights + np.float32("inf")),
+    "zeros": law(lambda weights: 0 * weights),
+    "ids not ascending": law(lambda ids: ids[::-1].copy(), 3),
+    "ids out of range": law(lambda ids: ids + 7, 3),
+    "token not drawn": not_drawn,
+    "token of no weight": impossible,
+    "sizes do not fit": law(lambda sizes: sizes + 1, 2),
+    "left out": lambda wire, data: changed(
+        data,
+        lambda frame: replace(
+            frame, arrays=[frame.arrays[0], 0 * frame.arrays[1], *(each[:0] for each in frame.arrays[2:])]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_law_that_cannot_be_is_refused(name: str) -> None:
+    """Every round is a plain step then, so the sampled texts are those of plain decoding, number by number."""
+    with behind(LAWS[name], trust=True, timeout=2.0) as (remote, wire):
+        asked = [replace(each, max_new_tokens=6) for each in requests(SAMPLE)]
+        rows = bounded(lambda: generate(decoder(remote, BLOCK), asked))
+    want = generate(decoder(NoDraft(), BLOCK), asked)
+    assert [row.tokens for row in rows] == [row.tokens for row in want]
+    assert wire.spoilt and summed(rows).undrafted.get("refused") and not summed(rows).drafted
+
+
+def test_control_a_law_that_is_whole_is_used() -> None:
+    with behind(lambda wire, data: data, trust=True, timeout=2.0) as (remote, _):
+        rows = bounded(lambda: generate(decoder(remote, BLOCK), requests(SAMPLE)))
+    assert summed(rows).drafted and not summed(rows).undrafted
+
+
+# ---- the beginning, and the end ---------------------------------------------------------------------------------
+
+
+def refusal(port: int, vocab: int = VOCAB, **settings: Any) -> str:
+    """What a client is told that cannot use a server."""
+    connection = Connection(Settings("127.0.0.1", port, quiet=1.0, **settings), Vocabulary(vocab))
+    try:
+        with pytest.raises(Refused) as error:
+            connection.first_word(5)
+    finally:
+        connection.close()
+    return str(error.value)
+
+
+def test_a_wrong_key_is_one_sentence_on_both_sides() -> None:
+    with serving(model(), VOCAB, key=b"right") as port:
+        for key in (b"", b"wrong"):
+            assert "keys" in refusal(port, key=key) and "differ" in refusal(port, key=key)
+        with connected(port, VOCAB, key=b"right", timeout=2.0) as remote:
+            assert not check_texts(remote).undrafted
+    with serving(model(), VOCAB) as port:
+        assert "keys" in refusal(port, key=b"a key that the server lacks")
+
+
+def test_a_server_without_the_key_is_not_believed() -> None:
+    """It lets the client in, but cannot answer the client's own number."""
+    forged: Fault = values(proof=lambda proof: "0" * len(proof))
+    with serving(model(), VOCAB, key=b"k") as port, Wire(port, forged, (Kind.WELCOME,)) as wire:
+        assert "keys" in refusal(wire.port, key=b"k")
+
+
+def test_another_vocabulary_is_one_sentence() -> None:
+    with serving(model(), VOCAB) as port:
+        assert "3" in (text := refusal(port, vocab=5000)) and "5000" in text and "tokenizer" in text
+
+
+def test_vocabularies_are_compared_by_what_ids_mean() -> None:
+    ours = Vocabulary(9000, tuple("abcdefghi"))
+    assert ours.fits(Vocabulary(9100, tuple("abcdefghj")))  # some tokens were added at the end
+    assert ours.fits(Vocabulary(9000)) and not ours.fits(Vocabulary(9100))
+    assert not ours.fits(Vocabulary(9000, tuple("abcdefXYi")))
+    assert not Vocabulary(50, ("a",)).fits(Vocabulary(50, ("b",)))
+
+
+def test_what_is_no_draft_server_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            client, _ = other.accept()
+            with client:
+                client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                client.recv(1000)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert "no frames of a draft server" in refusal(other.getsockname()[1])
+        thread.join(5)
+
+
+@pytest.mark.parametrize("greets", [False, True], ids=["nobody speaks", "half-open"])
+def test_a_server_that_says_nothing_costs_little(greets: bool) -> None:
+    """One that never greets, and one whose answers and pongs stop: rounds go on, and the connection is given up."""
+    kinds = (Kind.DRAFT, Kind.PONG) if greets else (Kind.HELLO,)
+    with behind(lambda wire, data: b"", kinds, quiet=0.15) as (remote, wire):
+        counted = check_texts(remote)
+        time.sleep(0.3)
+        check_texts(remote)
+        assert counted.undrafted.keys() <= {"late", "disconnected"} and not counted.drafted
+    assert wire.spoilt
+
+
+def test_a_server_that_comes_back_is_used_again() -> None:
+    """Rows go on from their whole texts; while nobody is there, rounds are plain steps."""
+    with serving(model(), VOCAB) as port, connected(port, VOCAB, timeout=2.0) as remote:
+        assert not check_texts(remote).undrafted
+    with connected(port, VOCAB, timeout=2.0) as remote:
+        gone = check_texts(remote)
+        assert set(gone.undrafted) == {"disconnected"} and not gone.drafted
+        with serving(model(), VOCAB, port=port):
+            until = time.monotonic() + 5
+            while not remote.link.generation and time.monotonic() < until:
+                time.sleep(0.01)
+            assert check_texts(remote).drafted
+
+
+def test_a_server_that_dies_and_comes_back_in_the_middle_of_texts() -> None:
+    """Every few answers the connection ends; there are drafts before and after, and no text differs."""
+    with behind(cut_often, timeout=2.0) as (remote, wire):
+
+        def patient(tokens: list[int]) -> None:
+            until = time.monotonic() + 2
+            while not remote.link.generation and time.monotonic() < until:
+                time.sleep(0.005)
+
+        asked = [replace(each, stop=patient) for each in requests(GREEDY)]
+        rows = bounded(lambda: generate(decoder(remote), asked))
+    want = generate(decoder(NoDraft()), requests(GREEDY))
+    assert [row.tokens for row in rows] == [row.tokens for row in want]
+    assert wire.spoilt >= 6 and summed(rows).undrafted["disconnected"] >= 2 and summed(rows).accepted >= 10
+
+
+def test_an_answer_that_was_late_does_not_stand_for_the_next_one() -> None:
+    """A sequence number that comes back late is thrown away, and the next answer counts again."""
+
+    def first_late(wire: Wire, data: bytes) -> bytes:
+        if wire.spoilt == 1:
+            time.sleep(0.3)
+        return data
+
+    with behind(first_late, timeout=0.2, quiet=5.0) as (remote, _):
+        counted = check_texts(remote)
+    assert counted.undrafted.get("late", 0) >= 1
+    assert counted.accepted == counted.drafted > 0
+
+
+def test_the_server_survives_what_clients_send() -> None:
+    """Garbage, huge frames, questions about unknown rows: the one who sends them is sent away, the others go on."""
+    with serving(model(), VOCAB) as port:
+        for nonsense in (b"\0" * 64, bytes(range(256)), HEAD.pack(b"SLDR", 1, 4, 0, LARGEST), b"SLDR", b""):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(nonsense)
+                client.shutdown(socket.SHUT_WR)
+                client.settimeout(5)
+                while client.recv(4096):
+                    pass
+        with connected(port, VOCAB, timeout=2.0) as remote:
+            generation = remote.link.generation
+            remote.link.tell(generation, [Frame(Kind.PROPOSE, 5, {"row": [1]}), Frame(Kind.OPEN, 5, {"row": -1})])
+            assert not check_texts(remote).undrafted
+
+
+@dataclass
+class Broken:
+    """A drafter that fails at times."""
+
+    inner: ModelDrafter
+    calls: int = 0
+
+    def propose(self, context: Any, gammas: Sequence[int]) -> Any:
+        """Raise at every fifth call."""
+        self.calls += 1
+        if self.calls % 5 == 0:
+            raise RuntimeError("out of something")
+        return self.inner.propose(context, gammas)
+
+    def observe(self, round: Any) -> None:
+        """Passed on."""
+        self.inner.observe(round)
+
+
+def test_a_draft_that_fails_is_refused_and_opened_again(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(Broken(model()), VOCAB) as port, connected(port, VOCAB, timeout=2.0) as remote:
+        counted = check_texts(remote)
+    assert counted.undrafted["refused"] and counted.drafted
+    assert "out of something" in capfd.readouterr().err
+
+
+def test_reasons_stand_in_the_statistics_that_users_see() -> None:
+    with connected(1, VOCAB, timeout=0.05) as remote:
+        rows = generate(decoder(remote), requests(GREEDY, 1))
+    shown = json.loads(json.dumps(rows[0].stats.as_dict()))
+    assert shown["undrafted"] == {"disconnected": rows[0].stats.target_calls - 1}
