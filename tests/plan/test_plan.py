@@ -420,6 +420,29 @@ def test_promise_with_a_curve() -> None:
             as_curve(wrong)
 
 
+def test_promise_for_a_draft_elsewhere() -> None:
+    """With the distance falls what is gained, until nothing is."""
+    near, far, beyond = (promise(0.8, 0.1, delay=delay) for delay in (0.0, 1.0, 9.0))
+    assert near.best.walltime_factor > far.best.walltime_factor > 1 and far.best.gamma > 0
+    assert beyond.best.gamma == 0 and beyond.longest_delay is not None and 1 < beyond.longest_delay < 9
+    assert near.longest_delay == far.longest_delay == beyond.longest_delay
+    assert promise(0.8, 0.1).longest_delay is None
+
+
+def test_a_plan_for_a_draft_elsewhere_pays_for_its_distance() -> None:
+    """Whole rounds of 1 s, of which drafting 2 tokens takes 0.2: what is away costs that, less what is ready."""
+    plain, ours = (beat(1),) * 5, (Beat(1, 0, 3, 0.2, 0.8, 0.0),) * 5
+    here = PlanCosts(1, plain, ours, (2,) * 5)
+    kept = states([Tally((20, 10), (10, 5), 10.0, 20)])
+    local, drafting = here.round(2), here.draft(2)
+    never = Survival((0.0, 0.0), (0.0, 0.0))
+    assert here.lasting(2, kept) == local
+    assert replace(here, delay=5 * local).lasting(2, never) == pytest.approx(6 * local)
+    always = replace(here, delay=5 * local).lasting(2, Survival((1.0, 1.0), (1.0, 1.0)))
+    assert always == pytest.approx(6 * local - drafting)
+    assert always < replace(here, delay=5 * local).lasting(2, kept) < 6 * local
+
+
 # ---- the file ---------------------------------------------------------------------------------------------------
 
 PLAN = Plan("org/big", "org/small", {1: 5, 8: 2}, 101, "token", "bfloat16", 0.7, machine={"cpu": "x"})
@@ -713,11 +736,27 @@ def test_what_a_mode_does_not_use_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_command_for_a_draft_elsewhere(command: Callable[..., Result], small: list[str]) -> None:
+    """What is away is predicted and not run, and the report says how far it may be."""
+    found = json.loads(command(*small, "--network-ms", "2000", "--json").stdout)["figures"]
+    [outlook] = [one for by_draft in found["outlooks"].values() for one in by_draft.values()]
+    assert not outlook["speculate"] and outlook["longest_delay_milliseconds"] < 2000
+    assert found["verifications"] == [] and found["settings"]["network_ms"] == 2000
+    shown = command(*small, "--network-ms", "2000")
+    assert "2000 ms away" in shown.stdout and "pay" in shown.stdout and "measured with gamma" not in shown.stdout
+    figures = command("plan", "--alpha", "0.8", "--cost", "0.1", "--network-ms", "5", "--step-ms", "20")
+    assert figures.exit_code == 0 and "5 ms away" in figures.stdout
+    for one in ("--network-ms", "--step-ms"):
+        wrong = command("plan", "--alpha", "0.8", "--cost", "0.1", one, "5")
+        assert wrong.exit_code == 2 and "go together" in wrong.stderr
+
+
 def test_every_option_of_plan_belongs_to_a_mode() -> None:
     plan = next(each for each in cli.app.registered_commands if each.callback and each.callback.__name__ == "plan")
     command = typer.main.get_command_from_info(plan, pretty_exceptions_short=True, rich_markup_mode=None)
     options = {parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"}
     ours = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan", "--export"}
+    ours |= {"--step-ms", "--network-ms"}
     assert options == ours | set(MEASURED) - {"PROMPT"}
 
 

@@ -32,9 +32,10 @@ from slipstream.cli.options import (
     Verify,
     option,
     refuse_others,
+    with_options,
 )
 from slipstream.cli.options import given as written
-from slipstream.cli.plan_figures import about_distance, from_figures, plan_table
+from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures, plan_table
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
@@ -46,11 +47,6 @@ if TYPE_CHECKING:
     from slipstream.plan.planner import PlanReport, Verification
     from slipstream.plan.predict import Outlook
 
-
-FIGURES = "Without models"
-
-ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve", "step_ms"}
-"""Any of these asks for a plan without models."""
 
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
 QUICK_PROMPTS, PROMPTS = 8, 32
@@ -64,15 +60,6 @@ NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion; 
 Sample = Annotated[int | None, option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
 Repetitions = Annotated[int | None, option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
 Quick = Annotated[bool, option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
-Alpha = Annotated[float | None, option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
-Cost = Annotated[float | None, option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
-Operations = Annotated[
-    float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
-]
-Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
-StepMs = Annotated[
-    float | None, option(FIGURES, "Milliseconds of a target step, for --network-ms.", metavar="X", min=0.001)
-]
 NetworkMs = Annotated[
     float | None,
     option(None, "The draft is to run elsewhere, so many milliseconds away, there and back.", metavar="X", min=0),
@@ -87,6 +74,7 @@ Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON obj
 
 
 @app.command()
+@with_options(FigureOptions)
 def plan(
     context: typer.Context,
     prompts: Prompts = None,
@@ -111,11 +99,6 @@ def plan(
     repetitions: Repetitions = None,
     quick: Quick = False,
     network_ms: NetworkMs = None,
-    alpha: Alpha = None,
-    cost: Cost = None,
-    operations_cost: Operations = None,
-    curve: Curve = None,
-    step_ms: StepMs = None,
     given: Given = None,
     save: Save = None,
     export: Export = None,

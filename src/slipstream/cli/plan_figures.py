@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.console import console
+from slipstream.cli.options import option
 from slipstream.plan.from_figures import Figures, promise
 from slipstream.text.jsontext import json_text
+
+FIGURES = "Without models"
+
+Alpha = Annotated[float | None, option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
+Cost = Annotated[float | None, option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
+Operations = Annotated[
+    float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
+]
+Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
+StepMs = Annotated[
+    float | None, option(FIGURES, "Milliseconds of a target step, for --network-ms.", metavar="X", min=0.001)
+]
+
+ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve", "step_ms"}
+"""Any of these asks for a plan without models."""
+
+
+class FigureOptions:
+    """What is known where nothing is measured."""
+
+    alpha: Alpha = None
+    cost: Cost = None
+    operations_cost: Operations = None
+    curve: Curve = None
+    step_ms: StepMs = None
 
 
 def from_figures(params: dict[str, Any]) -> None:
