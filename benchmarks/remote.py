@@ -1,0 +1,268 @@
+"""A draft on another machine: measured speed against what the plan predicts, by the milliseconds in between.
+
+python benchmarks/remote.py [--target T --draft D] [--delay 0 --delay 1 --delay 5] [--gamma 2 --gamma 4] [--json FILE]
+
+The draft is served by another process on this machine, behind a relay that holds every byte back for half of the delay
+in each direction. Acceptance and costs are measured with the same draft in this process, as `slipstream plan` does; how
+far the server is, is the median time of a question that asks for nothing. Then plain decoding and the served draft take
+turns, text by text, and their speeds are compared with the prediction. Each process has one thread; on an idle machine
+with two cores or more, predictions should be within 10 %. Going ahead, the server takes memory bandwidth from a target
+on the same machine, as it would not on two: "T slower" is by how much, and the columns behind it take that into account.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+
+from slipstream.bench import PROMPTS
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import NoDraft
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.remote.drafter import RemoteDrafter
+from slipstream.drafters.remote.link import Missed
+from slipstream.drafters.remote.messages import ask_frame
+from slipstream.drafters.specification import drafter
+from slipstream.engine.engine import Engine
+from slipstream.engine.load import embedded, load
+from slipstream.measure.environment import environment
+from slipstream.measure.timing import beats
+from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
+from slipstream.plan.predict import Outline, PlanCosts, Tally, predict
+
+QUESTIONS = 60
+"""How often the distance is measured."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+# ---- a wire with a delay ----------------------------------------------------------------------------------------
+
+
+def relay(upstream: int, delay: float) -> None:
+    """Listen at a free port, print it, and pass bytes on `delay` seconds later, in a process of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        client, _ = listener.accept()
+        server = socket.create_connection(("127.0.0.1", upstream))
+        for source, sink in ((client, server), (server, client)):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            held: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threading.Thread(target=take, args=(source, held, delay), daemon=True).start()
+            threading.Thread(target=give, args=(sink, held), daemon=True).start()
+
+
+def take(source: socket.socket, held: queue.SimpleQueue[tuple[float, bytes]], delay: float) -> None:
+    """Read, and note when it may go on; nothing is the end."""
+    data = b"?"
+    while data:
+        data = b""
+        with suppress(OSError):
+            data = source.recv(1 << 16)
+        held.put((perf_counter() + delay, data))
+
+
+def give(sink: socket.socket, held: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    """Write what was held back long enough."""
+    while True:
+        due, data = held.get()
+        if (wait := due - perf_counter()) > 0:
+            sleep(wait)
+        with suppress(OSError):
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            sink.sendall(data)
+
+
+@contextmanager
+def started(*command: str) -> Iterator[str]:
+    """A process of its own, and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **ONE_THREAD}
+    )
+    try:
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            raise SystemExit(f"{' '.join(command)} did not start.")
+        yield line
+    finally:
+        process.terminate()
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+def distance(remote: RemoteDrafter) -> float:
+    """Seconds from question to answer, there and back, where nothing is drafted: the median of many."""
+    link, times = remote.link, list[float]()
+    for number in range(QUESTIONS):
+        begin, sequence = perf_counter(), (1 << 30) + number
+        if isinstance(link.ask(link.generation, [ask_frame(sequence, [], False)], sequence), Missed):
+            raise SystemExit("the server does not answer.")
+        times.append(perf_counter() - begin)
+    return median(times)
+
+
+def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[Tally], PlanCosts]:
+    """Acceptance and costs with the draft in this process."""
+    plain, [record] = sweep(engine.decoder, [local], task, most, lambda name: None)
+    return record.tallies, record.costs(plain)
+
+
+def compare(
+    engine: Engine, far: RemoteDrafter, task: PlanTask, gammas: Sequence[int], repetitions: int
+) -> dict[int, list[tuple[Speed, Speed]]]:
+    """Plain decoding and the served draft by turns -> pairs of speeds for each gamma."""
+    found: dict[int, list[tuple[Speed, Speed]]] = {gamma: [] for gamma in gammas}
+    plain = using(engine.decoder, NoDraft(), Fixed(0), 1)
+    for turn in range(repetitions):
+        for gamma in gammas:
+            ours = using(engine.decoder, far, Fixed(gamma), 1)
+            one, other = speeds([plain, ours], task, turn)
+            found[gamma].append((one, other))
+    return found
+
+
+def slowdown(engine: Engine, local: Any, far: RemoteDrafter, task: PlanTask, gamma: int) -> float:
+    """How much longer a pass of the target takes while the server, on the same machine, goes ahead: on two machines 1."""
+
+    def passes(draft: Any) -> list[float]:
+        decoder = using(engine.decoder, draft, Fixed(gamma), 1)
+        timed = (beat for part in task.parts() for _, beat in beats(decoder, task.requests(part)))
+        return [beat.target for beat in timed if beat.width == gamma + 1]
+
+    return median(passes(far)) / median(passes(local))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One distance: what was added to it, what it is (seconds), and what sharing a machine costs the target there."""
+
+    added: float
+    away: float
+    slower: float
+
+
+def lines(
+    place: Place, known: tuple[list[Tally], PlanCosts], found: dict[int, list[tuple[Speed, Speed]]], length: int
+) -> list[dict[str, Any]]:
+    """Measured and predicted speed-up for each gamma at one distance."""
+    tallies, costs = known
+    outline = Outline(max(found), length, replicates=100, gammas=tuple(found))
+    outlook = predict(tallies, replace(costs, delay=place.away), outline)
+    shared = tuple(replace(beat, target=beat.target * place.slower) for beat in costs.speculative)
+    here = predict(tallies, replace(costs, delay=place.away, speculative=shared), outline)
+    made = []
+    for prediction, beside in zip(outlook.predictions, here.predictions, strict=True):
+        pairs = found[prediction.gamma]
+        factor = median(ours.per_second / plain.per_second for plain, ours in pairs)
+        made.append(
+            {
+                "added_ms": place.added,
+                "network_ms": 1000 * place.away,
+                "gamma": prediction.gamma,
+                "predicted": prediction.factor,
+                "predicted_on_one_machine": beside.factor,
+                "measured": factor,
+                "difference": factor / prediction.factor - 1,
+                "difference_on_one_machine": factor / beside.factor - 1,
+                "target_slower": place.slower,
+                "tokens_per_call": sum((ours for _, ours in pairs), Speed()).per_call,
+                "tokens_per_call_predicted": prediction.tokens_per_call,
+                "longest_delay_ms": 1000 * (outlook.longest_delay or 0.0),
+            }
+        )
+    return made
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """All distances, by turns with nothing: a server and a relay for each."""
+    torch.set_num_threads(1)
+    place, dtype = embedded(given.target, given.dtype)
+    engine = load(place, dtype=dtype)
+    context = BuildContext(engine.decoder.target, engine.tokenizer, dtype)
+    texts = tuple(engine.encode(prompt) for prompt in list(PROMPTS)[: given.texts])
+    sampler = Sampling(temperature=given.temperature)
+    task = PlanTask(texts, 1, given.max_new_tokens, sampler, frame=engine.frame)
+    local, table = drafter(given.draft, context), list[dict[str, Any]]()
+    known = measured(engine, local, task, max(given.gamma))
+    serve = ("-m", "slipstream", "serve-draft", "--draft", given.draft, "--dtype", str(dtype), "--port", "0", "--json")
+    with started(*serve) as ready:
+        port = json.loads(ready)["url"].rsplit(":", 1)[1]
+        for added in given.delay:
+            with started(str(Path(__file__)), "--relay", port, str(added)) as shown:
+                name = f"tcp://127.0.0.1:{int(shown)}?timeout-ms=10000&trust={'true' if given.trust else 'false'}"
+                far = drafter(name, context)
+                assert isinstance(far, RemoteDrafter)
+                away = distance(far)
+                spot = Place(added, away, slowdown(engine, local, far, task, max(given.gamma)))
+                found = compare(engine, far, task, given.gamma, given.repetitions)
+                table += lines(spot, known, found, given.max_new_tokens)
+    costs = known[1]
+    facts = {"step_ms": 1000 * costs.step, "draft_ms": 1000 * costs.draft(given.gamma[-1]) / given.gamma[-1]}
+    return {"environment": environment(engine), "settings": vars(given), **facts, "lines": table}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The lines as a table."""
+    print(f"target step {result['step_ms']:.1f} ms, drafted token {result['draft_ms']:.2f} ms")
+    names = ("added ms", "away ms", "gamma", "predicted", "measured", "off", "T slower", "predicted", "off")
+    print(" ".join(f"{name:>9}" for name in names))
+    for line in result["lines"]:
+        print(
+            f"{line['added_ms']:9g} {line['network_ms']:9.2f} {line['gamma']:9d} {line['predicted']:9.2f} "
+            f"{line['measured']:9.2f} {line['difference']:+9.1%} {line['target_slower']:9.2f} "
+            f"{line['predicted_on_one_machine']:9.2f} {line['difference_on_one_machine']:+9.1%}"
+        )
+
+
+def main() -> None:
+    """Read what was asked for, measure, print, and write."""
+    if sys.argv[1:2] == ["--relay"]:
+        relay(int(sys.argv[2]), float(sys.argv[3]) / 2000)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft", default="embedded")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--delay", type=float, action="append", help="milliseconds there and back; repeatable")
+    parser.add_argument("--gamma", type=int, action="append", help="repeatable")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--trust", action="store_true", help="use the law that the server sends")
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--json", help="write the figures to this file too")
+    given = parser.parse_args()
+    given.delay, given.gamma = given.delay or [0.0, 1.0, 5.0], given.gamma or [2, 4]
+    result = run(given)
+    show(result)
+    if given.json:
+        from slipstream.text.jsontext import json_text
+
+        Path(given.json).write_text(json_text(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
