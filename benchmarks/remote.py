@@ -7,7 +7,7 @@ in each direction. Acceptance and costs are measured with the same draft in this
 far the server is, is the median time of a question that asks for nothing. Then plain decoding and the served draft take
 turns, text by text, and their speeds are compared with the prediction. Each process has one thread; on an idle machine
 with two cores or more, predictions should be within 10 %. Going ahead, the server takes memory bandwidth from a target
-on the same machine, as it would not on two: "T slower" is by how much, and the columns behind it take that into account.
+on the same machine, as it would not on two: "T slower" is by how much, and the columns behind it count that in.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def compare(
 
 
 def slowdown(engine: Engine, local: Any, far: RemoteDrafter, task: PlanTask, gamma: int) -> float:
-    """How much longer a pass of the target takes while the server, on the same machine, goes ahead: on two machines 1."""
+    """How much longer a pass of the target takes while the server, on the same machine, goes ahead; 1 on two."""
 
     def passes(draft: Any) -> list[float]:
         decoder = using(engine.decoder, draft, Fixed(gamma), 1)
