@@ -39,6 +39,8 @@ class Metrics:
         self.queued = self._histograms("request_queue_time_seconds", "From arrival to a place in the batch.", FIRST)
         names = ["model_name", "phase"]
         self.seconds = Counter("slipstream:round_seconds", "Time of rounds, by phase.", names, registry=self.registry)
+        about, why = "Rounds without the draft that was asked of another machine.", ["model_name", "reason"]
+        self.undrafted = Counter("slipstream:undrafted_rounds", about, why, registry=self.registry)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -80,6 +82,8 @@ class Metrics:
         row = ticket.generation.row
         assert row is not None and row.finish_reason
         self.stats += row.stats
+        for reason, count in row.stats.undrafted.items():
+            self.undrafted.labels(self.model, reason).inc(count)
         _observe(self.whole, now - ticket.times.arrived)
         for counter in self.finished:
             counter.labels(self.model, row.finish_reason).inc()

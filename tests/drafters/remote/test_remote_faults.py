@@ -36,7 +36,7 @@ from slipstream.drafters.remote.link import Connection
 from toys import GREEDY, PAIRS, SAMPLE, VOCAB, request, scorer
 
 TARGET, DRAFT = PAIRS["same"]  # every guess is right, so that what is spoilt would be missed
-LENGTH = 24
+LENGTH = 18
 BOUND = 5.0
 """Seconds in which a call has to end, whatever the server does; without faults it takes some 0.05."""
 

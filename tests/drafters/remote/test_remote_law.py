@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from toys import (
 )
 
 PROMPT, COUNT = (0, 2), 3
+SLOW = pytest.mark.slow
 RULES = {"token": TOKEN, "block": BLOCK, "match": MATCH}
 
 
@@ -63,7 +65,7 @@ def decoder(target: Table, link: Link, rule: Rule, rng: Rng, gammas: Sequence[in
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("pair", ["generic", "zeros", "disjoint"])
+@pytest.mark.parametrize("pair", ["zeros", pytest.param("generic", marks=SLOW), pytest.param("disjoint", marks=SLOW)])
 def test_guesses_of_an_honest_server_leave_the_law_as_it_is(pair: str, rule: str) -> None:
     target, draft = PAIRS[pair]
 
@@ -116,18 +118,18 @@ def cuttable(prefix: tuple[int, ...]) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize(("top", "draft"), [(1, cuttable), (2, cuttable), (VOCAB, quarters)])
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_trusted_law_that_is_honest_leaves_the_law_as_it_is(rule: str, top: int, draft: Table) -> None:
+@pytest.mark.parametrize(("rule", "gamma"), [("token", 1), ("block", 1), pytest.param("block", 2, marks=SLOW)])
+def test_a_trusted_law_that_is_honest_leaves_the_law_as_it_is(rule: str, gamma: int, top: int, draft: Table) -> None:
     """Cut to any number of candidates: what is cut is what is drawn from."""
-    target = PAIRS["generic"][0]
+    target, count = PAIRS["generic"][0], 1 + gamma
 
     def run(rng: Rng) -> tuple[int, ...]:
         link = Here(ModelDrafter(scorer(draft, "draft")))
-        one = decoder(target, link, RULES[rule], rng, (1,), Use(trust=True, top=top, ahead=False))
-        return tuple(generate(one, [request(PROMPT, 2)])[0].output)
+        one = decoder(target, link, RULES[rule], rng, (gamma,), Use(trust=True, top=top, ahead=False))
+        return tuple(generate(one, [request(PROMPT, count)])[0].output)
 
     law = enumerate_outcomes(run, 300_000, script_of=Grid)
-    assert total_variation(law, plain_law(target, PROMPT, 2)) < EXACT
+    assert total_variation(law, plain_law(target, PROMPT, count)) < EXACT
 
 
 def test_a_trusted_law_gives_the_texts_of_the_same_draft_beside_the_target() -> None:
@@ -161,8 +163,19 @@ LIARS: dict[str, Policy] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("liar", LIARS)
+SOON = {
+    ("adaptive", "token"),
+    ("adaptive", "block"),
+    ("adaptive", "match"),
+    ("unlikely", "token"),
+    ("one token", "block"),
+}
+
+
+@pytest.mark.parametrize(
+    ("liar", "rule"),
+    [pytest.param(*both, marks=() if both in SOON else SLOW) for both in product(LIARS, RULES)],
+)
 def test_no_server_can_change_the_law(liar: str, rule: str) -> None:
     target = PAIRS["generic"][0]
     law = first_tokens(lambda rng: decoder(target, Liar(LIARS[liar]), RULES[rule], rng, (2, 1)), PROMPT, COUNT, COUNT)
@@ -215,7 +228,7 @@ def _law(weights: Sequence[float]) -> SentLaw:
 
 # ---- who knows the seed -----------------------------------------------------------------------------------------
 
-SEEDS = 500
+SEEDS = 300
 
 
 def foreseen(target: Table, secret: int | None, wrap: Any) -> float:
@@ -254,7 +267,7 @@ def test_a_seed_that_is_known_does_not_help_a_liar(wrap: str) -> None:
 def test_control_without_the_secret_it_would() -> None:
     target = PAIRS["generic"][0]
     p = target(PROMPT)[0]
-    assert foreseen(target, None, WRAPS["alone"]) - p > 9 * (p * (1 - p) / SEEDS) ** 0.5
+    assert foreseen(target, None, WRAPS["alone"]) - p > 7 * (p * (1 - p) / SEEDS) ** 0.5
 
 
 def test_every_server_has_a_secret_of_its_own_unless_it_is_trusted() -> None:
