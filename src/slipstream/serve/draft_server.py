@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.core.protocols import Drafter
 from slipstream.drafters.remote.frames import Frame, FrameError, Kind, encode
 from slipstream.drafters.remote.hello import Refused, Vocabulary, nonce, proven, vouch
-from slipstream.drafters.remote.link import read_frame
+from slipstream.drafters.remote.link import GREETING, read_frame
 from slipstream.drafters.remote.messages import OpenRow, draft_frame, read_ask
 from slipstream.kernels.threads import release_threads
 from slipstream.serve.draft_rows import DraftRows, Served
@@ -35,6 +35,10 @@ class DraftSettings:
     most_clients: int = 64
     quiet: float = 60.0
     unsent: int = 64 << 20
+
+
+MOST_LETTERS = 4096
+"""Letters that may lie there unread, of all clients; whoever sends another one is sent away."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,8 @@ class DraftServer:
                 if frame.kind == Kind.PING:
                     writer.write(encode(Frame(Kind.PONG, frame.sequence)))
                 else:
+                    if self.desk.letters.qsize() >= MOST_LETTERS:
+                        raise Refused("this draft server has more to do than it can remember")
                     self.desk.letters.put(Letter(client, frame))
         except (Refused, FrameError) as error:
             with suppress(OSError, RuntimeError):
@@ -238,7 +244,7 @@ class DraftServer:
         ours, key = self.settings.vocabulary, self.settings.key
         hello = nonce()
         writer.write(encode(Frame(Kind.HELLO, 0, {"nonce": hello})))
-        answer = await read_frame(reader)
+        answer = await read_frame(reader, GREETING)
         if answer.kind != Kind.PROOF:
             raise FrameError("a client begins with a proof that it has the key")
         nonces = [hello, answer.text("nonce", 64)]

@@ -408,7 +408,8 @@ def test_an_answer_that_was_late_does_not_stand_for_the_next_one() -> None:
 def test_the_server_survives_what_clients_send() -> None:
     """Garbage, huge frames, questions about unknown rows: the one who sends them is sent away, the others go on."""
     with serving(model(), VOCAB) as port:
-        for nonsense in (b"\0" * 64, bytes(range(256)), HEAD.pack(b"SLDR", 1, 4, 0, LARGEST), b"SLDR", b""):
+        stranger = HEAD.pack(b"SLDR", 1, Kind.PROOF, 0, LARGEST)  # no bytes are kept of who has not shown the key
+        for nonsense in (b"\0" * 64, bytes(range(256)), HEAD.pack(b"SLDR", 1, 4, 0, 9), stranger, b"SLDR", b""):
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(nonsense)
                 client.shutdown(socket.SHUT_WR)

@@ -163,13 +163,7 @@ LIARS: dict[str, Policy] = {
 }
 
 
-SOON = {
-    ("adaptive", "token"),
-    ("adaptive", "block"),
-    ("adaptive", "match"),
-    ("unlikely", "token"),
-    ("one token", "block"),
-}
+SOON = {*product(["adaptive"], RULES), ("unlikely", "token"), ("one token", "block")}
 
 
 @pytest.mark.parametrize(

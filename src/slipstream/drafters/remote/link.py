@@ -21,7 +21,7 @@ from typing import Protocol
 from weakref import finalize
 
 from slipstream.drafters.remote.address import Settings
-from slipstream.drafters.remote.frames import HEAD, Frame, FrameError, Kind, decode_body, decode_head, encode
+from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameError, Kind, decode_body, decode_head, encode
 from slipstream.drafters.remote.hello import Refused, Vocabulary, check_fit, nonce, proven, vouch
 
 LATE, REFUSED, DISCONNECTED = "late", "refused", "disconnected"
@@ -59,9 +59,16 @@ class Link(Protocol):
         ...
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Frame:
-    """The next frame of a stream. Raises FrameError for what is none, IncompleteReadError at the end."""
+GREETING = 1 << 17
+"""Bytes of the longest frame of somebody who has not shown the key yet: a vocabulary's sketch."""
+
+
+async def read_frame(reader: asyncio.StreamReader, most: int = LARGEST) -> Frame:
+    """The next frame of a stream, of at most so many bytes. Raises FrameError for what is none, IncompleteReadError at
+    the end."""
     kind, sequence, length = decode_head(await reader.readexactly(HEAD.size))
+    if length > most:
+        raise FrameError(f"a frame of {length} bytes is too large here: {most} are allowed")
     return decode_body(kind, sequence, await reader.readexactly(length))
 
 
@@ -267,10 +274,10 @@ class _Task:
             raise Refused(str(error)) from None
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        hello = await read_frame(reader)
+        hello = await read_frame(reader, GREETING)
         nonces = [hello.text("nonce", 64), nonce()]
         writer.write(encode(vouch(Kind.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
-        welcome = await read_frame(reader)
+        welcome = await read_frame(reader, GREETING)
         if welcome.kind == Kind.REFUSAL:
             raise Refused(welcome.text("reason"))
         if hello.kind != Kind.HELLO or welcome.kind != Kind.WELCOME:
