@@ -23,16 +23,23 @@ def rng_of(decoder: Decoder, rows: Sequence[Row]) -> Rng:
     """How the rows draw: by the rules of their requests, else by the decoder's; beside a draft that is not trusted, so
     that no one who knows the seed can foresee it."""
     rules, secret = [row.request.rule for row in rows], secret_among(decoder.drafter)
-    if not any(rules) and secret is None:
-        return decoder.rng
+    if not any(rules):
+        return decoder.rng if secret is None else _sealed(decoder.rng, secret, len(rows))
     ways = [decoder.rng.select([place]) if rule is None else rule.rng for place, rule in enumerate(rules)]
-    return RowByRow.of(ways if secret is None else _sealed(ways, secret))
+    if secret is not None:
+        made = {id(way): _sealed(way, secret, 1) for way in ways}
+        ways = [made[id(way)] for way in ways]
+    return RowByRow.of(ways)
 
 
-def _sealed(ways: Sequence[Rng], secret: int) -> list[Rng]:
-    """The draws of rows that nobody else can foresee; coupled ones, which need no secret, stay as they are."""
-    made = {id(way): way if way.coupled else Sealed(way, secret) for way in ways}
-    return [made[id(way)] for way in ways]
+def _sealed(rng: Rng, secret: int, rows: int) -> Rng:
+    """Draws that nobody else can foresee; coupled ones, which need no secret, stay as they are."""
+    if not rng.coupled:
+        return Sealed(rng, secret)
+    ways = [rng.select([place]) for place in range(rows)]
+    if all(way.coupled for way in ways):
+        return rng
+    return RowByRow(tuple(way if way.coupled else Sealed(way, secret) for way in ways))
 
 
 def verify(decoder: Decoder, context: Context, p: Law, draft: Draft) -> Verdict:
