@@ -270,9 +270,9 @@ def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...],
 def _compare_leaf(observed: Observations, draft: Draft, drawn: Sequence[Drawn]) -> None:
     """A draft that was drawn token by token, or by a graph."""
     assert draft.law is not None
-    for each in drawn:
-        if each.chances is not None:
-            observed.q = _worst(observed.q or 0.0, _inverted(draft, each.chances))
+    numbers = [each.chances for each in drawn if each.chances is not None]
+    for chances in numbers[:1]:  # those behind them are for a later round, which a server may prepare
+        observed.q = _worst(observed.q or 0.0, _inverted(draft, chances))
     tokenwise = [each for each in drawn if each.chances is None]
     if len(tokenwise) == draft.law.positions:
         for node, each in enumerate(tokenwise):

@@ -56,6 +56,9 @@ from slipstream.drafters.remote.messages import (
 
 CPU = torch.device("cpu")
 
+Numbers = tuple[tuple[float, ...], tuple[float, ...]]
+"""What draws the tokens of this round, and those of the next."""
+
 
 @dataclass
 class Held:
@@ -122,15 +125,15 @@ class RemoteDrafter:
     ) -> list[DraftRow] | Missed:
         """Ask for some of the rows -> a draft for each, or why there is none."""
         generation, frames, asks = known[0], list(known[1]), list[AskRow]()
-        sequence = next(self._sequences)
+        sequence, drawn = next(self._sequences), self._drawn(context, gammas)
         for place in places:
-            row, gamma = context.rows[place], gammas[place]
+            row, gamma, numbers = context.rows[place], gammas[place], drawn[place]
             held = self._held[id(row)]
-            mode = self._mode(context, place)
+            mode = self._mode(context, place, numbers is not None)
             if held.connection != generation or held.mode != mode:
                 held.connection, held.mode, held.text = generation, mode, list(row.readable)
                 frames.append(self._open(row, held))
-            asks.append(self._ask(context, place, held, gamma))
+            asks.append(_ask(row, held, gamma, numbers))
         answer = self.link.ask(generation, [*frames, ask_frame(sequence, asks, self.use.ahead)], sequence)
         if isinstance(answer, Missed):
             return answer
@@ -159,14 +162,28 @@ class RemoteDrafter:
             if each.number == number:
                 each.connection = 0
 
-    def _mode(self, context: Context, place: int) -> Mode:
+    def _mode(self, context: Context, place: int, drawn: bool) -> Mode:
+        """How a row is drafted; `drawn`: there are numbers to draw its tokens with."""
         if context.rows[place].request.sampler.greedy:
             return Mode.GUESS
-        rng = context.rng.select([place])
-        if rng.coupled:
+        if context.rng.select([place]).coupled:
             return Mode.COUPLED
-        drawn = self.use.trust and rng.chances(context.select([place]).key(Purpose.DRAFT), 0) is not None
         return Mode.LAW if drawn else Mode.GUESS
+
+    def _drawn(self, context: Context, gammas: Sequence[int]) -> list[Numbers | None]:
+        """What draws the tokens of this round, and of the next if all stand, for each row; None where there is nothing
+        to draw: where the server is not trusted, and in draws that are no inversions."""
+        if not self.use.trust:
+            return [None] * len(gammas)
+        key, most = context.key(Purpose.DRAFT), max(gammas)
+        present = _chances(context, key, most)
+        further = [gamma + 1 for gamma in gammas]
+        later = _chances(context, _moved(key, further), most) if self.use.ahead else present
+        ahead = self.use.ahead
+        return [
+            None if now is None or then is None else (tuple(now[:gamma]), tuple(then[:gamma]) if ahead else ())
+            for gamma, now, then in zip(gammas, present, later, strict=True)
+        ]
 
     def _open(self, row: Row, held: Held) -> Frame:
         request = row.request
@@ -176,21 +193,6 @@ class RemoteDrafter:
         opened = OpenRow(held.number, held.mode, settings_of(request.sampler), tuple(held.text), prompt, source)
         names = (request.seed, request.key) if shared else (0, 0)
         return replace(opened, top=self.use.top, seed=names[0], key=names[1]).frame()
-
-    def _ask(self, context: Context, place: int, held: Held, gamma: int) -> AskRow:
-        """The commit and the question for a row; for a law, with the numbers of this round and of the next one."""
-        text = context.rows[place].readable
-        keep = _common(held.text, text)
-        ask = AskRow(held.number, keep, tuple(text[keep:]), gamma)
-        held.text = list(text)
-        if held.mode != Mode.LAW:
-            return ask
-        alone = context.select([place])
-        key = alone.key(Purpose.DRAFT)
-        numbers = alone.rng.chances(key, gamma)
-        later = alone.rng.chances(_moved(key, gamma + 1), gamma) if self.use.ahead else [[]]
-        assert numbers is not None and later is not None, "the mode was chosen because there are numbers"
-        return replace(ask, numbers=tuple(numbers[0]), later=tuple(later[0]))
 
     def _checked(self, answer: Frame, asks: Sequence[AskRow]) -> list[DraftRow]:
         """The drafts of an answer. Raises FrameError for those of other rows, of more than was asked for, and, where
@@ -253,7 +255,25 @@ def _common(known: Sequence[int], text: Sequence[int]) -> int:
     return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(known), len(text)))
 
 
-def _moved(key: Key, tokens: int) -> Key:
-    """The key of the round after so many more tokens."""
-    origins = tuple(origin + tokens for origin in key.origins)
-    return replace(key, origins=origins, positions=tuple(position + tokens for position in key.positions))
+def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
+    """The commit and the question for a row."""
+    text = row.readable
+    keep = _common(held.text, text)
+    held.text = list(text)
+    ask = AskRow(held.number, keep, tuple(text[keep:]), gamma)
+    return replace(ask, numbers=numbers[0], later=numbers[1]) if numbers and held.mode == Mode.LAW else ask
+
+
+def _chances(context: Context, key: Key, positions: int) -> list[list[float] | None]:
+    """The numbers of every row, in one call where all rows have some."""
+    if (found := context.rng.chances(key, positions)) is not None:
+        return list(found)
+    alone = [context.rng.select([place]).chances(key.select([place]), positions) for place in range(len(context.rows))]
+    return [None if each is None else each[0] for each in alone]
+
+
+def _moved(key: Key, tokens: Sequence[int]) -> Key:
+    """The key of the round after so many more tokens of each row."""
+    origins = tuple(origin + more for origin, more in zip(key.origins, tokens, strict=True))
+    positions = tuple(position + more for position, more in zip(key.positions, tokens, strict=True))
+    return replace(key, origins=origins, positions=positions)
