@@ -1,6 +1,10 @@
-"""How many tokens each acceptance rule keeps on real prompts, paired by prompt, with a bootstrap interval.
+"""How many tokens each acceptance rule keeps: measured on real prompts, or computed exactly on random tables.
 
 python benchmarks/rules.py PROMPTS.jsonl[.gz] [--target DIR --draft DIR] [--temperature 1.0] [--gamma 5] [--json]
+python benchmarks/rules.py PROMPTS.jsonl[.gz] --nodes 12     several paths and trees, 12 scored nodes each
+python benchmarks/rules.py --tables 200                      the same with 6 nodes, by enumeration
+
+Measured figures are paired by prompt, with a bootstrap interval.
 """
 
 from __future__ import annotations
@@ -10,31 +14,103 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
 
 import slipstream
+from slipstream.check.enumeration import Process, drafts, outcomes
+from slipstream.core.draft import Draft, ancestors
+from slipstream.core.law import Law
 from slipstream.core.stats import Stats
+from slipstream.decoding.rules import rule
+from slipstream.drafters.tree import tree_parents
 from slipstream.engine.engine import Engine
 from slipstream.text.prompts import gather
 
 RULES = ("token", "block", "match", "coupled")
+TABLE_NODES, TABLE_VOCAB = 6, 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """A rule and the draft that it verifies: candidates per level, all drawn independently for several paths."""
+
+    verify: str
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The rule's name, with the tree if there is one."""
+        tree = max(self.shape) > 1 and not rule(self.verify).paths
+        return f"{self.verify}, tree {','.join(map(str, self.shape))}" if tree else f"{self.verify}, gamma {self.depth}"
+
+    @property
+    def depth(self) -> int:
+        """Tokens that one path has."""
+        return len(self.shape)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What `slipstream.load` gets."""
+        chain = max(self.shape) == 1 or rule(self.verify).paths
+        return {"verify": self.verify, **({"gamma": self.depth} if chain else {"tree": self.shape})}
+
+
+def sides(nodes: int) -> list[Side]:
+    """A chain, several paths and the trees beside them, that all have so many nodes; first the chain."""
+    found = [Side("block", (1,) * nodes)]
+    for width in (2, 3, 4):
+        if nodes % width == 0:
+            shape = (width, *(1,) * (nodes // width - 1))
+            found += [Side("token", shape), Side("block", shape), Side(f"gbv:{width}", shape)]
+    bushes = [shape for shape in ((2, 2), (2, 2, 1, 1 / 2), (3, 2, 1), (2, 3), (3, 3)) if _nodes(shape) == nodes]
+    return found + [Side("block", tuple(map(int, shape))) for shape in bushes]
+
+
+def _nodes(shape: Sequence[float]) -> float:
+    return sum(accumulate(shape, mul))
 
 
 def main() -> None:
     args = arguments()
-    prompts = [item.prompt for item in gather([], args.prompts, False)][: args.limit]
-    engine = slipstream.load(args.target, args.draft, gamma=args.gamma, tree=args.tree)
-    stats = {rule: measure(engine, prompts, rule, args) for rule in RULES}
-    rows = [row(rule, stats[rule], stats["token"]) for rule in RULES]
+    if args.tables:
+        report = {"tables": args.tables, "nodes": TABLE_NODES, "rows": exactly(args.tables)}
+    elif not args.prompts:
+        raise SystemExit("give a file of prompts, or --tables N to compute on random tables.")
+    else:
+        report = measured(args)
     if args.json:
-        print(json.dumps({**vars(args), "prompts": len(prompts), "rows": rows}))
+        print(json.dumps({**vars(args), **report}))
         return
-    print(f"{len(prompts)} prompts x {args.seeds} seeds, gamma {args.gamma}, temperature {args.temperature}")
-    for line in rows:
+    for line in report["rows"]:
         low, high = line["interval"]
+        rest = f"   alpha {line['alpha']:.3f}" if "alpha" in line else ""
         print(
-            f"{line['rule']:8} mean acceptance length {line['mean_acceptance_length']:.3f}   "
-            f"against token {line['difference']:+.3f} [{low:+.3f}, {high:+.3f}]   alpha {line['alpha']:.3f}"
+            f"{line['rule']:28} mean acceptance length {line['mean_acceptance_length']:.3f}   "
+            f"against the first {line['difference']:+.3f} [{low:+.3f}, {high:+.3f}]{rest}"
         )
+
+
+# ---- measured ---------------------------------------------------------------------------------------------------
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """Every rule on the prompts, against the first of them."""
+    prompts = [item.prompt for item in gather([], args.prompts, False)][: args.limit]
+    if args.nodes:
+        runs = {}
+        for side in sides(args.nodes):
+            engine = slipstream.load(args.target, args.draft, **side.how)
+            runs[side.name] = measure(engine, prompts, side.verify, args)
+    else:
+        engine = slipstream.load(args.target, args.draft, gamma=args.gamma)
+        runs = {name: measure(engine, prompts, name, args) for name in RULES}
+    base = next(iter(runs.values()))
+    return {"prompts": len(prompts), "rows": [row(name, stats, base) for name, stats in runs.items()]}
 
 
 def measure(engine: Engine, prompts: Sequence[str], rule: str, args: argparse.Namespace) -> list[Stats]:
@@ -44,13 +120,13 @@ def measure(engine: Engine, prompts: Sequence[str], rule: str, args: argparse.Na
     return [sum((completion.stats for completion in column), Stats()) for column in zip(*runs, strict=True)]
 
 
-def row(rule: str, stats: Sequence[Stats], base: Sequence[Stats]) -> dict[str, object]:
+def row(name: str, stats: Sequence[Stats], base: Sequence[Stats]) -> dict[str, Any]:
     pairs = list(zip(stats, base, strict=True))
     rng = random.Random(0)
     draws = sorted(difference(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
     total = sum(stats, Stats())
     return {
-        "rule": rule,
+        "rule": name,
         "alpha": total.alpha,
         "mean_acceptance_length": total.mean_acceptance_length,
         "difference": difference(pairs),
@@ -60,18 +136,74 @@ def row(rule: str, stats: Sequence[Stats], base: Sequence[Stats]) -> dict[str, o
 
 
 def difference(pairs: Sequence[tuple[Stats, Stats]]) -> float:
-    """Pooled mean acceptance length of the rule minus that of token verification."""
+    """Pooled mean acceptance length of the rule minus that of the first."""
     ours, theirs = (sum(column, Stats()).mean_acceptance_length or 0 for column in zip(*pairs, strict=True))
     return ours - theirs
 
 
+# ---- computed ---------------------------------------------------------------------------------------------------
+
+
+def exactly(tables: int) -> list[dict[str, Any]]:
+    """The expected tokens of one round, exact for every table, and the mean over tables."""
+    contenders = sides(TABLE_NODES)
+    found = [[1 + expected(side, table(seed, side.depth)) for side in contenders] for seed in range(tables)]
+    lines, rng = [], random.Random(0)
+    for side, own, base in zip(contenders, zip(*found, strict=True), [[each[0] for each in found]] * 99, strict=False):
+        gaps = [a - b for a, b in zip(own, base, strict=True)]
+        draws = sorted(statistics.mean(rng.choices(gaps, k=tables)) for _ in range(2000))
+        lines.append(
+            {
+                "rule": side.name,
+                "mean_acceptance_length": statistics.mean(own),
+                "difference": statistics.mean(gaps),
+                "interval": (draws[50], draws[-50]),
+                "better_tables": statistics.mean(gap > 0 for gap in gaps),
+            }
+        )
+    return lines
+
+
+def table(seed: int, depth: int) -> Process:
+    """Random laws after every text of up to `depth` tokens: p from a flat Dirichlet, q half p and half another."""
+    p, q = list[torch.Tensor](), list[torch.Tensor]()
+    for length in range(depth + 1):
+        rng = torch.Generator().manual_seed(1000 * seed + length)
+        shape = (TABLE_VOCAB,) * (length + 1)
+        one, other = (-torch.rand(shape, generator=rng, dtype=torch.float64).log() for _ in range(2))
+        p.append(one / one.sum(-1, keepdim=True))
+        q.append((p[-1] + other / other.sum(-1, keepdim=True)) / 2)
+    return Process(p, q[:depth], False)
+
+
+def expected(side: Side, process: Process) -> float:
+    """Expected accepted tokens: every draft and every coin."""
+    chosen = rule(side.verify)
+    chain, independent = max(side.shape) == 1, bool(chosen.paths)
+    parents = tuple(range(-1, side.depth - 1)) if chain else tree_parents(side.shape)[0]
+    lines = ancestors(parents)
+    tokens, weights = drafts(process, lines, independent)
+
+    def after(tables: list[torch.Tensor], line: Sequence[int]) -> torch.Tensor:
+        places = tuple(tokens[:, node].clamp(min=0) for node in line)
+        return tables[len(line)][places] if line else tables[0].expand(len(tokens), -1)
+
+    p = torch.stack([after(process.p, line) for line in ((), *lines)], 1)
+    q = torch.stack([after(process.q, line[:-1]) for line in lines], 1)
+    lengths = (len(lines),) * len(tokens)
+    draft = Draft(tokens, Law(probs=q), lengths, parents=None if chain else parents, replacement=independent)
+    found = outcomes(lambda draw: chosen.verify(Law(probs=p), draft, draw))
+    return float(sum((verdict.accepted * chance * weights).sum() for verdict, chance in found))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", help="a file of prompts, one per line or JSON lines")
+    parser.add_argument("prompts", nargs="?", help="a file of prompts, one per line or JSON lines")
     parser.add_argument("--target")
     parser.add_argument("--draft")
     parser.add_argument("--gamma", type=int, default=5)
-    parser.add_argument("--tree", type=int, nargs="*")
+    parser.add_argument("--nodes", type=int, help="compare chains, paths and trees of so many nodes")
+    parser.add_argument("--tables", type=int, help="compute on so many random tables instead")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--limit", type=int, default=164)

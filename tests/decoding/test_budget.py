@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.check.controls import Draw, broken
-from slipstream.check.enumeration import TREE, Pair, Topology, distances, normed
+from slipstream.check.enumeration import CHAINS, TREE, TREES, Pair, Topology, distances, normed
 from slipstream.core.draft import Draft, Verdict
 from slipstream.core.draws import Rng
 from slipstream.core.law import Law
@@ -147,6 +147,6 @@ def test_the_certificate_notices_a_budget_chosen_by_the_drafted_tokens(parents: 
     pairs = [Pair(*each) for each in laws]
     controls = {rule.name: rule for rule in broken(TOKEN, greedy=False, sampled=True)}
     wrong = controls["budget by the drafted tokens"]
-    assert all(found.joint > WRONG for found in distances(wrong.verify, pairs, parents is not None))
-    assert all(found.joint < 1e-6 for found in distances(TOKEN.verify, pairs, parents is not None))
+    assert all(found.joint > WRONG for found in distances(wrong.verify, pairs, CHAINS if parents is None else TREES))
+    assert all(found.joint < 1e-6 for found in distances(TOKEN.verify, pairs, CHAINS if parents is None else TREES))
     assert len(broken(TOKEN, greedy=False)) == len(controls) - 1, "a copied draft leaves nothing to choose by"

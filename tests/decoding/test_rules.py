@@ -14,7 +14,7 @@ from slipstream.core.draft import Draft, Verdict, Verifier, ancestors
 from slipstream.core.draws import Key, Rng, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
-from slipstream.decoding import acceptance, rules
+from slipstream.decoding import acceptance, multipath, rules
 from slipstream.decoding import tree_acceptance as trees
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
@@ -97,6 +97,58 @@ def test_trees_with_replacement_are_exact(pair: str) -> None:
     assert distance(pair, rules.TOKEN.verify, tree(2, 1, replacement=True), (2,)) < EXACT
 
 
+# ---- several paths ----------------------------------------------------------------------------------------------
+
+
+GBV = rules.rule("gbv:2").verify
+
+
+@pytest.mark.parametrize(
+    ("shape", "gammas", "count"),
+    [((2,), (1,), 2), ((2, 1), (2,), 2), ((1, 1), (2, 0, 1), 3), ((2, 1), (1, 2), 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("pair", ["generic", "zeros", "disjoint", "points", pytest.param("same", marks=pytest.mark.slow)])
+def test_several_paths_are_exact(pair: str, shape: tuple[int, ...], gammas: tuple[int, ...], count: int) -> None:
+    assert distance(pair, GBV, tree(*shape, replacement=True), gammas, count) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "count"), [((3,), 2), ((3, 1), 1), ((2, 1, 1), 1), ((2, 1), 3)], ids=str)
+@pytest.mark.parametrize("pair", ["zeros", "points"])
+def test_more_and_longer_paths_are_exact(pair: str, shape: tuple[int, ...], count: int) -> None:
+    assert distance(pair, GBV, tree(*shape, replacement=True), (len(shape),), count) < EXACT
+
+
+def test_whole_texts_of_several_paths_are_exact_where_rounds_end_inside() -> None:
+    """Rows of different lengths, one of which ends at a token that was drafted, beside each other."""
+    prompts, limits, (target, draft) = [(1,), (0, 2)], [2, 1], PAIRS["zeros"]
+
+    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
+        requests = [
+            request(prompt, limit, eos=frozenset({1}), key=key)
+            for key, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        drafter = tree(2, 1, replacement=True)(scorer(draft, "draft"))
+        rows = generate(Decoder(scorer(target, "target"), drafter, GBV, Cycle((2, 1)), 2, rng), requests)
+        return tuple(tuple(row.output) for row in rows)
+
+    found = enumerate_outcomes(run, 300_000)
+    laws = [plain_law(target, prompt, limit, ends=(1,)) for prompt, limit in zip(prompts, limits, strict=True)]
+    want = {(one, other): a * b for one, a in laws[0].items() for other, b in laws[1].items()}
+    assert tv(found, want) < EXACT
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_path_is_block_verification(pair: str) -> None:
+    ours = law(pair, GBV, tree(1, 1, replacement=True), (2,), 3)
+    assert tv(ours, law(pair, acceptance.block, ModelDrafter, (2,), 3)) < EXACT
+
+
+def test_block_verification_takes_several_paths_too() -> None:
+    assert rules.BLOCK.verify == rules.rule("gbv:3").verify
+
+
 # ---- controls: each of these is a mistake that was made somewhere -----------------------------------------------
 
 
@@ -134,6 +186,115 @@ def independent_candidates(p: Law, draft: Draft, draw: Callable[..., Tensor]) ->
         here = here & ~passed
     walk.settle(trees.ROOT, here, acceptance.residual(p.first(1), draft.law.first(1)).dense[:, 0])  # type: ignore[union-attr]
     return walk.verdict()
+
+
+def first_path_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """Several paths whose best one is verified as if it had been the only one: with q in place of q*."""
+    if draft.law is None:
+        return GBV(p, draft, draw)
+    best = multipath.greatest_path(p, draft).nodes
+    along = torch.nn.functional.pad(best + 1, (1, 0))
+    laws = (Law(probs=p.dense[torch.arange(p.rows)[:, None], along]), draft.law.dense[torch.arange(p.rows)[:, None], best])
+    chain = Draft(draft.tokens.gather(1, best), Law(probs=laws[1]), tuple(n // 2 for n in draft.lengths))
+    return replace(acceptance.block(laws[0], chain, draw), path=best)
+
+
+def distinct_paths(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """Paths that were drawn without replacement, verified as if they were independent."""
+    return GBV(p, replace(draft, replacement=True), draw)
+
+
+def test_faults_of_several_paths_are_caught() -> None:
+    for pair, shape in (("generic", (2,)), ("zeros", (2, 1))):
+        assert distance(pair, first_path_residual, tree(*shape, replacement=True), (len(shape),)) > WRONG
+        assert distance(pair, distinct_paths, tree(*shape), (len(shape),)) > WRONG
+
+
+def ties_by_draw(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """The order of arXiv 2602.16961's program: tokens by min(1, p/q), so that all with p >= q are equal. Of equal
+    tokens the path takes the one drawn first, while the sums behind q* count the one with the highest id as greatest."""
+    if draft.law is None:
+        return GBV(p, draft, draw)
+    q = draft.law.dense[:, 0]
+    ratio = torch.where(q > 0, (p.dense[:, 0] / q).clamp(max=1), 1.0)
+    first = ratio.gather(1, draft.tokens).argmax(-1, keepdim=True)
+    root = torch.zeros(p.rows, 1, dtype=torch.float64)
+    star = multipath.Order.of(ratio * q, q).greatest(root, draft.tokens.shape[1])
+    along = torch.cat([torch.zeros_like(first), first + 1], 1)
+    chain = Draft(draft.tokens.gather(1, first), Law(probs=star.unsqueeze(1)), (1,) * p.rows)
+    laws = Law(probs=p.dense[torch.arange(p.rows)[:, None], along])
+    return replace(acceptance.block(laws, chain, draw), path=first)
+
+
+def test_a_path_that_breaks_ties_otherwise_than_its_law_is_caught() -> None:
+    """p = (.45, .45, .1), q = (.3, .3, .4): the first two tie at min(1, p/q) = 1."""
+    p, q = [0.45, 0.45, 0.1], [0.3, 0.3, 0.4]
+    assert first_law(p, q, ties_by_draw) > WRONG
+    assert first_law(p, q, GBV) < EXACT
+
+
+def first_law(p: list[float], q: list[float], verifier: Verifier, paths: int = 2) -> float:
+    """Total variation of the first token's law from p, with one level of independent candidates."""
+
+    def decoder(rng: Rng) -> Decoder:
+        target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
+        return Decoder(target, tree(paths, replacement=True)(draft), verifier, Cycle((1,)), rng=rng)
+
+    return tv(first_tokens(decoder, PROMPT, 1, 2), {(token,): x for token, x in enumerate(p)})
+
+
+# SpecTr-GBV (arXiv 2604.25925) is no rule here: as published it does not have the target's law, nor is it the best.
+
+
+def spectr_gbv(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    """SpecTr-GBV of k drafts of one token, as its authors' program has it: each in turn passes with chance
+    p(x) f(x) / (1 - (1 - q(x))^k), where f = 1 - (1 - min(1, q/p))^k; after the last, norm(p (1 - min(1, q/p)^k))."""
+    if draft.law is None:
+        return GBV(p, draft, draw)
+    k, walk = draft.tokens.shape[1], trees.TreeWalk(p, draft, draw)
+    here, ours, q = walk.everyone, walk.p(trees.ROOT), draft.law.dense[:, 0]
+    share = torch.where(ours > 0, (q / ours).clamp(max=1), 0.0)
+    chance = ours * (1 - (1 - share) ** k) / (1 - (1 - q) ** k)
+    for child, (token, _, present) in walk.candidates(trees.ROOT):
+        h = chance.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        passed = walk.toss(h, 1 - h, here & present, child)
+        walk.settle(child, passed, walk.p(child))
+        here = here & ~passed
+    rest = ours * (1 - share**k)
+    walk.settle(trees.ROOT, here, rest / rest.sum(-1, keepdim=True))
+    return walk.verdict()
+
+
+def test_spectr_gbv_is_not_exact() -> None:
+    """p = (1/2, 1/2), q = (4/5, 1/5), two drafts of one token: the first token is accepted with chance .586 > 1/2, so
+    that no law of corrections could repair it. With one draft the formulas are token verification."""
+    p, q = [0.5, 0.5, 0.0], [0.8, 0.2, 0.0]
+    assert first_law(p, q, spectr_gbv) > 0.05
+    assert first_law(p, q, spectr_gbv, paths=1) < EXACT
+
+    def run(rng: Rng) -> int | None:
+        target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
+        decoder = Decoder(target, tree(2, replacement=True)(draft), spectr_gbv, Cycle((1,)), rng=rng)
+        round = next(iter(rounds(decoder, [request(PROMPT, 2, SAMPLE)])))
+        return round.tokens[0][0] if round.accepted[0] else None
+
+    assert enumerate_outcomes(run)[0] == pytest.approx(0.5857, abs=1e-4)
+
+
+def test_several_paths_accept_more_than_the_optimum_that_spectr_gbv_claims() -> None:
+    """Its theorem bounds the acceptance of k i.i.d. drafts by sum p (1 - (1 - min(1, q/p))^k), here .82; .86 is the
+    true optimum, and greedy multi-path block verification reaches it."""
+    p, q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64), torch.tensor([0.8, 0.2, 0.0], dtype=torch.float64)
+    claimed = float((p * (1 - (1 - (q / p.clamp(min=1e-9)).clamp(max=1)) ** 2)).sum())
+
+    def run(rng: Rng) -> int:
+        target, draft = (scorer(lambda prefix, x=x: x.tolist(), "toy") for x in (p, q))
+        decoder = Decoder(target, tree(2, replacement=True)(draft), GBV, Cycle((1,)), rng=rng)
+        return next(iter(rounds(decoder, [request(PROMPT, 2, SAMPLE)]))).accepted[0]
+
+    rate = enumerate_outcomes(run)[1]
+    assert claimed == pytest.approx(0.82) and rate == pytest.approx(0.86)
+    assert rate == pytest.approx(1 - (0.8**2 - 0.5))
 
 
 def test_independent_candidates_are_caught() -> None:
@@ -271,15 +432,17 @@ def test_a_leniency_that_is_no_number_is_told_what_to_write() -> None:
             rules.rule(name)
 
 
-@pytest.mark.parametrize("name", ["lenient:0", "lenient:2", "lenient:x", "tokens", ""])
+@pytest.mark.parametrize(
+    "name", ["lenient:0", "lenient:2", "lenient:x", "gbv", "gbv:0", "gbv:x", "gbv:99", "gbv:-1", "tokens", ""]
+)
 def test_an_unknown_rule_is_one_sentence(name: str) -> None:
     with pytest.raises(ValueError, match="verify="):
         rules.rule(name)
 
 
 def test_rules_are_found_by_name() -> None:
-    assert [rules.rule(name).name for name in ("token", "block", "match", "coupled", "lenient:0.5")] == [
-        *("token", "block", "match", "coupled", "lenient:0.5")
+    assert [rules.rule(name).name for name in ("token", "block", "match", "coupled", "gbv:3", "lenient:0.5")] == [
+        *("token", "block", "match", "coupled", "gbv:3", "lenient:0.5")
     ]
 
 

@@ -15,7 +15,7 @@ from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds, sound
-from slipstream.decoding.rules import Rule, rule
+from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
@@ -47,7 +47,7 @@ def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()
     contenders = [_plain(side) for side in runs]
     for side in sides:
         if not isinstance(side.engine.decoder.drafter, NoDraft):
-            rules = [rule(name) for name in settings.rules] or [side.engine.rule]
+            rules = [side.engine.choose(name) for name in settings.rules] or [side.engine.rule]
             contenders += [_speculative(side, each, gamma) for each in rules for gamma in settings.gammas]
     return contenders + _transformers(engine, settings)
 

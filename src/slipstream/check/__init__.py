@@ -20,7 +20,6 @@ from slipstream.check.report import Answer, CheckReport, Control, Difference, Pa
 from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import NoDraft
-from slipstream.decoding.rules import rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
@@ -69,7 +68,7 @@ def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, li
     texts = tuple(dict.fromkeys(engine.encode(prompt) for prompt in prompts))
     if not texts:
         raise ValueError("there is no prompt: give at least one.")
-    chosen = rule(settings.verify) if isinstance(settings.verify, str) else settings.verify or engine.rule
+    chosen = engine.choose(settings.verify)
     decoder = replace(engine.decoder, verifier=chosen.verify, rng=chosen.rng)
     if settings.gamma is not None:
         decoder = replace(decoder, controller=Fixed(settings.gamma))

@@ -26,6 +26,26 @@ Topology = tuple[int, ...]
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 
+@dataclass(frozen=True)
+class Form:
+    """What drafts look like, and the processes to enumerate for them: one position on `wide` cells with the shape
+    `shallow`, two on `deep` cells with the shape `bushy`, from every so many-th pair. None is a chain; with
+    `replacement`, siblings are drawn without regard to each other."""
+
+    wide: int = WIDE
+    shallow: Topology | None = None
+    deep: int = CHAIN_CELLS
+    bushy: Topology | None = None
+    every: int = 8
+    replacement: bool = False
+
+
+CHAINS = Form()
+TREES = Form(shallow=(-1,), deep=TREE_CELLS, bushy=TREE, every=24)
+PATHS = Form(wide=24, shallow=(-1, -1), deep=TREE_CELLS, bushy=(-1, -1, 0, 1), every=24, replacement=True)
+"""Two paths of two tokens; as many wide drafts as cells squared."""
+
+
 # ---- processes made of pairs of laws ---------------------------------------------------------------------------------
 
 
@@ -94,17 +114,17 @@ def deep(pairs: Sequence[Pair], cells: int) -> Process:
     return Process(p, q[:2], pairs[0].copied)
 
 
-def rule_law(verify: Verifier, process: Process, parents: Topology | None) -> Tensor:
+def rule_law(verify: Verifier, process: Process, parents: Topology | None, replacement: bool = False) -> Tensor:
     """The joint law (cells,) * len(process.p) of the first tokens under a rule, those after the round by p.
 
-    `parents` is the shape of the draft, None for a chain. Raises TooMany if the rule draws tokens among many.
+    `parents` is the shape of the draft, None for a chain; see `Form`. Raises TooMany if the rule draws tokens among many.
     """
     lines = ancestors(parents or tuple(range(-1, len(process.q) - 1)))
-    tokens, weights = drafts(process, lines)
+    tokens, weights = drafts(process, lines, replacement)
     p = torch.stack([_after(process.p[len(line)], tokens, line) for line in ((), *lines)], 1)
     q = torch.stack([_after(process.q[len(line) - 1], tokens, line[:-1]) for line in lines], 1)
     law = Law(tokens=tokens) if process.copied else Law(probs=q)
-    draft = Draft(tokens, law, (len(lines),) * len(tokens), parents=parents)
+    draft = Draft(tokens, law, (len(lines),) * len(tokens), parents=parents, replacement=replacement)
     sums = [torch.zeros(p.shape[-1] ** (i + 1), dtype=torch.float64) for i in range(len(process.p))]
     for verdict, chance in outcomes(lambda draw: verify(Law(probs=p), draft, draw)):
         _collect(sums, verdict, draft, weights * chance)
@@ -114,8 +134,8 @@ def rule_law(verify: Verifier, process: Process, parents: Topology | None) -> Te
     return joint.view(process.p[-1].shape)
 
 
-def drafts(process: Process, lines: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement.
+def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool = False) -> tuple[Tensor, Tensor]:
+    """Every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement, unless told so.
 
     A copied draft is one: the token of q, and beside it the next ones.
     """
@@ -127,7 +147,7 @@ def drafts(process: Process, lines: Sequence[Sequence[int]]) -> tuple[Tensor, Te
     options = torch.tensor([*range(cells), ABSENT])
     for line, elder in zip(lines, siblings, strict=True):
         q = torch.nn.functional.pad(_after(process.q[len(line) - 1], tokens, line[:-1]), (0, 1))
-        for older in elder:  # a missing one crosses out the last column, which is set below
+        for older in [] if replacement else elder:  # a missing one crosses out the last column, which is set below
             q = q.scatter(1, tokens[:, older : older + 1] % (cells + 1), 0)
         orphan = (tokens[:, list(line[:-1])] == ABSENT).any(1)
         q[:, -1] = (orphan | (q[:, :-1].sum(1) <= 0)).double()
@@ -226,17 +246,16 @@ class Distance:
     joint: float
 
 
-def distances(verify: Verifier, pairs: Sequence[Pair], tree: bool) -> list[Distance]:
+def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Distance]:
     """The exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
-    some, cells = pairs[:: max(1, len(pairs) // 12)], TREE_CELLS if tree else CHAIN_CELLS
-    stump: Topology | None = (-1,) if tree else None
-    shapes = [(wide(pair), stump) for pair in some]
-    starts, bush = range(0, len(pairs), 24 if tree else 8), TREE if tree else None
-    shapes += [(deep([*pairs[start:], *pairs[:start]], cells), bush) for start in starts]
+    some = pairs[:: max(1, len(pairs) // 12)]
+    shapes = [(wide(pair.pooled(form.wide)), form.shallow) for pair in some]
+    starts = range(0, len(pairs), form.every)
+    shapes += [(deep([*pairs[start:], *pairs[:start]], form.deep), form.bushy) for start in starts]
     found = []
     for process, parents in shapes:
         try:
-            law, want = rule_law(verify, process, parents), process.law
+            law, want = rule_law(verify, process, parents, form.replacement), process.law
         except TooMany:
             continue
         later = tuple(range(1, law.dim()))

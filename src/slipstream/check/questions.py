@@ -72,7 +72,7 @@ def sampling(case: Case, sampler: Sampling) -> Part:
 
 def about_rule(rule: Rule, observed: Observations) -> Answer:
     """Whether the rule's law is the target's on laws that were met."""
-    found = distances(rule.verify, observed.pairs, observed.tree) if observed.pairs else []
+    found = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
     farthest = max((distance.joint for distance in found), default=0.0)
     mean = sum(distance.token for distance in found) / max(1, len(found))
     says = f"its exact law is at most {farthest:.2g} (total variation) from the target's on {len(found)} processes "

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.check.enumeration import WIDE, Pair, normed
+from slipstream.check.enumeration import CHAINS, PATHS, TREES, WIDE, Form, Pair, normed
 from slipstream.core.draft import ABSENT, Draft, Part, Verdict, ancestors
 from slipstream.core.draws import Key, Purpose, Rng
 from slipstream.core.law import Law, distance, total_variation
@@ -67,7 +67,7 @@ class Observations:
     next: float = 0.0
     astray: int = 0
     drafted: int = 0
-    tree: bool = False
+    form: Form = CHAINS
     pairs: list[Pair] = field(default_factory=list)
 
 
@@ -163,7 +163,8 @@ def watch(
     observed = Observations()
     for round in rounds(tap.decoder, requests):
         sound(round.rows)
-        observed.tree |= round.draft.parents is not None
+        if round.draft.parents is not None:
+            observed.form = TREES if round.draft.paths is None else PATHS
         _compare_draws(observed, round, tap)
         for place, row in enumerate(round.rows):
             view = _View(round, place, tap)

@@ -68,7 +68,10 @@ Gamma = Annotated[
 Tree = Annotated[str | None, _option(MODELS, "K,K,..", "Candidates per level instead of a chain, e.g. 3,2,1.")]
 Verify = Annotated[
     str,
-    _option(MODELS, "RULE", "token, block, match, coupled (a seed's text is the same with any draft), lenient:L."),
+    _option(
+        *(MODELS, "RULE"),
+        "token, block, match, coupled (a seed's text is the same with any draft), gbv:K (K paths a round), lenient:L.",
+    ),
 ]
 PlanFile = Annotated[
     str | None, _option(MODELS, "FILE", "A plan of `slipstream plan`; what is given beside it comes first.", "--plan")

@@ -195,7 +195,7 @@ def _load(
 ) -> tuple[Engine, dict[str, Drafter]]:
     """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
     from slipstream.drafters.kinds import BuildContext
-    from slipstream.drafters.specification import drafter
+    from slipstream.drafters.specification import drafter, paths_shape
     from slipstream.engine.load import embedded, load
     from slipstream.execution.passes import Mode
 
@@ -204,7 +204,11 @@ def _load(
     place, dtype = embedded(target, how["dtype"])
     engine = load(place, progress=say, **{**how, "dtype": dtype})
     mode = Mode(how["compile"], ahead=sizes, progress=say)
-    context = BuildContext(engine.decoder.target, engine.tokenizer, dtype, how["device"], mode=mode)
+    paths = engine.rule.paths
+    shape = paths_shape(paths, max(sizes)) if paths else None
+    context = BuildContext(
+        *(engine.decoder.target, engine.tokenizer, dtype, how["device"], shape), mode=mode, independent=bool(paths)
+    )
     return engine, {name: drafter(name, context) for name in drafts or ["embedded"]}
 
 

@@ -104,6 +104,16 @@ class Draft:
         return Tree.of((-1, *(parent + 1 for parent in self.parents)), 1 + len(self.parents))
 
     @property
+    def paths(self) -> int | None:
+        """How many independent paths the draft is: nodes drawn with replacement that part at the root alone. None for
+        chains and other trees."""
+        if self.parents is None or not self.replacement:
+            return None
+        count = self.parents.count(-1)
+        levels = tuple(node - count for node in range(count, len(self.parents)))
+        return count if self.parents == (*(-1,) * count, *levels) else None
+
+    @property
     def fed(self) -> Tensor:
         """The tokens as a model takes them."""
         return self.tokens if self.parents is None else self.tokens.clamp(min=0)

@@ -10,36 +10,44 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import Rng, draw, draw_coupled
 from slipstream.core.law import Law
-from slipstream.decoding import acceptance
+from slipstream.decoding import acceptance, multipath
 from slipstream.decoding import tree_acceptance as trees
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A verifier and how it draws. `lossless` rules leave the target's law exactly as it is."""
+    """A verifier and how it draws. `lossless` rules leave the target's law exactly as it is. A rule of `paths` needs
+    drafts of so many independent paths."""
 
     name: str
     verify: Verifier
     rng: Rng = draw
     lossless: bool = True
+    paths: int | None = None
 
 
 @dataclass(frozen=True)
 class ByShape:
-    """The verifier for chains, or the one for trees."""
+    """The verifier for chains, the one for trees, or the one for independent paths."""
 
     chain: Verifier
     tree: Verifier
+    paths: Verifier
 
     def __call__(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-        verify = self.chain if draft.parents is None else self.tree
-        return verify(p, draft, draw)
+        """Verify the draft as its shape wants it."""
+        if draft.parents is None:
+            return self.chain(p, draft, draw)
+        return (self.tree if draft.paths is None else self.paths)(p, draft, draw)
 
 
-TOKEN = Rule("token", ByShape(acceptance.token, trees.recursive))
-BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal))
-MATCH = Rule("match", ByShape(acceptance.match, trees.match))
+TOKEN = Rule("token", ByShape(acceptance.token, trees.recursive, trees.recursive))
+BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal, multipath.gbv))
+MATCH = Rule("match", ByShape(acceptance.match, trees.match, trees.match))
 COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
+
+MOST_PATHS = 32
+"""The most paths of a round: every one is a chain of gamma tokens that the target scores."""
 
 
 def lenient(leniency: float) -> Rule:
@@ -47,9 +55,16 @@ def lenient(leniency: float) -> Rule:
     return Rule(f"lenient:{leniency:g}", acceptance.lenient(leniency), lossless=leniency == 1)
 
 
+def gbv(paths: int) -> Rule:
+    """Greedy multi-path block verification of so many independent paths. Raises ValueError outside 1 to MOST_PATHS."""
+    if not 1 <= paths <= MOST_PATHS:
+        raise ValueError(f"{paths} paths are not possible: it must be 1 to {MOST_PATHS}.")
+    return Rule(f"gbv:{paths}", BLOCK.verify, paths=paths)
+
+
 def rule(name: str | Rule) -> Rule:
-    """ "token", "block", "match", "coupled" or "lenient:0.5" -> the rule; a rule as it is. Raises ValueError for
-    anything else."""
+    """ "token", "block", "match", "coupled", "gbv:3" or "lenient:0.5" -> the rule; a rule as it is. Raises ValueError
+    for anything else."""
     if isinstance(name, Rule):
         return name
     if not isinstance(name, str):
@@ -61,9 +76,13 @@ def rule(name: str | Rule) -> Rule:
     try:
         if kind == "lenient" and _is_number(value):
             return lenient(float(value))
+        if kind == "gbv" and value.isascii() and value.isdigit():
+            return gbv(int(value))
     except ValueError as error:
         raise ValueError(f"verify={name!r}: {error}") from error
-    raise ValueError(f"verify={name!r} is not known: use {', '.join(plain)} or lenient:L with L between 0 and 1.")
+    raise ValueError(
+        f"verify={name!r} is not known: use {', '.join(plain)}, gbv:K with K paths or lenient:L with L between 0 and 1."
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -53,7 +53,8 @@ from slipstream.models.packed_twins import quantized_part, quantized_twin
 @dataclass(frozen=True)
 class BuildContext:
     """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read.
-    With `drafted`, another draft stands before the one that is built."""
+    With `drafted`, another draft stands before the one that is built. With `independent`, siblings of the `tree` are
+    drawn without regard to each other, as rules of several paths want them."""
 
     target: Scorer
     tokenizer: Any = None
@@ -63,6 +64,7 @@ class BuildContext:
     notes: list[str] = field(default_factory=list)
     mode: Mode = EAGER
     drafted: bool = False
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def build_model(
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
         return _foreign(context, scorer, tokenizer, vocabulary)
     if context.tree:
-        return TreeDrafter(scorer, context.tree, context.target.vocab)
+        return TreeDrafter(scorer, context.tree, context.target.vocab, context.independent)
     return ModelDrafter(scorer, context.target.vocab)
 
 
@@ -150,7 +152,9 @@ def _quantized(context: BuildContext, name: str, group: int | None = None) -> Dr
     if not target.shares_rows or target.source_form or context.tree or context.drafted:
         twin = quantized_twin(target.model, target.name, precision)
         scorer = load_scorer(twin, mode=replace(context.mode, packed=False))
-        return TreeDrafter(scorer, context.tree, target.vocab) if context.tree else ModelDrafter(scorer, target.vocab)
+        if context.tree:
+            return TreeDrafter(scorer, context.tree, target.vocab, context.independent)
+        return ModelDrafter(scorer, target.vocab)
     return _on_own_rows(context, quantized_part(target, precision))
 
 

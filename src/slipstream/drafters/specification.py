@@ -107,6 +107,14 @@ def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, 
     return shape
 
 
+def paths_shape(paths: int, depth: int, tree: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The tree that so many independent paths of a depth are. Raises ValueError if it is too large, or beside another
+    tree."""
+    if tree is not None:
+        raise ValueError(f"verify='gbv:{paths}' drafts {paths} paths, so it cannot have a tree: leave one of them out.")
+    return tree_shape((paths, *(1,) * (max(depth, 1) - 1)))
+
+
 def _build(syntax: Syntax, context: BuildContext) -> Drafter:
     if isinstance(syntax, OneOf):
         among = [_build(one, context) for one in syntax.among]

@@ -83,6 +83,10 @@ def custom_generate(
             f"verifier={verifier!r} is not possible: give a rule of slipstream.decoding.rules, or a verifier."
         )
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
+    if rule.paths:
+        raise ValueError(
+            f"verifier={rule.name!r} is not possible: `generate` runs chains of drafts here; use slipstream.load."
+        )
     return Speculation(draft, controller(gamma), rule, seed)
 
 

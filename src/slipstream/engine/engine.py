@@ -292,7 +292,7 @@ class Engine:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         if asked.beams is not None:
             raise ValueError("num_beams searches a call of its own, so its batch cannot be shared with others.")
-        own = None if asked.verify is None else rule(asked.verify)
+        own = None if asked.verify is None else self.choose(asked.verify)
         gamma = template.gamma if asked.own_gamma is None else asked.own_gamma
         return replace(template, rule=own, gamma=gamma)
 
@@ -309,8 +309,21 @@ class Engine:
         longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
+    def choose(self, verify: Rule | str | None) -> Rule:
+        """The rule of a call, by its name; the engine's own without one.
+
+        Raises ValueError for one that is not known, or wants other drafts than the engine was loaded for.
+        """
+        chosen = self.rule if verify is None else rule(verify)
+        if chosen.paths not in (None, self.rule.paths):
+            raise ValueError(
+                f"verify={chosen.name!r} drafts {chosen.paths} paths, but the models were loaded with "
+                f"verify={self.rule.name!r}: load them with verify={chosen.name!r}."
+            )
+        return chosen
+
     def _decoder(self, asked: Options) -> Decoder:
-        chosen = self.rule if asked.verify is None else rule(asked.verify)
+        chosen = self.choose(asked.verify)
         if asked.lossless and not chosen.lossless:
             raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
         decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)

@@ -13,7 +13,7 @@ from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.drafters.kinds import BuildContext
-from slipstream.drafters.specification import drafter, read_tree
+from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.target import as_they_are, target_scorer
@@ -55,7 +55,7 @@ def load(
     The draft is a model too, another specification ("lookup", "ngram:FILE", ...: `slipstream.drafters.specification`)
     or a Drafter. Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, with "auto" as many
     as pay by the time measured, or as a controller says; or the `tree` of candidates per level, e.g. (3, 2, 1).
-    `verify` is the acceptance rule (block) or its name. A `plan`, or its file, gives what is not given here: target,
+    `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma tokens. A `plan`, or its file, gives what is not given here: target,
     draft, gamma by the number of rows that run together, rule and dtype. `exact_shape` runs every pass of the target in
     one shape, so that plain and speculative decoding see the same bits (slower; chains only).
 
@@ -91,16 +91,19 @@ def load(
     draft = "embedded" if target is None and draft is None else draft
     shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
-    _check_settings(tokenizer, exact_shape, tree, compile, batch_size)
     steering = _controller(tree, gamma, made)
     chosen = BLOCK if verify is None else rule(verify)
+    if chosen.paths and draft is not None:
+        shape = paths_shape(chosen.paths, steering.most, tree)
+    _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
     mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
     scorer = target_scorer(target, dtype, device, mode, tp_plan, **from_pretrained)
     tokenizer = _tokenizer(target, tokenizer, from_pretrained.get("trust_remote_code", False))
     if made:
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)
-    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=mode.of_draft(_ahead(steering)))
+    ahead, independent = mode.of_draft(_ahead(steering)), bool(chosen.paths)
+    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=independent)
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     vision, notes = _vision(target, scorer, processor)
@@ -167,7 +170,7 @@ def _check_settings(
     true_or_false("exact_shape", exact_shape)
     true_or_false("compile", compile)
     if exact_shape and (tree or compile):
-        other = "a tree" if tree else "compile=True"
+        other = "a tree or several paths" if tree else "compile=True"
         raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
 
 

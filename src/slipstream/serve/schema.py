@@ -31,7 +31,7 @@ class Speculation(Body):
     """How this request is decoded: its draft length, its acceptance rule, and what is told of it."""
 
     gamma: int | None = Field(None, ge=0, le=1024, description="Tokens to draft per round; 0 decodes plainly.")
-    verify: str | None = Field(None, description="The acceptance rule: token, block, match, coupled, lenient:L.")
+    verify: str | None = Field(None, description="The acceptance rule: token, block, match, coupled, gbv:K, lenient:L.")
     draft: str | None = Field(None, description="The draft that is expected to run; another one is an error.")
     lossless: bool | None = Field(None, description="Refuse what would change the target's law.")
     explain: bool = Field(False, description="Tell the source of every token, and the refused ones.")

@@ -1,0 +1,122 @@
+"""Greedy multi-path block verification: of several independent drafts the most promising one is verified as a block.
+
+The same contract as on chains (`acceptance`) and trees (`tree_acceptance`): laws in, a law out, randomness only through
+`draw`. The draft is a tree of k paths that part at the root (`Draft.paths`), each drawn from q without regard to the
+others, so that two of them may hold the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.law import Law
+from slipstream.decoding.acceptance import beta, block, nothing_drafted
+from slipstream.decoding.tree_acceptance import match
+
+Draw = Callable[..., Tensor]
+
+
+def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Greedy multi-path block verification (arXiv 2602.16961): choose a path, then verify it as a block.
+
+    After every prefix the tokens are ordered by p/q, the lowest id first among equals, and paths by their first token
+    that differs. The greatest of k independent paths has a law of its own, which has a closed form:
+
+        q*(v | s) = ((A + J F(<=v))^k - (A + J F(<v))^k) / ((A + J)^k - A^k)
+
+    with J = q(s), A the chance of one path to begin with less than s, F the sums of q(. | s) in that order. Whatever
+    the order, block verification of that path with q* in place of q is exact. With one path q* is q. The paths have to
+    be drawn independently of each other; for a point mass p the rule is `tree_acceptance.match`.
+    """
+    if draft.law is None:
+        return nothing_drafted(p)
+    if p.point:
+        return match(p, draft, draw)
+    paths = draft.paths
+    assert paths is not None, "gbv verifies independent paths; `block` and `traversal` have other drafts"
+    best = greatest_path(p, draft)
+    lengths = tuple(length // paths for length in draft.lengths)
+    chain = Draft(draft.tokens.gather(1, best.nodes), best.law, lengths)
+    along = torch.nn.functional.pad(best.nodes + 1, (1, 0))
+    laws = Law(probs=_rows_at(p.dense, along))
+    verdict = block(laws, chain, draw)
+    q = Law(probs=_rows_at(draft.law.dense, best.nodes))
+    return replace(verdict, beta=beta(laws, q), path=best.nodes)
+
+
+@dataclass(frozen=True)
+class Greatest:
+    """The greatest of a draft's paths: its nodes (rows, depth) and the law of each of its tokens, as such a one."""
+
+    nodes: Tensor
+    law: Law
+
+
+def greatest_path(p: Law, draft: Draft) -> Greatest:
+    """Go down from the root, along the greatest token at every node -> that path, and its law q*.
+
+    Paths with the same tokens so far stand at the same prefix; the first of them speaks for all, so that one p and one
+    q order what they go on with. Shapes: p (rows, 1 + nodes, vocab), the draft's law (rows, nodes, vocab).
+    """
+    assert draft.law is not None and draft.paths is not None
+    count, rows = draft.paths, torch.arange(p.rows, device=p.device)
+    alive = torch.ones(p.rows, count, dtype=torch.bool, device=p.device)
+    place = torch.zeros(p.rows, 1, dtype=torch.float64, device=p.device)  # A / (A + J), by which J follows
+    nodes, laws = list[Tensor](), list[Tensor]()
+    position = torch.zeros_like(rows)
+    for start in range(0, draft.tokens.shape[1], count):
+        tokens, first = draft.tokens[:, start : start + count], start + alive.int().argmax(-1)
+        order = Order.of(p.dense[rows, position], draft.law.dense[rows, first])
+        laws.append(order.greatest(place, count).to(draft.law.dense.dtype))
+        path = order.rank.gather(1, tokens).where(alive, -1).argmax(-1)
+        token = tokens.gather(1, path[:, None])
+        alive &= tokens == token
+        place = order.place_of(token, place)
+        nodes.append(start + path)
+        position = nodes[-1] + 1
+    return Greatest(torch.stack(nodes, 1), Law(probs=torch.stack(laws, 1)))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The tokens after one prefix by rising p/q. All tensors are (rows, vocab); `upto` and `before` are F(<=v) and
+    F(<v) in float64, by token, and `rank` is a token's place in the order."""
+
+    rank: Tensor
+    upto: Tensor
+    before: Tensor
+
+    @staticmethod
+    def of(p: Tensor, q: Tensor) -> Order:
+        """Order by p/q, equal ones by their ids: choice and sums must agree on ties, or the law is not the path's."""
+        order = torch.where(q > 0, p / q, torch.inf).argsort(dim=-1, stable=True)
+        sums = q.double().gather(-1, order).cumsum(-1)
+        sums = sums / sums[:, -1:]
+        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(q.shape[-1], device=q.device).expand_as(order))
+        lower = torch.nn.functional.pad(sums, (1, 0))[:, :-1]
+        return Order(rank, sums.gather(-1, rank), lower.gather(-1, rank))
+
+    def greatest(self, place: Tensor, count: int) -> Tensor:
+        """q* (rows, vocab) after a prefix at `place`, as a sum without differences of large numbers: b^k - a^k is
+        (b - a)(b^(k-1) + b^(k-2) a + ... + a^(k-1))."""
+        here = 1 - place
+        upper, lower = place + here * self.upto, place + here * self.before
+        powers = sum(upper**i * lower ** (count - 1 - i) for i in range(count))
+        weights = (self.upto - self.before) * powers
+        return weights / weights.sum(-1, keepdim=True)
+
+    def place_of(self, token: Tensor, place: Tensor) -> Tensor:
+        """A / (A + J) (rows, 1) after one more token."""
+        here = 1 - place
+        upper, lower = place + here * self.upto.gather(-1, token), place + here * self.before.gather(-1, token)
+        return torch.where(upper > 0, lower / upper, 0.0)
+
+
+def _rows_at(laws: Tensor, places: Tensor) -> Tensor:
+    """Laws (rows, n, vocab) at places (rows, m) -> (rows, m, vocab)."""
+    return laws[torch.arange(laws.shape[0], device=laws.device)[:, None], places]
