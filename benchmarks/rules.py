@@ -32,7 +32,7 @@ from slipstream.engine.engine import Engine
 from slipstream.text.prompts import gather
 
 RULES = ("token", "block", "match", "coupled")
-TABLE_NODES, TABLE_VOCAB = 6, 3
+TABLE_NODES, TABLE_VOCAB, LIKE_TARGET = 6, 4, 0.25
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,8 @@ def sides(nodes: int) -> list[Side]:
         if nodes % width == 0:
             shape = (width, *(1,) * (nodes // width - 1))
             found += [Side("token", shape), Side("block", shape), Side(f"gbv:{width}", shape)]
-    bushes = [shape for shape in ((2, 2), (2, 2, 1, 1 / 2), (3, 2, 1), (2, 3), (3, 3)) if _nodes(shape) == nodes]
-    return found + [Side("block", tuple(map(int, shape))) for shape in bushes]
-
-
-def _nodes(shape: Sequence[float]) -> float:
-    return sum(accumulate(shape, mul))
+    bushes = [shape for shape in ((2, 2), (3, 3), (4, 2), (3, 2, 1)) if sum(accumulate(shape, mul)) == nodes]
+    return found + [Side("block", shape) for shape in bushes]
 
 
 def main() -> None:
@@ -107,7 +103,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             engine = slipstream.load(args.target, args.draft, **side.how)
             runs[side.name] = measure(engine, prompts, side.verify, args)
     else:
-        engine = slipstream.load(args.target, args.draft, gamma=args.gamma)
+        how = {"tree": args.tree} if args.tree else {"gamma": args.gamma}
+        engine = slipstream.load(args.target, args.draft, **how)
         runs = {name: measure(engine, prompts, name, args) for name in RULES}
     base = next(iter(runs.values()))
     return {"prompts": len(prompts), "rows": [row(name, stats, base) for name, stats in runs.items()]}
@@ -149,8 +146,8 @@ def exactly(tables: int) -> list[dict[str, Any]]:
     contenders = sides(TABLE_NODES)
     found = [[1 + expected(side, table(seed, side.depth)) for side in contenders] for seed in range(tables)]
     lines, rng = [], random.Random(0)
-    for side, own, base in zip(contenders, zip(*found, strict=True), [[each[0] for each in found]] * 99, strict=False):
-        gaps = [a - b for a, b in zip(own, base, strict=True)]
+    for side, own in zip(contenders, zip(*found, strict=True), strict=True):
+        gaps = [mine - first[0] for mine, first in zip(own, found, strict=True)]
         draws = sorted(statistics.mean(rng.choices(gaps, k=tables)) for _ in range(2000))
         lines.append(
             {
@@ -165,14 +162,14 @@ def exactly(tables: int) -> list[dict[str, Any]]:
 
 
 def table(seed: int, depth: int) -> Process:
-    """Random laws after every text of up to `depth` tokens: p from a flat Dirichlet, q half p and half another."""
+    """Random laws after every text of up to `depth` tokens: p from a flat Dirichlet, q partly p."""
     p, q = list[torch.Tensor](), list[torch.Tensor]()
     for length in range(depth + 1):
         rng = torch.Generator().manual_seed(1000 * seed + length)
         shape = (TABLE_VOCAB,) * (length + 1)
         one, other = (-torch.rand(shape, generator=rng, dtype=torch.float64).log() for _ in range(2))
         p.append(one / one.sum(-1, keepdim=True))
-        q.append((p[-1] + other / other.sum(-1, keepdim=True)) / 2)
+        q.append(LIKE_TARGET * p[-1] + (1 - LIKE_TARGET) * other / other.sum(-1, keepdim=True))
     return Process(p, q[:depth], False)
 
 
@@ -202,6 +199,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target")
     parser.add_argument("--draft")
     parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--tree", type=int, nargs="*")
     parser.add_argument("--nodes", type=int, help="compare chains, paths and trees of so many nodes")
     parser.add_argument("--tables", type=int, help="compute on so many random tables instead")
     parser.add_argument("--temperature", type=float, default=1.0)

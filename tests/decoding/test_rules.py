@@ -108,7 +108,9 @@ GBV = rules.rule("gbv:2").verify
     [((2,), (1,), 2), ((2, 1), (2,), 2), ((1, 1), (2, 0, 1), 3), ((2, 1), (1, 2), 2)],
     ids=str,
 )
-@pytest.mark.parametrize("pair", ["generic", "zeros", "disjoint", "points", pytest.param("same", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pair", ["generic", "zeros", "disjoint", "points", pytest.param("same", marks=pytest.mark.slow)]
+)
 def test_several_paths_are_exact(pair: str, shape: tuple[int, ...], gammas: tuple[int, ...], count: int) -> None:
     assert distance(pair, GBV, tree(*shape, replacement=True), gammas, count) < EXACT
 
@@ -194,7 +196,10 @@ def first_path_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Ve
         return GBV(p, draft, draw)
     best = multipath.greatest_path(p, draft).nodes
     along = torch.nn.functional.pad(best + 1, (1, 0))
-    laws = (Law(probs=p.dense[torch.arange(p.rows)[:, None], along]), draft.law.dense[torch.arange(p.rows)[:, None], best])
+    laws = (
+        Law(probs=p.dense[torch.arange(p.rows)[:, None], along]),
+        draft.law.dense[torch.arange(p.rows)[:, None], best],
+    )
     chain = Draft(draft.tokens.gather(1, best), Law(probs=laws[1]), tuple(n // 2 for n in draft.lengths))
     return replace(acceptance.block(laws[0], chain, draw), path=best)
 
@@ -212,7 +217,7 @@ def test_faults_of_several_paths_are_caught() -> None:
 
 def ties_by_draw(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
     """The order of arXiv 2602.16961's program: tokens by min(1, p/q), so that all with p >= q are equal. Of equal
-    tokens the path takes the one drawn first, while the sums behind q* count the one with the highest id as greatest."""
+    tokens the path takes the one drawn first, while the sums behind q* count the highest id as the greatest."""
     if draft.law is None:
         return GBV(p, draft, draw)
     q = draft.law.dense[:, 0]
@@ -256,7 +261,7 @@ def spectr_gbv(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
     share = torch.where(ours > 0, (q / ours).clamp(max=1), 0.0)
     chance = ours * (1 - (1 - share) ** k) / (1 - (1 - q) ** k)
     for child, (token, _, present) in walk.candidates(trees.ROOT):
-        h = chance.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        h = chance.gather(-1, token.unsqueeze(-1)).squeeze(-1).clamp(max=1)
         passed = walk.toss(h, 1 - h, here & present, child)
         walk.settle(child, passed, walk.p(child))
         here = here & ~passed

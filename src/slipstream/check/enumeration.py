@@ -117,7 +117,8 @@ def deep(pairs: Sequence[Pair], cells: int) -> Process:
 def rule_law(verify: Verifier, process: Process, parents: Topology | None, replacement: bool = False) -> Tensor:
     """The joint law (cells,) * len(process.p) of the first tokens under a rule, those after the round by p.
 
-    `parents` is the shape of the draft, None for a chain; see `Form`. Raises TooMany if the rule draws tokens among many.
+    `parents` is the shape of the draft, None for a chain; see `Form`. Raises TooMany if the rule draws tokens among
+    many.
     """
     lines = ancestors(parents or tuple(range(-1, len(process.q) - 1)))
     tokens, weights = drafts(process, lines, replacement)

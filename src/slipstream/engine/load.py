@@ -55,9 +55,10 @@ def load(
     The draft is a model too, another specification ("lookup", "ngram:FILE", ...: `slipstream.drafters.specification`)
     or a Drafter. Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, with "auto" as many
     as pay by the time measured, or as a controller says; or the `tree` of candidates per level, e.g. (3, 2, 1).
-    `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma tokens. A `plan`, or its file, gives what is not given here: target,
-    draft, gamma by the number of rows that run together, rule and dtype. `exact_shape` runs every pass of the target in
-    one shape, so that plain and speculative decoding see the same bits (slower; chains only).
+    `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma tokens. A `plan`, or its
+    file, gives what is not given here: target, draft, gamma by the number of rows that run together, rule and dtype.
+    `exact_shape` runs every pass of the target in one shape, so that plain and speculative decoding see the same bits
+    (slower; chains only).
 
     An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
     languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
@@ -91,10 +92,8 @@ def load(
     draft = "embedded" if target is None and draft is None else draft
     shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
-    steering = _controller(tree, gamma, made)
-    chosen = BLOCK if verify is None else rule(verify)
-    if chosen.paths and draft is not None:
-        shape = paths_shape(chosen.paths, steering.most, tree)
+    steering, chosen = _controller(tree, gamma, made), BLOCK if verify is None else rule(verify)
+    shape = _with_paths(shape, chosen, steering, draft)
     _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
     mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
     scorer = target_scorer(target, dtype, device, mode, tp_plan, **from_pretrained)
@@ -119,6 +118,18 @@ def load(
 def _tokenizer(target: Any, given: Any, trust_remote_code: bool) -> Any:
     """The tokenizer that was given, else the one that lies with the target; None if there is none."""
     return find_tokenizer(target, trust_remote_code) if given is None else given
+
+
+def _with_paths(
+    shape: tuple[int, ...] | None, chosen: Rule, steering: Controller, draft: Any
+) -> tuple[int, ...] | None:
+    """The tree of a draft: the independent paths of the rule, as long as the controller asks for, if it has any.
+
+    Raises ValueError for a rule of paths beside another tree.
+    """
+    if chosen.paths is None or draft is None:
+        return shape
+    return paths_shape(chosen.paths, steering.most, shape)
 
 
 def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, list[str]]:
