@@ -216,8 +216,8 @@ def test_faults_of_several_paths_are_caught() -> None:
 
 
 def ties_by_draw(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-    """The order of arXiv 2602.16961's program: tokens by min(1, p/q), so that all with p >= q are equal. Of equal
-    tokens the path takes the one drawn first, while the sums behind q* count the highest id as the greatest."""
+    """The order of one public implementation of arXiv 2602.16961: tokens by min(1, p/q), so that all with
+    p >= q are equal. Of equal tokens the path takes the one drawn first, while the sums behind q* count the highest id as the greatest."""
     if draft.law is None:
         return GBV(p, draft, draw)
     q = draft.law.dense[:, 0]
@@ -252,7 +252,7 @@ def first_law(p: list[float], q: list[float], verifier: Verifier, paths: int = 2
 
 
 def spectr_gbv(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-    """SpecTr-GBV of k drafts of one token, as its authors' program has it: each in turn passes with chance
+    """SpecTr-GBV of k drafts of one token, as the program published with it has it: each in turn passes with chance
     p(x) f(x) / (1 - (1 - q(x))^k), where f = 1 - (1 - min(1, q/p))^k; after the last, norm(p (1 - min(1, q/p)^k))."""
     if draft.law is None:
         return GBV(p, draft, draw)
