@@ -92,7 +92,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "rich": ("cli", "cli.*", "observers.explain", "paper.runs.timelines"),
     "matplotlib": ("plan.plot", "bench.plot", "measure.pictures", "paper.pages.draw"),
     "tokenizers": ("paper.standins.models",),
-    "sacrebleu": ("paper.runs.bleu",),
+    "sacrebleu": ("paper.runs.bleu", "paper.runs.baselines"),
     "fastapi": ("serve.*",),
     "llguidance": ("decoding.grammar",),
     "starlette": ("serve.*",),

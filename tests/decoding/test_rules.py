@@ -216,8 +216,9 @@ def test_faults_of_several_paths_are_caught() -> None:
 
 
 def ties_by_draw(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-    """The order of one public implementation of arXiv 2602.16961: tokens by min(1, p/q), so that all with
-    p >= q are equal. Of equal tokens the path takes the one drawn first, while the sums behind q* count the highest id as the greatest."""
+    """The order of one public implementation of arXiv 2602.16961: tokens by min(1, p/q), so that all with p >= q are
+    equal. Of equal tokens the path takes the one drawn first, while the sums behind q* count the highest id as the
+    greatest."""
     if draft.law is None:
         return GBV(p, draft, draw)
     q = draft.law.dense[:, 0]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 CORPORA = "Models and corpora"
-NAMES = "table1 to table5, figure1 to figure5, gamma (best, and an oracle's), iid, bleu, or all."
+NAMES = "table1 to table5, figure1 to figure5, gamma (best, and an oracle's), iid, bleu, baselines, or all."
 
 
 def _option(panel: str | None, metavar: str | None, help: str, *names: str) -> Any:

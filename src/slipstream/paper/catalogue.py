@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.files import JsonObject, Picture, Recognisable, Text, atomic_write
-from slipstream.paper import figures, ideal, tables
+from slipstream.paper import figures, ideal, plane, tables
 from slipstream.paper.lab import Inputs, Lab
 from slipstream.paper.pages.draw import draw
 from slipstream.paper.pages.page import write_page
@@ -28,6 +28,7 @@ MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "gamma": figures.gamma,
     "iid": figures.iid,
     "bleu": tables.bleu,
+    "baselines": plane.baselines,
 }
 ALL = "all"
 

@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.paper.pages.sheet import write_json
 from slipstream.paper.published import SUMMARIES, TRANSLATION, WRITING
 from slipstream.paper.runs import acceptance as trails
+from slipstream.paper.runs import baselines as plane
 from slipstream.paper.runs import speeds
 from slipstream.paper.runs.bleu import bleu
 from slipstream.paper.runs.speeds import Course
@@ -25,6 +26,7 @@ from slipstream.text.jsontext import json_text
 
 MEASURED = "measured"  # the folder of what tables are made of
 LENGTHS = {TRANSLATION: 64, SUMMARIES: 96}
+PLANE_LENGTH = 64  # tokens of a text of the baselines
 STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
 
@@ -49,12 +51,13 @@ class Scale:
     sentences: int = 1000
     course: Course = field(default_factory=Course)
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
+    plane: tuple[int, int] = (8, 3)  # texts and repetitions of the baselines
     most_pairs: int | None = None
     quick: bool = False
 
 
 FULL = Scale()
-QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, 6000, quick=True)
+QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 6000, quick=True)
 
 
 @dataclass
@@ -156,6 +159,16 @@ class Lab:
             return speeds.race(self.subject(task), temperature, alphas, raced, self.scale.course, self.say)
 
         return self._measured(f"speeds-{task}-{temperature}", measure)
+
+    def baselines(self, task: str, temperature: int) -> dict[str, Any]:
+        """The methods that the paper is compared with, beside ours, with the task's smallest draft."""
+
+        def measure() -> dict[str, Any]:
+            whole = self.subject(task, compiled=False)
+            subject = replace(whole, length=min(whole.length, PLANE_LENGTH))
+            return plane.measure(subject, next(iter(subject.drafts)), temperature, self.scale.plane, self.say)
+
+        return self._measured(f"baselines-{task}-{temperature}", measure)
 
     def bleu(self) -> dict[str, Any]:
         """Quality of translations."""
