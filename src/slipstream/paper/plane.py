@@ -58,9 +58,9 @@ def _notes(measured: list[dict[str, Any]]) -> tuple[str, ...]:
     first = measured[0]
     missing = "; ".join(f"{method} needs {what}" for method, what in MISSING.items())
     return (
-        f"By turns, {first['texts']} texts, {first['repetitions']} repetitions, gamma {first['gamma']} and the "
-        "smallest draft for all; `x plain` is the median over repetitions of the ratio to plain decoding in the same "
-        "one. The exact methods lie on the line of distance 0.",
+        f"By turns, text by text, {first['texts']} texts, {first['repetitions']} repetitions, gamma {first['gamma']} "
+        "and the smallest draft for all; `x plain` is the median over repetitions of the ratio to plain decoding in "
+        "the same one. The exact methods lie on the line of distance 0.",
         "Distance: total variation of the law by which a position's token is emitted from the target's on the same "
         "prefix, averaged over emitted tokens; greedily, the share of tokens that the target would not have chosen.",
         "BLEU and chrF (sacrebleu) of the first repetition: to the references of a task; the embedded pair has none, "

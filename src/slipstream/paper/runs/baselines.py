@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.bench import PLAIN, BenchTask, Contender
 from slipstream.bench.contenders import ours
 from slipstream.bench.race import Repetition, result, timed
+from slipstream.bench.records import Output
 from slipstream.core.draft import Verifier
 from slipstream.core.stats import Stats
 from slipstream.decoding import acceptance
@@ -54,7 +55,7 @@ BASELINES = (
 def measure(
     subject: Subject, draft: str, temperature: float, course: tuple[int, int], say: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """All baselines with one draft, in turns -> a JSON object. `course`: how many texts, and how often."""
+    """All baselines with one draft, by turns, text by text -> a JSON object. `course`: texts, and how often."""
     follower = Follower(subject.lend(draft))
     contenders = [ours(PLAIN, subject.plain), *(_contender(subject, follower, each) for each in BASELINES)]
     texts, repetitions = min(course[0], len(subject.sources)), course[1]
@@ -69,8 +70,11 @@ def measure(
 
     for contender in contenders:
         run(contender, replace(task, prompts=prompts[:1]))
-    for outputs in race(contenders, [replace(task, seed=seed) for seed in range(repetitions)], run):
-        repeated.append(dict(zip(contenders, outputs, strict=True)))
+    laps = [replace(task, prompts=(prompt,), seed=seed) for seed in range(repetitions) for prompt in prompts]
+    found = list(race(contenders, laps, run))
+    for start in range(0, len(laps), texts):
+        turns = zip(contenders, zip(*found[start : start + texts], strict=True), strict=True)
+        repeated.append({contender: _pooled(outputs) for contender, outputs in turns})
     follower.follow(())
     rows = [_row(subject, contender, task, repeated) for contender in contenders]
     return {
@@ -95,6 +99,13 @@ def decoder(subject: Subject, follower: Follower, baseline: Baseline) -> Decoder
 
 def _contender(subject: Subject, follower: Follower, baseline: Baseline) -> Contender:
     return ours(baseline.name, decoder(subject, follower, baseline), GAMMA)
+
+
+def _pooled(outputs: Sequence[Output]) -> Output:
+    """One repetition of a contender: its texts together."""
+    tokens, stats = [text for output in outputs for text in output.tokens], (output.stats for output in outputs)
+    calls, seconds = sum(output.calls for output in outputs), sum(output.seconds for output in outputs)
+    return Output(tokens, sum(stats, Stats()), calls, seconds)
 
 
 def _row(subject: Subject, contender: Contender, task: BenchTask, repeated: Sequence[Repetition]) -> dict[str, Any]:
