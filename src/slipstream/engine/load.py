@@ -90,10 +90,9 @@ def load(
         compile, quantize = compile or made.compile, quantize or made.quantize
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
     draft = "embedded" if target is None and draft is None else draft
-    shape = read_tree(tree, gamma, draft)
     target, dtype = embedded(target, dtype)
     steering, chosen = _controller(tree, gamma, made), BLOCK if verify is None else rule(verify)
-    shape = _with_paths(shape, chosen, steering, draft)
+    shape = _with_paths(read_tree(tree, gamma, draft), chosen, steering, draft)
     _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
     mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
     scorer = target_scorer(target, dtype, device, mode, tp_plan, **from_pretrained)
@@ -107,8 +106,8 @@ def load(
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     vision, notes = _vision(target, scorer, processor)
     notes += [*context.notes, *(_blind(decoder) if vision else ()), *as_they_are(scorer, mode)]
-    exact, eos = exact_shape and draft is not None, _eos(scorer.model, tokenizer)
-    engine = Engine(decoder, tokenizer, eos, chosen, exact, notes, framing, vision)
+    exact = exact_shape and draft is not None
+    engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, vision)
     if compile:
         engine.warm_up()
     release_threads()  # another thread may be the one that generates
