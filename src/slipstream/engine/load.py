@@ -91,8 +91,8 @@ def load(
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
     draft = "embedded" if target is None and draft is None else draft
     target, dtype = embedded(target, dtype)
-    steering, chosen = _controller(tree, gamma, made), BLOCK if verify is None else rule(verify)
-    shape = _with_paths(read_tree(tree, gamma, draft), chosen, steering, draft)
+    shape, chosen = read_tree(tree, gamma, draft), BLOCK if verify is None else rule(verify)
+    shape = _with_paths(shape, chosen, steering := _controller(tree, gamma, made), draft)
     _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
     mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
     scorer = target_scorer(target, dtype, device, mode, tp_plan, **from_pretrained)
