@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
+from slipstream.cache.prefixes import Recalling, recalling
 from slipstream.core.draft import Draft, Verifier
 from slipstream.core.draws import Rng, draw
-from slipstream.core.protocols import Controller, Drafter, Scorer
+from slipstream.core.protocols import Controller, Drafter, Scorer, scorers_among, secret_among
 from slipstream.core.round import Context, Round
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
@@ -43,3 +45,19 @@ class Decoder:
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, 1)
+
+    @cached_property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The models that hold texts of the rows: the target, and those that draft."""
+        return (self.target, *scorers_among([self.drafter]))
+
+    @cached_property
+    def stores(self) -> tuple[Recalling, ...]:
+        """These models, as what takes over texts that were read before."""
+        return tuple(map(recalling, self.scorers))
+
+    @cached_property
+    def secret(self) -> int | None:
+        """What draws are made from besides the seed, so that a draft that is not trusted cannot foresee them; None
+        where every draft is trusted."""
+        return secret_among(self.drafter)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.core.protocols import Scorer, TakesMemory, scorers_among
+from slipstream.core.protocols import TakesMemory
 from slipstream.core.request import Row
 from slipstream.decoding.decoder import Decoder
 
@@ -42,7 +42,7 @@ class MemoryLimit:
     def __post_init__(self) -> None:
         if self.bytes < 1:
             raise ValueError(f"memory={self.bytes} is not possible: give 1 byte or more, or None for no limit.")
-        scorers = scorers_of(self.decoder)
+        scorers = self.decoder.scorers
         object.__setattr__(self, "scorers", tuple(each for each in scorers if isinstance(each, TakesMemory)))
         if len(self.scorers) < len(scorers):
             names = ", ".join(each.name for each in scorers if not isinstance(each, TakesMemory))
@@ -56,8 +56,3 @@ class MemoryLimit:
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         gammas = (self.decoder.controller.most if row.request.gamma is None else row.request.gamma for row in rows)
         return [len(row.tokens) + gamma + 1 for row, gamma in zip(rows, gammas, strict=True)]
-
-
-def scorers_of(decoder: Decoder) -> list[Scorer]:
-    """The models that hold texts of the rows: the target, and those that draft."""
-    return [decoder.target, *scorers_among([decoder.drafter])]

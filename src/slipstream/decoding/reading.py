@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.cache.prefixes import recalling
+from slipstream.cache.prefixes import Recalling
 from slipstream.core.images import SeesImages, same_images
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
@@ -45,8 +45,8 @@ class Reader:
     piece, so that it does not wait forever.
     """
 
-    def __init__(self, target: Scorer, piece: int) -> None:
-        self.target, self.piece, self._store = target, piece, recalling(target)
+    def __init__(self, target: Scorer, store: Recalling, piece: int) -> None:
+        self.target, self.piece, self._store = target, piece, store
         self.groups: list[Reading] = []  # in the order of their rows in the target's cache
 
     @property

@@ -13,7 +13,6 @@ import torch
 from slipstream.core.draft import Draft, Verdict, Verifier, merge_verdicts
 from slipstream.core.draws import Rng, RowByRow, Sealed
 from slipstream.core.law import Law
-from slipstream.core.protocols import secret_among
 from slipstream.core.request import Row
 from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder
@@ -22,7 +21,7 @@ from slipstream.decoding.decoder import Decoder
 def rng_of(decoder: Decoder, rows: Sequence[Row]) -> Rng:
     """How the rows draw: by the rules of their requests, else by the decoder's; beside a draft that is not trusted, so
     that no one who knows the seed can foresee it."""
-    rules, secret = [row.request.rule for row in rows], secret_among(decoder.drafter)
+    rules, secret = [row.request.rule for row in rows], decoder.secret
     if not any(rules):
         return decoder.rng if secret is None else _sealed(decoder.rng, secret, len(rows))
     ways = [decoder.rng.select([place]) if rule is None else rule.rng for place, rule in enumerate(rules)]

@@ -9,14 +9,14 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Self
 
-from slipstream.cache.prefixes import PrefixCache, recalling
+from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.images import check_images
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.source import check_source
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited, scorers_of
+from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited
 from slipstream.decoding.reading import Reader
 from slipstream.decoding.speculate import play_round
 from slipstream.kernels.threads import release_threads
@@ -54,14 +54,14 @@ class Scheduler:
         self.decoder, self.prefill_chunk = decoder, prefill_chunk
         self.running: list[Row] = []
         self.waiting: list[Row] = []
-        self._reader = Reader(decoder.target, prefill_chunk)
+        self._reader = Reader(decoder.target, decoder.stores[0], prefill_chunk)
         self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, decoder)
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
         self._aborted: SimpleQueue[Row] = SimpleQueue()
         self._numbers, self._turns = count(), count()
         self._state = decoder.controller.init()
-        for scorer in scorers_of(decoder):
-            recalling(scorer).use_prefixes(prefix_cache)
+        for store in decoder.stores:
+            store.use_prefixes(prefix_cache)
 
     @property
     def reading(self) -> list[Row]:
@@ -181,7 +181,7 @@ class Scheduler:
         for place in places:
             row = self.running[place]
             if row.finish_reason != "error" and row.request.images is None:  # by its tokens it would be mistaken
-                recalling(target).remember(place, row.tokens[: target.lengths[place]], row.request.cache_salt)
+                self.decoder.stores[0].remember(place, row.tokens[: target.lengths[place]], row.request.cache_salt)
         if places:
             target.free(places)
             self.running = [row for row in self.running if id(row) not in names]

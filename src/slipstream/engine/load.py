@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.protocols import Controller, scorers_among
+from slipstream.core.protocols import Controller
 from slipstream.core.source import Frame
 from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
@@ -152,7 +152,7 @@ def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, li
 
 def _blind(decoder: Decoder) -> list[str]:
     """A sentence for each model that drafts."""
-    models = scorers_among([decoder.drafter])
+    models = decoder.scorers[1:]
     return [f"{each.name} reads no images, but the texts around them." for each in models]
 
 
