@@ -215,10 +215,13 @@ class DraftServer:
                 raise Refused(f"this draft server has {self.settings.most_clients} clients already")
             if (plain := writer.get_extra_info("socket")) is not None:
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.wait_for(self._greet(reader, writer), min(10.0, self.settings.quiet))
+            async with asyncio.timeout(min(10.0, self.settings.quiet)):
+                await self._greet(reader, writer)
             self.desk.clients[client] = Client(writer, asyncio.get_running_loop(), self.settings.unsent)
             while True:
-                frame = await asyncio.wait_for(read_frame(reader), self.settings.quiet)
+                # Not by `wait_for`, which in Python 3.11 loses our being cancelled if a frame comes at that moment.
+                async with asyncio.timeout(self.settings.quiet):
+                    frame = await read_frame(reader)
                 if frame.kind == Kind.PING:
                     writer.write(encode(Frame(Kind.PONG, frame.sequence)))
                 else:

@@ -375,6 +375,27 @@ def test_a_server_that_comes_back_is_used_again() -> None:
             assert check_texts(remote).drafted
 
 
+def test_a_server_ends_though_its_clients_go_on_writing() -> None:
+    """Python 3.11's `wait_for` loses being cancelled where a frame comes at that moment, and the server would wait."""
+    for _ in range(5):
+        with serving(model(), VOCAB) as port:
+            connection = Connection(Settings("127.0.0.1", port, quiet=1.0), Vocabulary(VOCAB))
+            connection.first_word(5)
+            generation, ended = connection.generation, threading.Event()
+            assert generation
+
+            def write(to: Connection = connection, number: int = generation, end: threading.Event = ended) -> None:
+                while not end.wait(0.0002):
+                    to.tell(number, [Frame(Kind.PING, 1)] * 20)
+
+            writing = threading.Thread(target=write)
+            writing.start()
+            time.sleep(0.05)
+        ended.set()
+        writing.join(5)
+        connection.close()
+
+
 def test_a_server_that_dies_and_comes_back_in_the_middle_of_texts() -> None:
     """Every few answers the connection ends; there are drafts before and after, and no text differs."""
     with behind(cut_often, timeout=2.0) as (remote, wire):
