@@ -344,6 +344,23 @@ def test_prompts_that_nobody_waits_for_are_read_together_a_piece_of_each() -> No
     assert target.read == [600, 600, 297] and all(row.output for row in rows)
 
 
+def test_pieces_grow_with_the_prompts_that_wait_for_each_row_that_runs() -> None:
+    """Up to the growth that was asked for; where nobody runs, every text is read by that much."""
+    target = Counting()
+    with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10, prefill_growth=3) as scheduler:
+        scheduler.add(request([0] * 41, 200))
+        scheduler.step()
+        scheduler.step()
+        assert target.read == [30, 10]
+        target.read.clear()
+        for number in (1, 2, 3, 4):
+            scheduler.add(request([number % 3] * (100 + number), 1, key=number))
+            scheduler.step()
+        assert target.read == [10, 20, 30, 30]
+        drain(scheduler)
+    assert sum(target.read) == sum(100 + number - 1 for number in (1, 2, 3, 4))
+
+
 def test_a_short_prompt_waits_for_one_piece_of_a_long_one() -> None:
     """Which was there before, is put behind it in the cache, and goes on to be read."""
     long, short = request([0, 1] * 400, 5, GREEDY), request([2, 2, 0], 5, GREEDY)

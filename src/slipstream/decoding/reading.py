@@ -40,13 +40,14 @@ class Reading:
 class Reader:
     """Reads the texts of new rows into the target's cache, behind the rows that run.
 
-    One call reads one piece of at most `piece` tokens, or of so many for each text where nobody waits for it. Texts
-    that are nearly read go first, so that a short prompt does not wait for a long one; the eldest gets half of every
-    piece, so that it does not wait forever.
+    While rows run, one call reads one piece, of at most `piece` tokens, or up to `growth` times as many where that many
+    texts wait for each row that runs: larger pieces are read faster, but all that run wait for them. Where none runs,
+    it reads `growth` pieces of each text. Texts that are nearly read go first, so that a short prompt does not wait for
+    a long one; the eldest gets half of every piece, so that it does not wait forever.
     """
 
-    def __init__(self, target: Scorer, store: Recalling, piece: int) -> None:
-        self.target, self.piece, self._store = target, piece, store
+    def __init__(self, target: Scorer, store: Recalling, piece: int, growth: int = 1) -> None:
+        self.target, self.piece, self.growth, self._store = target, piece, growth, store
         self.groups: list[Reading] = []  # in the order of their rows in the target's cache
 
     @property
@@ -81,7 +82,7 @@ class Reader:
             return []
         watch = Stopwatch()
         self._recall(first)
-        pieces = self._pieces(bool(first), self.target.lengths[first:])
+        pieces = self._pieces(first, self.target.lengths[first:])
         if any(pieces):
             self.target.prefill(pieces, first)
         watch.lap("prefill")
@@ -98,17 +99,17 @@ class Reader:
                 known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
 
-    def _pieces(self, others_wait: bool, have: Sequence[int]) -> list[list[int]]:
-        """What to read of every text now."""
+    def _pieces(self, running: int, have: Sequence[int]) -> list[list[int]]:
+        """What to read of every text now, while so many rows run."""
         left = [max(0, len(group.text) - known) for group, known in zip(self.groups, have, strict=True)]
-        if others_wait:
-            counts, room = [0] * len(left), self.piece
+        if running:
+            counts, room = [0] * len(left), self.piece * min(self.growth, max(1, len(left) // running))
             eldest = min(range(len(left)), key=lambda place: self.groups[place].rows[0].turn)
             counts[eldest] = min(left[eldest], (room + 1) // 2)
             for place in sorted(range(len(left)), key=lambda place: (left[place], self.groups[place].rows[0].turn)):
                 counts[place] += min(left[place] - counts[place], room - sum(counts))
         else:
-            counts = [min(count, self.piece) for count in left]
+            counts = [min(count, self.piece * self.growth) for count in left]
         parts = zip(self.groups, have, counts, strict=True)
         return [
             group.text[known:] if count and group.illustrated else group.text[known : known + count]

@@ -30,7 +30,8 @@ class Scheduler:
     priority, then of their arrival.
 
     Prompts are read in pieces of `prefill_chunk` tokens, one between two rounds: running rows wait for one piece at
-    most. Equal prompts are read once. With a `prefix_cache`, the target and the models that draft take over what was
+    most, which is up to `prefill_growth` times as long while that many prompts wait for each of them, or none runs.
+    Equal prompts are read once. With a `prefix_cache`, the target and the models that draft take over what was
     read before of a prompt. With `memory`, the bytes that the caches of both may take at the greatest gamma, rows wait
     until there is room; if a running row cannot grow, the youngest of the lowest priority gives way: its tokens stay,
     and it is read again and goes on when there is room. A row for which there is no room alone ends like one that
@@ -46,15 +47,18 @@ class Scheduler:
         prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache: PrefixCache | None = None,
         memory: int | None = None,
+        prefill_growth: int = 1,
     ) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} is not possible: it must be at least 1 token.")
-        self.decoder, self.prefill_chunk = decoder, prefill_chunk
+        if prefill_growth < 1:
+            raise ValueError(f"prefill_growth={prefill_growth} is not possible: it must be at least 1.")
+        self.decoder, self.prefill_chunk, self.prefill_growth = decoder, prefill_chunk, prefill_growth
         self.running: list[Row] = []
         self.waiting: list[Row] = []
-        self._reader = Reader(decoder.target, decoder.stores[0], prefill_chunk)
+        self._reader = Reader(decoder.target, decoder.stores[0], prefill_chunk, prefill_growth)
         self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, decoder)
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
         self._aborted: SimpleQueue[Row] = SimpleQueue()
@@ -109,7 +113,7 @@ class Scheduler:
         controller = self.decoder.controller
         chosen = zip(self.running, controller.gammas(self._state, self.running), strict=True)
         gammas = [gamma if row.request.gamma is None else row.request.gamma for row, gamma in chosen]
-        round = play_round(self.decoder, self.running, gammas, self.prefill_chunk)
+        round = play_round(self.decoder, self.running, gammas, self.prefill_chunk * self.prefill_growth)
         self._state = controller.update(self._state, round)
         self._end_at_limits()
         self._dismiss()

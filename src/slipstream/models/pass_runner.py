@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.execution.passes import Execution, Pass
 from slipstream.models.facts import ModelFacts
 from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
+
+NO_LOGITS = torch.empty(0, dtype=torch.long)
+"""The positions whose logits a pass needs that is run for its keys and values."""
 
 
 class PassRunner:
@@ -40,10 +44,11 @@ class PassRunner:
 
     def feed(self, work: Pass) -> None:
         """Run a pass for what it leaves in the cache."""
-        self._eager(work, keep=1)
+        self._eager(work, keep=NO_LOGITS)
 
-    def _eager(self, work: Pass, keep: int) -> Tensor:
-        """The logits of the last `keep` tokens where the model can leave out the others; 0 keeps all."""
+    def _eager(self, work: Pass, keep: int | Tensor) -> Tensor:
+        """The logits of the tokens `keep`, or of so many last ones, where the model can leave out the others; 0 keeps
+        all."""
         out = self._module(
             input_ids=work.tokens,
             attention_mask=work.mask,
