@@ -66,6 +66,16 @@ def by_transformers(folder: str, text: str, count: int) -> list[int]:
     return model.generate(**given, do_sample=False, max_new_tokens=count)[0, 1:].tolist()
 
 
+@pytest.mark.parametrize("draft", ["int8", "int4"])
+def test_a_t5_drafts_for_itself_with_quantized_weights(pair: tuple[str, str], draft: str) -> None:
+    """T5 asks a layer's weight for the type of its inputs, and quantized weights are none."""
+    engine = slipstream.load(pair[0], draft, gamma=3, dtype="bfloat16")
+    plain = engine.generate(SOURCES, max_new_tokens=8, plain=True)
+    found = engine.generate(SOURCES, max_new_tokens=8)
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    assert sum(each.stats.accepted for each in found) > 0
+
+
 def test_prompts_are_sources(pair: tuple[str, str]) -> None:
     engine = slipstream.load(*pair, gamma=3)
     done = engine.generate(SOURCES, max_new_tokens=20)

@@ -132,19 +132,22 @@ class QuantizedLinear(PackedLinear):
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None
+    weight: Tensor
 
     def __init__(
         self,
         codes: Codes,
-        in_features: int,
-        bias: Tensor | None,
+        layer: Any,
         columns: Columns,
         stretch: Stretch | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """`order` (in_features,) says which input the codes are for, where they are not in the order of the inputs."""
-        super().__init__(in_features, len(codes.scales), columns)
-        self.precision, self.bias = codes.precision, bias
+        """The codes stand for the weight of `layer`. `order` (in_features,) says which input they are for, where they
+        are not in the order of the inputs."""
+        super().__init__(_shape(layer)[1], len(codes.scales), columns)
+        self.precision, self.bias = codes.precision, layer.bias
+        # It holds nothing: some models, as T5, ask a weight for the type that its inputs should have.
+        self.register_buffer("weight", torch.empty(0, dtype=layer.weight.dtype), persistent=False)
         for name, panels in zip(("codes", "scales", "zeros"), codes.into_panels(), strict=True):
             held = stretch.hold(panels) if stretch and panels is not None else panels
             self.register_buffer(name, held, persistent=False)
@@ -216,7 +219,7 @@ def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
     stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for _, layer in places))
     for name, layer in places:
         codes = quantize(plain_weight(layer), precision)
-        twin.set_submodule(name, QuantizedLinear(codes, _shape(layer)[1], layer.bias, columns, stretch))
+        twin.set_submodule(name, QuantizedLinear(codes, layer, columns, stretch))
     return twin
 
 

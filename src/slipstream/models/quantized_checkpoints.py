@@ -106,8 +106,7 @@ def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear]) -> None:
         layer: Any = model.get_submodule(name)
         found = stored.pop(layer.weight.data_ptr(), None)
         if found is not None:
-            filled = QuantizedLinear(found.codes, found.in_features, layer.bias, columns, order=found.order)
-            model.set_submodule(name, filled)
+            model.set_submodule(name, QuantizedLinear(found.codes, layer, columns, order=found.order))
     if stored:
         raise ValueError(
             f"{len(stored)} of its quantized layers are merged with others by transformers, as experts are: take an "

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from slipstream.execution.masks import PassMasks
 from slipstream.files import atomic_write
+from slipstream.kernels.packing import plain_weight
 from slipstream.models.eagle3 import Eagle3, Eagle3Settings
 from slipstream.models.head_scorer import Behind, Head
 from slipstream.models.hidden_states import LAST
@@ -74,7 +75,7 @@ def new_eagle3(model: Any, tokens: Sequence[int] | np.ndarray, draft_vocab: int,
     net = Eagle3(settings, settings.places(config.num_hidden_layers))
     counts = torch.bincount(torch.as_tensor(np.asarray(tokens, dtype=np.int64)), minlength=config.vocab_size)
     net.targets = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embeddings, head = model.get_input_embeddings().weight, plain_weight(model.get_output_embeddings())
     with torch.no_grad():
         net.embed_tokens.weight.copy_(embeddings.float())
         net.lm_head.weight.copy_(head[net.targets].float())

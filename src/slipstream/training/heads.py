@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from slipstream.drafters.heads import FILE, ParallelHeads, Sizes, Tap
 from slipstream.drafters.heads import KIND as HEADS
+from slipstream.kernels.packing import plain_weight
 from slipstream.models.families import longest_text
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch
 
@@ -92,7 +93,7 @@ class HeadTrainer:
             raise ValueError(f"{len(text)} tokens of text are too few: give at least {4 * settings.length}.")
         self.text, self.held_out = text[:cut], text[cut:]
         torch.manual_seed(settings.seed)
-        width = model.get_output_embeddings().weight.shape[-1]
+        width = plain_weight(model.get_output_embeddings()).shape[-1]
         inner = settings.inner or getattr(model.config.get_text_config(), "intermediate_size", None) or 4 * width
         self.heads = ParallelHeads(Sizes(settings.heads, width, inner, settings.pending, name)).to(model.device)
         self._tap = Tap(model)
