@@ -31,6 +31,11 @@ class Command:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive()
+
     def send_signal(self, kind: signal.Signals) -> None:
         """Send it a signal."""
         os.kill(self.pid, kind)

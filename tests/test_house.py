@@ -99,6 +99,9 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "pydantic": ("serve.*",),
     "uvicorn": ("serve.server",),
     "prometheus_client": ("serve.metrics", "serve.routes.models"),
+    "httpx": ("serve.batch.run",),
+    "pyarrow": ("serve.batch.lines", "serve.batch.journal"),
+    "ray": ("serve.batch.cluster", "serve.cluster.*"),
     "soundfile": ("engine.sounds",),
     "PIL": ("engine.pictures", "serve.pictures"),
 }

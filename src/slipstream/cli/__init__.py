@@ -3,6 +3,7 @@
 A command imports what it needs of the library when it runs, so that `--help` and wrong options answer at once.
 """
 
+from slipstream.cli import batch as batch
 from slipstream.cli import bench as bench
 from slipstream.cli import chat as chat
 from slipstream.cli import check as check

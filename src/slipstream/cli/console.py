@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from slipstream.core.round import Round
@@ -32,6 +34,33 @@ def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("")
         yield lambda done, count, name: bar.update(task, description=name, completed=done, total=count)
+
+
+@contextmanager
+def countdown(
+    console: Console, total: int, say: Callable[[str], object], every: float = 30.0
+) -> Iterator[Callable[[int, int], None]]:
+    """How many of the prompts are answered, how many failed and how long the rest will take -> told both numbers.
+
+    A bar if somebody watches, else a line now and then, every so many seconds, by `say`.
+    """
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))
+    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, told, first = bar.add_task("", total=total), monotonic(), None
+
+        def show(done: int, failed: int) -> None:
+            nonlocal told, first
+            failures = f"{failed} failed" if failed else ""
+            bar.update(task, completed=done, description=failures)
+            first = first or (done, monotonic())
+            if not console.is_terminal and monotonic() - told >= every and done < total:
+                told = monotonic()
+                pace = (told - first[1]) / max(1, done - first[0])
+                left = timedelta(seconds=round(pace * (total - done)))
+                say(f"{done} of {total} prompts{', ' if failed else ''}{failures}, about {left} left")
+
+        yield show
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +31,10 @@ from slipstream.cli.options import (
     with_options,
 )
 
-SERVER, LIMITS = "Server", "Limits"
+if TYPE_CHECKING:
+    from slipstream.serve.recipe import Recipe
+
+SERVER, LIMITS, CLUSTER = "Server", "Limits", "Cluster"
 
 Host = Annotated[str, option(SERVER, "The address to listen at; 0.0.0.0 is all.", metavar="ADDRESS")]
 Port = Annotated[int, option(SERVER, "The port to listen at; 0 is any free one.", metavar="N", min=0, max=65535)]
@@ -63,7 +66,6 @@ Memory = Annotated[
     str | None, option(LIMITS, "Memory for the texts that run, as 4G; more wait. Without: no limit.", metavar="BYTES")
 ]
 
-
 PrefillChunk = Annotated[
     int | None,
     option(
@@ -73,6 +75,14 @@ PrefillChunk = Annotated[
         metavar="N",
         min=1,
     ),
+]
+Ray = Annotated[bool, option(CLUSTER, "Serve on a Ray cluster, by replicas that each hold the models.", "--ray")]
+Replicas = Annotated[
+    str | None,
+    option(CLUSTER, "Replicas: 2, or 1..4 for what the requests take.", "--replicas", metavar="N|N..M"),
+]
+RayAddress = Annotated[
+    str | None, option(CLUSTER, "The cluster. Without: RAY_ADDRESS, or one that is started here.", metavar="ADDRESS")
 ]
 
 
@@ -105,6 +115,9 @@ def serve(
     cache_bytes: CacheBytes = "512M",
     memory: Memory = None,
     prefill_chunk: PrefillChunk = None,
+    ray: Ray = False,
+    replicas: Replicas = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Serve a model behind OpenAI's interface, with a page at /, until Ctrl-C or SIGTERM.
 
@@ -113,45 +126,74 @@ def serve(
     Example: slipstream serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --compile --port 8000
     """
     needed()
+    recipe = _recipe(context)
+    if ray:
+        raise typer.Exit(_on_cluster(recipe, context.params))
+    if replicas or ray_address:
+        raise ValueError("--replicas and --ray-address are about a cluster: add --ray.")
     from slipstream.serve.gate import AccessLog
     from slipstream.serve.server import Server
-    from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
     from slipstream.serve.sockets import listen
-    from slipstream.serve.state import ServerState
 
-    limits = Limits(body_bytes=parse_bytes("--max-body", max_body))
-    limit = None if memory is None else parse_bytes("--memory", memory)
-    room = Room(max_rows, parse_bytes("--cache-bytes", cache_bytes), limit, prefill_chunk)
-    keys = read_keys(api_key_file) if api_key_file else {}
-    template = chat_template.read_text(encoding="utf-8") if chat_template else None
     log = AccessLog(_log(access_log))
     with listen(host, port) as listener:
         with busy(console(stderr=True), "loading"):
-            engine = _engine(context, max_rows)
-        tell(engine.notes)
-        if template is not None:
-            _use_template(engine, template)
-        served, hosts = tuple(names or [target or "embedded"]), tuple(image_hosts or ())
-        settings = ServeSettings(served, keys, max_queue, lossless, log_prompts, limits, hosts)
-        drafted = draft or (None if target else "embedded")
-        raise typer.Exit(Server(ServerState.new(engine, settings, room, drafted), listener, log).run_to_end())
+            state = recipe.state(say)
+        tell(state.engine.notes)
+        raise typer.Exit(Server(state, listener, log).run_to_end())
 
 
-def _use_template(engine: Any, template: str) -> None:
-    for owner in (engine.tokenizer, *([engine.vision.processor] if engine.vision else [])):
-        owner.chat_template = template
-
-
-def _engine(context: typer.Context, max_rows: int) -> Any:
-    from slipstream.engine.load import load
+def _recipe(context: typer.Context) -> Recipe:
+    """From which the server is made. Raises ValueError for options that cannot be."""
+    from slipstream.serve.recipe import Recipe
+    from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
 
     params = context.params
-    how = {name: params[name] for name in ("verify", "dtype", "device", "compile", "task", "plan")}
+    limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
+    cache = parse_bytes("--cache-bytes", params["cache_bytes"])
+    settings = ServeSettings(
+        names=tuple(params["names"] or [params["target"] or "embedded"]),
+        keys=read_keys(params["api_key_file"]) if params["api_key_file"] else {},
+        max_queue=params["max_queue"],
+        lossless=params["lossless"],
+        log_prompts=params["log_prompts"],
+        limits=Limits(body_bytes=parse_bytes("--max-body", params["max_body"])),
+        image_hosts=tuple(params["image_hosts"] or ()),
+    )
+    room = Room(params["max_rows"], cache, limit, params["prefill_chunk"])
+    return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))
+
+
+def read_template(file: Path | None) -> str | None:
+    """The text of a chat template; None where no file is given."""
+    return file.read_text(encoding="utf-8") if file else None
+
+
+def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
+    """Serve by replicas on a Ray cluster -> the exit code."""
+    if params["access_log"]:
+        raise ValueError("--access-log is one server's: replicas leave it to Ray's logs.")
+    if not find_spec("ray"):
+        raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
+    from slipstream.serve.cluster.running import Cluster
+    from slipstream.serve.cluster.scale import Scale
+    from slipstream.serve.sockets import listen
+
+    scale = Scale.read(params["replicas"] or "1")
+    with listen(params["host"], params["port"]) as listener:  # Ray wants to know the port beforehand
+        port = listener.getsockname()[1]
+    return Cluster(params["ray_address"], params["host"], port).run_to_end(recipe, scale)
+
+
+def served_models(context: typer.Context) -> dict[str, Any]:
+    """The arguments of `slipstream.load` that a command's options give, for models that serve many requests."""
+    params = context.params
+    names = ("target", "draft", "verify", "dtype", "device", "compile", "task", "plan")
+    found = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
     if params["plan"]:  # it says what nobody gave
         sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
-        how |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
-    shape = {**shaped(context), **placed(context)}
-    return load(params["target"], params["draft"], batch_size=max_rows, progress=say, **{**shape, **how})
+        found |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
+    return found
 
 
 def _log(path: str | None) -> Any:
@@ -160,11 +202,11 @@ def _log(path: str | None) -> Any:
     return sys.stdout if path == "-" else open(path, "a", encoding="utf-8", buffering=1)
 
 
-def needed() -> None:
+def needed(command: str = "the server") -> None:
     """Raises ValueError, which tells how to install them, if the server's libraries are not there."""
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client", "multipart") if not find_spec(name)]
-    if missing:
-        raise ValueError(f"the server needs {', '.join(missing)}: pip install 'slipstream[serve]'.")
+    libraries = ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx")
+    if missing := [name for name in libraries if not find_spec(name)]:
+        raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'slipstream[serve]'.")
 
 
 def parse_bytes(name: str, text: str) -> int:

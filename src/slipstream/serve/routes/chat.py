@@ -26,6 +26,10 @@ from slipstream.serve.tools import Tools, as_message, joined
 
 router = APIRouter(tags=["text"])
 
+BEGIN = answers.Delta(role="assistant", content="")
+"""What the first chunk of an answer says. It comes with the first token: of what waits, nothing is sent, so that it can
+be asked elsewhere if the server ends."""
+
 OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 
 
@@ -93,9 +97,11 @@ class _Answer:
     async def events(self) -> AsyncIterator[str]:
         """Chunks as tokens come, then the usage if it was asked for."""
         asked = self.body.stream_options or StreamOptions()
-        for index in range(len(self.call.tickets)):
-            yield self._event([answers.ChatChunkChoice(index=index, delta=answers.Delta(role="assistant", content=""))])
+        begun = set[int]()
         async for index, pieces in self.call.rounds():
+            if index not in begun:
+                begun.add(index)
+                yield self._event([answers.ChatChunkChoice(index=index, delta=BEGIN)])
             for choice in self._chunks(index, pieces):
                 yield self._event([choice], usage=asked.continuous_usage_stats, ended=choice.finish_reason is not None)
         if asked.include_usage:

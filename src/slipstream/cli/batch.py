@@ -1,0 +1,282 @@
+"""`slipstream batch`: files of prompts in, files of answers out, in a run that can be interrupted at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
+from slipstream.cli.console import console, countdown
+from slipstream.cli.options import (
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    FormOptions,
+    Gamma,
+    Lossless,
+    PlanFile,
+    ReportJson,
+    Samples,
+    SamplingOptions,
+    Target,
+    TargetOptions,
+    Task,
+    Tree,
+    Verify,
+    given,
+    option,
+    with_options,
+)
+from slipstream.cli.serve import (
+    CLUSTER,
+    CacheBytes,
+    ChatTemplate,
+    MaxRows,
+    Memory,
+    Names,
+    RayAddress,
+    needed,
+    parse_bytes,
+    read_template,
+    served_models,
+)
+from slipstream.cli.settings import call_options, read_form
+from slipstream.files import Text, check_writable
+from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.serve.batch.cluster import Cluster
+    from slipstream.serve.batch.forms import Answer
+    from slipstream.serve.batch.lines import Defaults, Line
+    from slipstream.serve.batch.run import Local
+    from slipstream.serve.recipe import Recipe
+
+File = Annotated[
+    str,
+    typer.Argument(metavar="FILE", help="Prompts: JSON lines, OpenAI's batch format, text, or Parquet; - is stdin."),
+]
+Out = Annotated[
+    str,
+    option("Output", "The file of answers: JSON lines, or a table if it ends in .parquet; - prints them as they come."),
+]
+Force = Annotated[bool, option("Output", "Replace an existing file of answers, and begin anew.", "--force")]
+Ray = Annotated[bool, option(CLUSTER, "Answer on a Ray cluster, by actors that each hold the models.", "--ray")]
+Actors = Annotated[
+    int | None,
+    option(CLUSTER, "Actors. Without: one per GPU, or one per node where there are none.", metavar="N", min=1),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts that are texts in the target's chat template.")]
+
+FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Options of the command whose fields in a request have other names."""
+
+FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
+"""The fields of `structured_outputs` for the methods of `Grammars`."""
+
+LAW = ("target", "dtype", "task", "plan", "quantize", "chat", "seed")
+"""What decides the law of the answers beside the fields of requests; a draft, the device and the batch do not."""
+
+
+@app.command()
+@with_options(TargetOptions, SamplingOptions, FormOptions)
+def batch(
+    context: typer.Context,
+    file: File,
+    out: Out,
+    chat: Chat = False,
+    target: Target = None,
+    draft: Draft = None,
+    gamma: Gamma = "auto",
+    tree: Tree = None,
+    verify: Verify = "block",
+    plan: PlanFile = None,
+    lossless: Lossless = False,
+    task: Task = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    compile: Compile = False,
+    n: Samples = 1,
+    names: Names = None,
+    chat_template: ChatTemplate = None,
+    max_rows: MaxRows = 16,
+    cache_bytes: CacheBytes = "512M",
+    memory: Memory = None,
+    ray: Ray = False,
+    actors: Actors = None,
+    ray_address: RayAddress = None,
+    force: Force = False,
+    as_json: ReportJson = False,
+) -> None:
+    """Answer a file of prompts, each exactly once, however often the run is interrupted.
+
+    A line is {"prompt": TEXT}, {"messages": [...]} or {"tokens": [...]}, with an "id" and any field of the server's
+    requests (temperature, max_tokens, stop, ...), which comes before the options here; or a line of OpenAI's batch
+    format. A prompt that cannot be answered gets an "error". Answers are kept in OUT.partial as they come: after
+    Ctrl-C, a kill or a power cut, the same command goes on. At the end OUT holds them in the order of the prompts.
+
+    Example: slipstream batch prompts.jsonl --out answers.jsonl --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+    """
+    needed("slipstream batch")
+    from slipstream.serve.batch.lines import read_lines
+
+    recipe, defaults, place = _recipe(context), _defaults(context), _place(context.params)
+    _check_out(file, out, force)
+    asked = read_lines(file, chat)
+    facts = _facts(context.params, defaults, recipe.template, asked)
+    lines = [defaults.complete(line) for line in asked]
+    with _sink(out, facts, lines, force) as sink:
+        tally = Tally(len(lines), len(sink.answered), failed=sink.failed)
+        if tally.resumed:
+            say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {sink.path}.")
+        code = _run(place, recipe, lines, sink, tally)
+    if as_json:
+        print(json_text(tally.as_dict()), file=sys.stderr if out == "-" else sys.stdout)
+    else:
+        say(tally.sentence)
+    raise typer.Exit(code or (WRONG if tally.failed else 0))
+
+
+@dataclass
+class Tally:
+    """What became of the prompts of a batch: `resumed` were answered by an earlier run, and `answered` by this one.
+    `failed` counts those of both that have an error; tokens and seconds, loading included, are this
+    run's."""
+
+    prompts: int
+    resumed: int = 0
+    answered: int = 0
+    failed: int = 0
+    tokens: int = 0
+    began: float = field(default_factory=monotonic)
+    seconds: float = 0.0
+
+    def count(self, answer: Answer) -> None:
+        """Count an answer of this run."""
+        self.answered += 1
+        self.failed += bool(answer.error)
+        self.tokens += answer.tokens
+        self.seconds = monotonic() - self.began
+
+    @property
+    def done(self) -> int:
+        """Prompts that are answered, by this run or by an earlier one."""
+        return self.resumed + self.answered
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as a JSON object."""
+        return {name: getattr(self, name) for name in ("prompts", "resumed", "answered", "failed", "tokens", "seconds")}
+
+    @property
+    def sentence(self) -> str:
+        """The figures for people."""
+        failed = f", {self.failed} of them with an error" if self.failed else ""
+        return (
+            f"{self.done} of {self.prompts} prompts are answered{failed}: {self.tokens} tokens in {self.seconds:.1f} s."
+        )
+
+
+def _recipe(context: typer.Context) -> Recipe:
+    """From which the application is made that answers."""
+    from slipstream.serve.batch.run import batch_settings
+    from slipstream.serve.recipe import Recipe
+    from slipstream.serve.settings import Room
+
+    params = context.params
+    limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
+    room = Room(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
+    settings = batch_settings(tuple(params["names"] or [params["target"] or "embedded"]), params["lossless"])
+    return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))
+
+
+def _defaults(context: typer.Context) -> Defaults:
+    """What the options say that lines do not. Raises ValueError for what cannot be."""
+    from slipstream.serve.batch.lines import Defaults
+
+    params, written = context.params, given(context)
+    options = {FIELDS.get(name, name): value for name, value in call_options(params).items() if name in written}
+    seed = params["seed"]
+    body = {name: value for name, value in options.items() if name not in ("seed", "lossless")}
+    if biases := body.get("logit_bias"):
+        body["logit_bias"] = {str(token): max(bias, -100.0) for token, bias in biases.items()}  # as servers write it
+    if form := read_form(params):
+        body["structured_outputs"] = {FORM_FIELDS[name]: value for name, value in form.items()}
+    if "verify" in written:
+        body["speculative"] = {"verify": params["verify"]}
+    plain = {"temperature": params["temperature"], "max_tokens": params["max_new_tokens"]}
+    return Defaults(body, plain, seed)
+
+
+def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lines: list[Line]) -> dict[str, str]:
+    """Digests of the settings and of the prompts: a run goes on only with answers to the same."""
+    from slipstream.serve.batch.lines import fingerprint
+
+    law = {name: params[name] for name in LAW}
+    settings = [law, dict(defaults.body), dict(defaults.plain), template]
+    return {"settings": fingerprint(settings), "prompts": fingerprint(line.facts for line in lines)}
+
+
+def _check_out(file: str, out: str, force: bool) -> None:
+    """Raises ValueError, before anything is loaded, if the file of answers cannot be written."""
+    from slipstream.serve.batch.journal import ENDING, MARK
+
+    if out == "-":
+        return
+    if out.endswith(".parquet") and not find_spec("pyarrow"):
+        raise ValueError(f"{out}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
+    inputs = [] if file == "-" else [file]
+    check_writable(out, Text("file of answers", '"'), force, inputs)
+    check_writable(f"{out}{ENDING}", Text("journal of a batch", MARK), True, inputs)  # which knows its own
+
+
+def _sink(out: str, facts: dict[str, str], lines: list[Line], force: bool) -> Any:
+    from slipstream.serve.batch.journal import Journal, Printed
+
+    if out == "-":
+        return nullcontext(Printed(sys.stdout))
+    columns: dict[str, str] = {}
+    for form in {line.form.name: line.form for line in lines}.values():
+        columns |= form.columns
+    return Journal(Path(out), facts, columns, force)
+
+
+def _place(params: dict[str, Any]) -> Local | Cluster:
+    """Where the models run. Raises ValueError for options that say nothing without --ray."""
+    from slipstream.serve.batch.cluster import Cluster
+    from slipstream.serve.batch.run import Local
+
+    if params["ray"]:
+        if not find_spec("ray"):
+            raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
+        return Cluster(params["ray_address"], params["actors"])
+    if params["ray_address"] or params["actors"]:
+        raise ValueError("--actors and --ray-address are about a cluster: add --ray.")
+    return Local(lambda state: tell(state.engine.notes), say)
+
+
+def _run(place: Local | Cluster, recipe: Recipe, lines: list[Line], sink: Any, tally: Tally) -> int:
+    """Answer the lines while somebody may watch -> the exit code."""
+    if tally.done == tally.prompts:
+        sink.finish()
+        return 0
+    with countdown(console(stderr=True), tally.prompts, say) as show:
+
+        def on_answer(line: Line, answer: Answer) -> None:
+            tally.count(answer)
+            if answer.error:
+                say(f"prompt {line.index + 1}: {answer.error}")
+            show(tally.done, tally.failed)
+
+        try:
+            place.run(recipe, lines, sink, on_answer)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            return INTERRUPTED
+    return 0

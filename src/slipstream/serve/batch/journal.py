@@ -1,0 +1,235 @@
+"""Where answers are kept while a batch runs, so that nothing is lost or made twice, however it is interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, Self, TextIO
+
+from slipstream.files import WriteError, atomic_write
+from slipstream.serve.batch.forms import Answer
+from slipstream.serve.batch.lines import Line
+from slipstream.text.jsontext import json_text
+
+MARK, VERSION = "slipstream_batch", 1
+"""The field of a journal's first line by which it is known, and what stands there."""
+
+ENDING = ".partial"
+"""What the journal's name has behind that of the file of answers."""
+
+
+class Sink(Protocol):
+    """Where answers go, in the order in which they come."""
+
+    @property
+    def answered(self) -> set[int]:
+        """The indices of lines whose answers are there already."""
+        ...
+
+    @property
+    def failed(self) -> int:
+        """How many of these have an error in place of a text."""
+        ...
+
+    def write(self, line: Line, answer: Answer) -> None:
+        """Keep an answer. Raises OSError if that cannot be."""
+        ...
+
+    def finish(self) -> None:
+        """All lines are answered."""
+        ...
+
+
+class Printed:
+    """Prints answers as JSON lines, as they come; a later run begins anew."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.answered: set[int] = set()
+        self.failed = 0
+
+    def write(self, line: Line, answer: Answer) -> None:
+        """Print an answer."""
+        print(_text(line.form.record(line.index, line.id, answer)), file=self.stream, flush=True)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class Journal:
+    """Keeps answers beside the file `out` that they are for, and writes that file when all are there.
+
+    The journal, OUT.partial, is a line with what was asked (`facts`) and then a line per answer, each on the disk
+    before `write` returns; half a line, as a process that is killed leaves it, is cut off. `finish` writes OUT in the
+    order of the prompts, whole or not at all, and removes the journal. An OUT that ends in .parquet is a table with
+    these `columns` (names, and Arrow's names of their types). Only one process can have the journal open.
+
+    Raises ValueError if OUT exists and was not begun by such a run, or if the journal is another run's, of other
+    prompts or settings; with `anew` both are replaced, but never a file that is no journal. Raises OSError as the
+    system does.
+    """
+
+    def __init__(self, out: Path, facts: Mapping[str, Any], columns: Mapping[str, str], anew: bool = False) -> None:
+        self.out, self.path, self.columns = out, out.with_name(out.name + ENDING), columns
+        self.failed = 0
+        self._offsets: dict[int, int] = {}  # of each answer in the journal, by the index of its line
+        self._header = json_text({MARK: VERSION, **facts}, sort_keys=True).encode()
+        if out.exists() and not anew and not self.path.exists():
+            raise ValueError(f"{out} exists: name another file, or replace it with --force.")
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        try:
+            self._open(anew)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self, anew: bool) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"{self.path} is being written by another run: wait for it, or name another file."
+            ) from None
+        self._check_header(anew)
+        if anew:
+            self._file.truncate(0)
+        size = self._read()
+        self._file.truncate(size)
+        if not size:
+            self._append(self._header)
+            _sync_folder(self.path.parent)
+
+    @property
+    def answered(self) -> set[int]:
+        """The indices of lines whose answers are there already."""
+        return set(self._offsets)
+
+    def write(self, line: Line, answer: Answer) -> None:
+        """Put an answer on the disk."""
+        record = line.form.record(line.index, line.id, answer)
+        self.failed += bool(answer.error)
+        entry = _text({"line": line.index, "failed": bool(answer.error), "record": record})
+        self._offsets[line.index] = self._append(entry.encode(errors="backslashreplace"))
+
+    def finish(self) -> None:
+        """Write the file of answers and remove the journal."""
+        with atomic_write(self.out) as part:
+            if self.out.suffix == ".parquet":
+                write_table(part, self._records(), self.columns)
+            else:
+                with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.writelines(f"{_text(record)}\n" for record in self._records())
+        self.path.unlink()
+        _sync_folder(self.path.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._file.close()
+
+    def _append(self, text: bytes) -> int:
+        """Put a line on the disk -> where it begins."""
+        begin = self._file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(text + b"\n")
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise WriteError(error.errno, error.strerror or str(error), os.fspath(self.path)) from error
+        return begin
+
+    def _check_header(self, anew: bool) -> None:
+        """Raises ValueError for a file that is no journal, and for one of another run unless that may go."""
+        self._file.seek(0)
+        size = os.fstat(self._file.fileno()).st_size
+        with open(self.path, "rb") as file:
+            header = file.readline()
+        if not header.endswith(b"\n") and self._header.startswith(header[:size]):
+            return  # empty, or killed while it wrote the first line
+        found = _parsed(header)
+        if found.get(MARK) != VERSION:
+            raise ValueError(
+                f"{self.path} is no journal of a batch: move it away, or name another file for the answers."
+            )
+        if not anew and header.rstrip(b"\n") != self._header:
+            given = json.loads(self._header)
+            other = (
+                " and ".join(name for name in ("settings", "prompts") if found.get(name) != given[name]) or "version"
+            )
+            raise ValueError(
+                f"{self.path} was begun with other {other}: give the same to go on, or begin anew with --force."
+            )
+
+    def _read(self) -> int:
+        """Find the answers -> where the last whole line ends."""
+        offset = 0
+        with open(self.path, "rb") as file:
+            for place, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break
+                if place:
+                    try:
+                        entry = json.loads(line)
+                        self._offsets[int(entry["line"])] = offset
+                        self.failed += bool(entry["failed"])
+                    except (ValueError, KeyError, TypeError):
+                        raise ValueError(f"{self.path}:{place + 1} is damaged: begin anew with --force.") from None
+                offset += len(line)
+        return offset
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """The record of every answer, in the order of the prompts."""
+        with open(self.path, "rb") as file:
+            for _, offset in sorted(self._offsets.items()):
+                file.seek(offset)
+                yield json.loads(file.readline())["record"]
+
+
+def write_table(path: Path, records: Iterator[dict[str, Any]], columns: Mapping[str, str]) -> None:
+    """Write records as a Parquet table with these columns, a thousand rows at a time. What a record lacks is null; in
+    columns of text, numbers and objects stand as JSON."""
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in columns.items()])
+    with ParquetWriter(path, schema) as writer:
+        while rows := [_row(record, columns) for record in islice(records, 1000)]:
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+
+
+def _row(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: record.get(name) for name in columns}
+    texts = {name: value for name, value in found.items() if columns[name] == "string" and value is not None}
+    return found | {name: _sound(value if isinstance(value, str) else _text(value)) for name, value in texts.items()}
+
+
+def _sound(text: str) -> str:
+    """The text with halves of characters, which UTF-8 cannot hold, written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _text(value: Any) -> str:
+    return json_text(value, ensure_ascii=False)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names of a folder's files on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

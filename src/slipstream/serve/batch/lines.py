@@ -1,0 +1,210 @@
+"""The lines of a batch: prompts as files hold them -> requests to the server's endpoints."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from slipstream.serve.batch.forms import OPENAI, PLAIN, Form
+from slipstream.text.jsontext import json_text
+from slipstream.text.prompts import FORMS
+
+PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}
+"""The endpoint for each way to give a prompt."""
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""The endpoints that lines in OpenAI's batch format may name."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be asked.
+
+    `index` counts from 0; `id` is the user's own name for it, None without one. `form` writes the answer.
+    """
+
+    index: int
+    id: str | int | None = None
+    path: str = ""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    form: Form = PLAIN
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """What identifies the line among all others."""
+        return str(self.index if self.id is None else self.id)
+
+    @property
+    def facts(self) -> list[Any]:
+        """All of it, as JSON's types."""
+        return [self.index, self.id, self.path, dict(self.body), self.form.name, self.error]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What lines do not say themselves: `body` for all lines, and `plain` for those in our own format, whose lengths
+    and temperatures have other defaults than OpenAI's. `seed` is where the seeds of sampled lines come from."""
+
+    body: Mapping[str, Any] = field(default_factory=dict)
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def complete(self, line: Line) -> Line:
+        """The line with a full body. A sampled one gets a seed from its name, unless it has one: its text then depends
+        neither on what runs with it nor on how often the run was interrupted."""
+        if line.error:
+            return line
+        body = {**(self.plain if line.form is PLAIN else {}), **self.body, **line.body}
+        if "max_completion_tokens" in line.body and "max_tokens" not in line.body:
+            body.pop("max_tokens", None)  # they are two names of one thing
+        if body.get("temperature") != 0 and body.get("seed") is None and line.path != "/v1/responses":
+            hashed = hashlib.sha256(f"{self.seed}/{line.name}".encode()).digest()
+            body["seed"] = int.from_bytes(hashed[:8]) >> 1
+        return Line(line.index, line.id, line.path, body, line.form)
+
+
+def read_lines(path: str | Path, chat: bool = False) -> list[Line]:
+    """Read a file of prompts: JSON lines in our format or OpenAI's, plain text, or Parquet -> its lines, in order.
+
+    The file - is standard input.
+    A line that cannot be asked has an error. `chat` makes messages of texts. Raises ValueError for a file that cannot
+    be read, that holds no line, or where two lines have one id; OSError as the system does.
+    """
+    records = list(_parquet_records(path) if str(path).endswith(".parquet") else _text_records(str(path)))
+    if not records:
+        raise ValueError(f"{path} holds no prompt.")
+    lines = [_line(index, record, chat) for index, record in enumerate(records)]
+    seen: dict[str, int] = {}
+    for line in lines:
+        if line.id is not None and seen.setdefault(str(line.id), line.index) != line.index:
+            first = seen[str(line.id)] + 1
+            raise ValueError(
+                f"{path}: prompts {first} and {line.index + 1} both have the id {line.id!r}: make them differ."
+            )
+    return lines
+
+
+def fingerprint(values: Iterable[Any]) -> str:
+    """Hexadecimal digits that differ if any of the values, made of JSON's types, does."""
+    hashed = hashlib.sha256()
+    for value in values:
+        hashed.update(json_text(value, sort_keys=True).encode() + b"\n")
+    return hashed.hexdigest()[:32]
+
+
+# ---- files -> records ---------------------------------------------------------------------------------------------
+
+
+def _text_records(name: str) -> Iterator[dict[str, Any] | ValueError]:
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    if data.startswith(b"\x1f\x8b"):
+        try:
+            data, name = gzip.decompress(data), name.removesuffix(".gz")
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"cannot read {name}: damaged gzip data ({error}).") from error
+    lines = [line for line in data.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
+    is_json = name.endswith((".jsonl", ".json", ".ndjson")) or bool(lines and lines[0].lstrip().startswith(b"{"))
+    for line in lines:
+        yield _parse(line) if is_json else _decode(line)
+
+
+def _decode(line: bytes) -> dict[str, Any] | ValueError:
+    try:
+        return {"prompt": line.decode()}
+    except UnicodeDecodeError as error:
+        return ValueError(f"byte {error.start + 1} is not UTF-8.")
+
+
+def _parse(line: bytes) -> dict[str, Any] | ValueError:
+    try:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except _NoJson as error:
+        return error
+    except json.JSONDecodeError as error:
+        return ValueError(f"this is not JSON ({error.msg}, column {error.colno}).")
+    except UnicodeDecodeError as error:
+        return ValueError(f"byte {error.start + 1} is not UTF-8.")
+    except RecursionError:
+        return ValueError("this JSON is nested too deeply.")
+    return record if isinstance(record, dict) else ValueError("the line is no JSON object.")
+
+
+class _NoJson(ValueError):
+    """Something that Python reads, but that is no JSON."""
+
+
+def _refuse_constant(name: str) -> None:
+    raise _NoJson(f"this is not JSON ({name} is no number there).")
+
+
+def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
+    """The rows; what is null was not given."""
+    if not find_spec("pyarrow"):
+        raise ValueError(f"{path}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            for group in file.iter_batches():
+                for row in group.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
+    except ArrowException as error:
+        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+# ---- records -> lines ---------------------------------------------------------------------------------------------
+
+
+def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> Line:
+    if isinstance(record, ValueError):
+        return Line(index, error=str(record))
+    openai = "custom_id" in record
+    form, id = (OPENAI, record["custom_id"]) if openai else (PLAIN, record.get("id"))
+    if id is not None and (isinstance(id, bool) or not isinstance(id, str | int)):
+        return Line(index, form=form, error=f"the id is {json_text(id)}, but a text or a whole number is expected.")
+    try:
+        path, body = _openai_request(record) if openai else _plain_request(record, chat)
+        if body.get("stream"):
+            raise ValueError("stream cannot be used in a batch: leave it out.")
+    except ValueError as error:
+        return Line(index, id, form=form, error=str(error))
+    return Line(index, id, path, body, form)
+
+
+def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if record.get("method", "POST") != "POST":
+        raise ValueError(f"the method is {json_text(record['method'])}, but only POST is possible.")
+    if record.get("url") not in URLS:
+        raise ValueError(f"the url is {json_text(record.get('url'))}, but only {', '.join(URLS)} are possible.")
+    if not isinstance(record.get("body"), dict):
+        raise ValueError('"body" must be the JSON object of the request.')
+    return record["url"], record["body"]
+
+
+def _plain_request(record: Mapping[str, Any], chat: bool) -> tuple[str, dict[str, Any]]:
+    """The request of a record in our own format; its other fields go to the endpoint as they are."""
+    given = [name for name in FORMS if name in record]
+    if len(given) != 1:
+        raise ValueError('the line must have one of "prompt", "messages", "tokens".')
+    kind, prompt = given[0], record[given[0]]
+    check, allowed = FORMS[kind]
+    if not check(prompt):
+        raise ValueError(f'"{kind}" must be {allowed}.')
+    if not prompt:
+        raise ValueError("the prompt is empty.")
+    if chat and kind == "tokens":
+        raise ValueError("--chat cannot wrap token ids.")
+    if chat and kind == "prompt":
+        kind, prompt = "messages", [{"role": "user", "content": prompt}]
+    others = {name: value for name, value in record.items() if name not in (given[0], "id")}
+    return PATHS[kind], {**others, ("messages" if kind == "messages" else "prompt"): prompt}

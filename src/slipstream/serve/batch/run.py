@@ -1,0 +1,110 @@
+"""Running a batch: its lines are asked of the server's own application, in this process and without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from httpx import ASGITransport, AsyncClient
+
+from slipstream.serve.app import create_app
+from slipstream.serve.batch.forms import Answer, refused
+from slipstream.serve.batch.journal import Sink
+from slipstream.serve.batch.lines import Line
+from slipstream.serve.faults import Unavailable
+from slipstream.serve.recipe import Recipe
+from slipstream.serve.settings import Limits, ServeSettings
+from slipstream.serve.state import ServerState
+from slipstream.text.jsontext import json_text
+
+ENDED = 503
+"""The status with which an application says that it answers nothing more."""
+
+
+def batch_settings(names: tuple[str, ...], lossless: bool) -> ServeSettings:
+    """The settings of an application that only answers a batch: nothing but memory limits it."""
+    limits = Limits(body_bytes=1 << 30, samples=1 << 16)
+    return ServeSettings(names, max_queue=1 << 30, lossless=lossless, limits=limits)
+
+
+class Asker:
+    """Asks an application for answers, as a client that shares its process."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    @staticmethod
+    @asynccontextmanager
+    async def of(state: ServerState) -> AsyncIterator[Asker]:
+        """An asker of an application, as soon as its models are warm; the application ends with the block.
+
+        Raises Unavailable if the models cannot run.
+        """
+        ready = asyncio.Event()
+        state.worker.on_ready = state.worker.on_death = ready.set
+        app = create_app(state)
+        transport = ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client,
+        ):
+            await ready.wait()
+            state.worker.check()
+            yield Asker(client)
+
+    async def ask(self, path: str, body: str) -> Answer:
+        """The answer to one request, whose body is JSON. Raises Unavailable if the application answers nothing more."""
+        headers = {"Content-Type": "application/json"}
+        response = await self._client.post(path, content=body.encode(), headers=headers)
+        answer = Answer(response.status_code, response.json(), response.headers["X-Request-Id"])
+        if answer.status == ENDED:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError  # which the application has answered in its own way
+            raise Unavailable(answer.error)
+        return answer
+
+
+@dataclass(frozen=True)
+class Local:
+    """This process, in which the models are loaded; `on_load` is told their state, `progress` how loading goes."""
+
+    on_load: Callable[[ServerState], object]
+    progress: Callable[[str], object]
+
+    def run(
+        self, recipe: Recipe, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
+    ) -> None:
+        """Answer all lines that the sink lacks, twice as many at a time as the models take together.
+
+        Raises ValueError if the models cannot be loaded, Unavailable if they fail, OSError if an answer cannot be
+        kept; what was answered before is kept.
+        """
+        state = recipe.state(self.progress)
+        self.on_load(state)
+        asyncio.run(_answer_all(state, lines, sink, on_answer))
+        sink.finish()
+
+
+async def _answer_all(
+    state: ServerState, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
+) -> None:
+    left = iter([line for line in lines if line.index not in sink.answered])
+    async with Asker.of(state) as asker:
+        tasks = [asyncio.create_task(_answer(left, asker, sink, on_answer)) for _ in range(2 * state.worker.room.rows)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(lines: Iterator[Line], asker: Asker, sink: Sink, on_answer: Callable[[Line, Answer], object]) -> None:
+    """Answer lines, one after the other, as long as there are any."""
+    for line in lines:
+        answer = refused(line.error) if line.error else await asker.ask(line.path, json_text(dict(line.body)))
+        sink.write(line, answer)
+        on_answer(line, answer)

@@ -1,0 +1,207 @@
+"""Replicas of the server on a Ray cluster, behind a front that keeps what begins alike on the same replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from slipstream.serve.app import create_app
+from slipstream.serve.cluster.routing import routing_key
+from slipstream.serve.cluster.scale import Scale
+from slipstream.serve.faults import QueueFull, ServeError, TooLarge, Unavailable
+from slipstream.serve.recipe import Recipe
+from slipstream.serve.settings import Limits, Room, ServeSettings
+from slipstream.text.jsontext import json_text
+
+LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
+"""What Ray raises for a replica that is gone."""
+
+ATTEMPTS = 5
+"""How many replicas are asked before a client is told to come again."""
+
+UPSCALE = 10.0
+"""How long, in seconds, more requests must run than fit before a replica is added."""
+
+DRAIN_SECONDS = 600.0
+"""How long a replica that ends may take for the requests that it has."""
+
+SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
+"""What a replica gets to know of a request, besides its body."""
+
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+def application(recipe: Recipe, scale: Scale) -> serve.Application:
+    """The application that Ray Serve deploys: a front, and as many replicas as the running requests need.
+
+    A replica is added where more requests run than its rows, and a request goes elsewhere where twice as many wait.
+    """
+    rows = recipe.room.rows
+    replica = serve.deployment(
+        Replica,
+        max_ongoing_requests=2 * rows,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=scale.least, max_replicas=scale.most, target_ongoing_requests=rows, upscale_delay_s=UPSCALE
+        ),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": scale.most}
+        ),
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        health_check_period_s=2,
+        ray_actor_options=scale.resources,
+        max_queued_requests=recipe.settings.max_queue,
+    )
+    front = serve.deployment(
+        Front,
+        max_ongoing_requests=1 << 20,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return front.bind(replica.bind(recipe), recipe.settings.limits.body_bytes)
+
+
+def deploy(arguments: Mapping[str, Any]) -> serve.Application:
+    """What the `import_path` of a config file for `serve deploy` names: the application for its `args`.
+
+    These are "replicas" (4, or "1..4"), "cpus" and "gpus" of each, "max_rows", "names", and the arguments of
+    `slipstream.load`. Raises ValueError for what cannot be.
+    """
+    given = dict(arguments)
+    scale = Scale.read(given.pop("replicas", 1), given.pop("cpus", None), given.pop("gpus", None))
+    room = Room(int(given.pop("max_rows", 16)))
+    names = tuple(given.pop("names", ()) or [given.get("target") or "embedded"])
+    models, settings = {"target": None, "draft": None, **given}, ServeSettings(names)
+    return application(Recipe(models, settings, room), scale)
+
+
+class Replica:
+    """A server without a socket: it answers the requests that the front hands on."""
+
+    async def __init__(self, recipe: Recipe) -> None:  # type: ignore[misc]  # Ray awaits it
+        ready, self.state = asyncio.Event(), await asyncio.to_thread(recipe.state)
+        self.state.worker.on_ready = self.state.worker.on_death = ready.set
+        self.app = create_app(self.state)
+        self._open = AsyncExitStack()  # until the process ends
+        await self._open.enter_async_context(self.app.router.lifespan_context(self.app))
+        await ready.wait()
+        self.check_health()
+
+    def check_health(self) -> None:
+        """Raises Unavailable if the models cannot run any more; then Ray starts another replica."""
+        self.state.worker.check()
+
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[tuple[int, list[Any]] | bytes]:
+        """The status and the headers of an answer, then its body in pieces."""
+        messages, asked, gone = asyncio.Queue[Any](), False, asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            nonlocal asked
+            if asked:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            asked = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def run() -> None:
+            try:
+                await self.app({**scope, "asgi": {"version": "3.0"}}, receive, messages.put)
+            finally:
+                await messages.put(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while message := await messages.get():
+                if message["type"] == "http.response.start":
+                    yield message["status"], list(message["headers"])
+                elif message.get("body"):
+                    yield message["body"]
+        finally:
+            gone.set()
+            with suppress(Exception):  # an error of ours was answered with status 500
+                await task
+
+
+class Front:
+    """What clients reach: it hands a request to the replica that has read its beginning, and to another one if that is
+    gone before anything of the answer was sent on; a stream that was begun ends with an error event then."""
+
+    def __init__(self, replicas: DeploymentHandle, body_bytes: int) -> None:
+        self.replicas, self.limits = replicas, Limits(body_bytes=body_bytes)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request."""
+        try:
+            body = await self._body(request)
+            for _ in range(ATTEMPTS):
+                with suppress(*LOST):
+                    return await self._ask({name: request.scope[name] for name in SCOPE}, body)
+            raise Unavailable("the replicas that were asked are gone: ask again.")
+        except BackPressureError:
+            return _refusal(QueueFull("as many requests wait as may: try again later."))
+        except DeploymentUnavailableError:
+            return _refusal(Unavailable("no replica can be started: see the cluster's logs."))
+        except ServeError as error:
+            return _refusal(error)
+
+    async def _body(self, request: Request) -> bytes:
+        found = bytearray()
+        async for piece in request.stream():
+            found += piece
+            if len(found) > self.limits.body_bytes:
+                raise TooLarge(f"the body is longer than the {self.limits.body_bytes} bytes that are taken.")
+        return bytes(found)
+
+    async def _ask(self, scope: dict[str, Any], body: bytes) -> Response:
+        """One replica's answer: as a whole, or as a stream whose first piece is there. Raises one of LOST."""
+        handle = self.replicas.options(stream=True, session_id=routing_key(body))
+        pieces = handle.answer.remote(scope, body)
+        try:
+            status, headers = await anext(pieces)
+            first = await anext(pieces, b"")
+            if not _is_stream(headers):
+                answer = _response(Response(first + b"".join([piece async for piece in pieces])), status, headers)
+                return answer
+        except BaseException:
+            pieces.cancel()
+            raise
+        return _response(StreamingResponse(_rest(first, pieces)), status, headers)
+
+
+async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
+    """The pieces of a stream; where its replica is lost, an error event is the last. Who hangs up ends the request."""
+    try:
+        yield first
+        async for piece in pieces:
+            yield piece
+    except TaskCancelledError:
+        raise
+    except RayError:
+        error = Unavailable("the replica that wrote this text is gone: ask again.")
+        yield f"data: {json_text(error.body())}\n\n".encode()
+    finally:
+        pieces.cancel()
+
+
+def _response(response: Response, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
+    response.status_code = status
+    length = [each for each in response.raw_headers if each[0] == b"content-length"]
+    response.raw_headers = [each for each in headers if each[0].lower() != b"content-length"] + length
+    return response
+
+
+def _is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
+
+
+def _refusal(error: ServeError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)

@@ -1,0 +1,78 @@
+"""Running replicas until a signal comes: a Ray cluster, its proxy, and the end of both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from slipstream.serve.cluster.scale import Scale
+from slipstream.serve.recipe import Recipe
+
+NAME = "slipstream"
+"""The name of the application in the cluster."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster that serves: its `address`, None for one that is started on this machine (or the one that
+    RAY_ADDRESS names), and where its proxies listen."""
+
+    address: str | None
+    host: str
+    port: int
+
+    def run_to_end(self, recipe: Recipe, scale: Scale) -> int:
+        """Serve until a signal comes; what was begun is finished then, and a second signal ends at once -> exit code.
+
+        Raises ValueError if the cluster cannot be reached or its replicas cannot load the models.
+        """
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported unless the user wants it
+        import ray
+        from ray import serve
+
+        from slipstream.serve.cluster.replicas import application
+
+        ended = threading.Event()
+
+        def end(number: int, frame: FrameType | None) -> None:
+            if ended.is_set():
+                _say("ended at once.")
+                os._exit(1)
+            _say("ending: what was begun is finished; once more to end at once.")
+            ended.set()
+
+        try:
+            ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR)
+            found = ray.cluster_resources()
+            if scale.gpus is None and found.get("GPU"):
+                scale = replace(scale, gpus=1)
+            if scale.cpus is None and not scale.gpus:
+                scale = replace(scale, cpus=max(1, found.get("CPU", 1) // scale.most))
+            serve.start(http_options={"host": self.host, "port": self.port})
+            serve.run(application(recipe, scale), name=NAME, route_prefix="/")
+        except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
+            ray.shutdown()
+            raise ValueError(f"the cluster cannot serve: {' '.join(str(error).split())[-400:]}") from error
+        before = {kind: signal.signal(kind, end) for kind in (signal.SIGINT, signal.SIGTERM)}
+        draft = f" with the draft {recipe.draft}" if recipe.draft else " without a draft"
+        _say(f"{recipe.settings.names[0]}{draft} is ready at http://{self.host}:{self.port}")
+        try:
+            while not ended.wait(1):
+                pass
+            serve.delete(NAME)
+            if self.address is None:
+                serve.shutdown()
+        finally:
+            ray.shutdown()
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+        return 0
+
+
+def _say(text: str) -> None:
+    print(f"slipstream: {text}", file=sys.stderr, flush=True)

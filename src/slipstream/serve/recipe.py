@@ -1,0 +1,43 @@
+"""`Recipe`: everything from which a server is made, so that any process can make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.engine.engine import Engine
+from slipstream.engine.load import load
+from slipstream.serve.settings import Room, ServeSettings
+from slipstream.serve.state import ServerState
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything from which a server's state is made; it can be pickled, so that other processes make the same.
+
+    `models` are the arguments of `slipstream.load`, among them "target" and "draft"; `template` is a Jinja chat
+    template in place of the tokenizer's.
+    """
+
+    models: dict[str, Any]
+    settings: ServeSettings
+    room: Room
+    template: str | None = None
+
+    @property
+    def draft(self) -> str | None:
+        """The name of the draft, as users wrote it; without a target the embedded pair has one of its own."""
+        return self.models["draft"] or (None if self.models["target"] else "embedded")
+
+    def state(self, progress: Callable[[str], object] | None = None) -> ServerState:
+        """Load the models -> the state of a server. Raises ValueError as `slipstream.load` does."""
+        engine = load(**self.models, batch_size=self.room.rows, progress=progress)
+        if self.template is not None:
+            _use_template(engine, self.template)
+        return ServerState.new(engine, self.settings, self.room, self.draft)
+
+
+def _use_template(engine: Engine, template: str) -> None:
+    for owner in (engine.tokenizer, *([engine.vision.processor] if engine.vision else [])):
+        owner.chat_template = template

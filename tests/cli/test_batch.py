@@ -1,0 +1,165 @@
+"""`slipstream batch`: every prompt is answered exactly once, whatever interrupts it, with the texts of the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from processes import Command
+from slipstream.serve.batch.forms import Answer
+from slipstream.serve.batch.journal import Journal
+from slipstream.serve.batch.lines import Line
+from terminal import run
+
+PROMPTS = ["x =", "import", "class A", "def f(x):", "for i in", "return"]
+
+
+def prompts(folder: Path, *more: dict[str, Any], count: int = len(PROMPTS)) -> str:
+    """A file of prompts, every other one sampled, and further lines."""
+    path = folder / "prompts.jsonl"
+    own = [
+        {"id": f"p{i}", "prompt": PROMPTS[i % len(PROMPTS)], "temperature": i % 2, "max_tokens": 4 + i % 5}
+        for i in range(count)
+    ]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in [*own, *more]))
+    return str(path)
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_the_engines_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    wrong = {"id": "wrong", "prompt": "x", "nonsense": 1}
+    chat = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
+    long = {"id": "long", "tokens": [1] * 5000}
+    result = run("batch", prompts(tmp_path, wrong, chat, long), "--out", str(tmp_path / "out.jsonl"), "--json")
+    assert result.exit_code == 2, "some prompts have no answer"
+    found = answers(tmp_path / "out.jsonl")
+    assert [each.get("id", "") for each in found[:6]] == [f"p{i}" for i in range(6)]
+    engine = slipstream.load()
+    for i in (0, 2, 4):
+        assert found[i]["text"] == engine.generate(PROMPTS[i], max_new_tokens=4 + i % 5, plain=True)[0].text
+    assert found[6] == {
+        "index": 6,
+        "id": "wrong",
+        "error": "nonsense is not a field that this server knows: leave it out.",
+    }
+    assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 2 and found[7]["error"] is None
+    assert "5000" in found[8]["error"]
+    told = json.loads(result.stdout)
+    assert (told["prompts"], told["answered"], told["failed"], told["resumed"]) == (9, 9, 2, 0)
+    assert "prompt 7: nonsense is not a field" in result.stderr
+
+
+class Killed(BaseException):
+    """What a process that is killed does not live to see."""
+
+
+def test_a_run_goes_on_where_it_was_and_texts_do_not_depend_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    file = prompts(tmp_path)
+    assert run("batch", file, "--out", str(whole), "--max-rows", "4").exit_code == 0
+    write, written = Journal.write, list[int]()
+
+    def write_and_die(journal: Journal, line: Line, answer: Answer) -> None:
+        write(journal, line, answer)
+        written.append(line.index)
+        if len(written) % 2 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "write", write_and_die)
+    for _ in range(3):
+        result = run("batch", file, "--out", str(parts), "--max-rows", "2")
+        assert result.exit_code == 130
+    monkeypatch.undo()
+    assert run("batch", file, "--out", str(parts)).exit_code == 0
+    assert sorted(written) == list(range(6)), "each is answered once"
+    assert whole.read_text() == parts.read_text(), "the same texts, in batches of other sizes, in four runs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--out", "{file}"], "it is an input of this command"),
+        (["--out", "{folder}/none/out.jsonl"], "there is no folder"),
+        (["--out", "{folder}"], "it is a folder"),
+        (["--out", "{folder}/o", "--top-p", "2"], "less than or equal to 1"),
+        (["--out", "{folder}/o", "--memory", "much"], "is no number of bytes"),
+        (["--out", "{folder}/o", "--regex", "a", "--choice", "b"], "exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_work(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    file = prompts(tmp_path)
+    before = Path(file).read_bytes()
+    result = run("batch", file, *[each.format(file=file, folder=tmp_path) for each in arguments])
+    assert result.exit_code == 2 and sentence in " ".join(result.stderr.split())
+    assert Path(file).read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_files_that_are_there_stay_unless_they_may_go(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"index": 0}\n')
+    file = prompts(tmp_path, count=1)
+    assert "--force" in run("batch", file, "--out", str(out)).stderr
+    assert out.read_text() == '{"index": 0}\n'
+    assert run("batch", file, "--out", str(out), "--force").exit_code == 0
+    assert answers(out)[0]["id"] == "p0"
+
+
+def test_options_of_the_command_hold_for_lines_that_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("pick:\npick again:\n")
+    result = run("batch", str(tmp_path / "p.txt"), "--out", "-", "--choice", "red", "--choice", "green", "--n", "2")
+    assert result.exit_code == 0
+    found = sorted(map(json.loads, result.stdout.splitlines()), key=lambda each: each["index"])
+    assert all(sample["text"] in ("red", "green") for each in found for sample in each["samples"])
+    assert [len(each["samples"]) for each in found] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twenty_times_answers_every_prompt_once(tmp_path: Path) -> None:
+    file, whole, out = prompts(tmp_path, count=400), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run("batch", file, "--out", str(whole)).exit_code == 0
+    journal, chance = out.with_name("out.jsonl.partial"), random.Random(0)
+    kills = 0
+    for _ in range(20):
+        before = journal.stat().st_size if journal.exists() else 0
+        process = Command("batch", file, "--out", str(out))
+        while process.is_running and (not journal.exists() or journal.stat().st_size <= before):
+            time.sleep(0.01)
+        time.sleep(chance.random() / 10)
+        process.kill()
+        process.wait(60)
+        process.stderr.close()
+        kills += not out.exists()
+    assert kills >= 10, "most of the runs were killed while they worked"
+    if not out.exists():
+        assert run("batch", file, "--out", str(out)).exit_code == 0
+    assert out.read_text() == whole.read_text()
+
+
+@pytest.mark.slow
+def test_a_cluster_writes_the_same_file_though_an_actor_is_killed(tmp_path: Path) -> None:
+    file, here, there = prompts(tmp_path, count=300), tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    assert run("batch", file, "--out", str(here)).exit_code == 0
+    process, journal = Command("batch", file, "--out", str(there), "--ray", "--actors", "2"), Path(f"{there}.partial")
+    while process.is_running and (not journal.exists() or journal.stat().st_size < 2000):
+        time.sleep(0.05)
+    actors = subprocess.run(["pgrep", "-f", "^ray::.*MapBatches"], capture_output=True, text=True).stdout.split()
+    assert process.is_running and actors, "the run had not ended"
+    os.kill(int(actors[0]), signal.SIGKILL)
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(300) == 0, said
+    assert there.read_text() == here.read_text()

@@ -1,0 +1,197 @@
+"""Replicas on a Ray cluster: which one is asked, what happens when one is killed, and the files that deploy them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+import yaml
+
+from processes import Command
+from serve.conftest import ServerProcess
+from slipstream.serve.cluster.routing import routing_key
+from slipstream.serve.cluster.scale import Scale
+
+POD = {"type": "object", "required": ["spec"], "properties": {"spec": {"type": "object", "required": ["containers"]}}}
+GROUP = {"rayStartParams": {"type": "object"}, "template": POD}
+WORKERS = {name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas")}
+RAY_SERVICE = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayService"},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "serveConfigV2": {"type": "string"},
+                "rayClusterConfig": {
+                    "type": "object",
+                    "required": ["headGroupSpec"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "headGroupSpec": {
+                            "type": "object",
+                            "required": ["template"],
+                            "properties": GROUP,
+                            "additionalProperties": False,
+                        },
+                        "workerGroupSpecs": {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["groupName", "template"],
+                                "properties": {"groupName": {"type": "string"}, **WORKERS, **GROUP},
+                                "additionalProperties": False,
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""What KubeRay's definition of a RayService says of the fields that our manifest has."""
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def key(**body: Any) -> str:
+    return routing_key(json.dumps(body).encode())
+
+
+def test_turns_of_a_conversation_have_one_key() -> None:
+    system, question = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}
+    turns = [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "What is new?"}]
+    assert key(messages=[system, question]) == key(messages=[system, question, *turns]) != key(messages=[question])
+    assert key(messages=[system, question]) != key(messages=[system, turns[1]]), "another conversation"
+    assert key(prompt="x" * 3000) == key(prompt="x" * 2000) != key(prompt="y" * 2000)
+    assert key(prompt="x" * 3000) != key(prompt="x" * 3000, cache_salt="a"), "prefixes are not shared with other salts"
+    assert key(prompt=[1] * 300) == key(prompt=[1] * 400) != key(prompt=[2] * 300)
+    assert routing_key(b"") == routing_key(b"nonsense") == routing_key(b"[1]") == key(model="m") == ""
+
+
+@pytest.mark.parametrize(("text", "found"), [("4", (4, 4)), ("1..4", (1, 4)), (2, (2, 2))])
+def test_a_number_of_replicas_is_read(text: str | int, found: tuple[int, int]) -> None:
+    scale = Scale.read(text)
+    assert (scale.least, scale.most) == found
+
+
+@pytest.mark.parametrize("text", ["", "0", "4..1", "a", "1..b", "-1"])
+def test_other_numbers_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="possible"):
+        Scale.read(text)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of pydantic
+def test_the_files_that_deploy_are_valid() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from slipstream.serve.cluster.replicas import deploy
+
+    config = yaml.safe_load((DOCS / "ray-serve.yaml").read_text())
+    manifest = yaml.safe_load((DOCS / "kuberay.yaml").read_text())
+    jsonschema_rs.validate(RAY_SERVICE, manifest)
+    for given in (config, yaml.safe_load(manifest["spec"]["serveConfigV2"])):
+        (application,) = ServeDeploySchema(**given).applications
+        assert application.import_path == f"{deploy.__module__}:{deploy.__name__}"
+        assert deploy(application.args) is not None
+
+
+def answer(http: httpx.Client, prompt: str, **more: Any) -> httpx.Response:
+    return http.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **more})
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[ServerProcess]:
+    """Two replicas on a cluster of their own."""
+    with ServerProcess.of(Command("serve", "--port", "0", "--ray", "--replicas", "2", "--max-rows", "2")) as server:
+        yield server
+        assert server.stop() == 0
+        assert any("what was begun is finished" in line for line in server.lines)
+
+
+def workers() -> list[int]:
+    """The processes of the replicas."""
+    found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:slipstream:Replica"], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_one_server_does(replicas: ServerProcess, server: ServerProcess) -> None:
+    with replicas.http() as many, server.http() as one:
+        assert many.get("/health").json() == {"status": "ok"}
+        for path, body in (
+            ("/v1/completions", {"prompt": "x", "temperature": 0}),
+            ("/v1/completions", {"nonsense": 1}),
+        ):
+            ours, theirs = many.post(path, json=body), one.post(path, json=body)
+            assert ours.status_code == theirs.status_code
+            assert ours.json().get("choices") == theirs.json().get("choices")
+            assert ours.json().get("error") == theirs.json().get("error")
+        assert many.get("/nowhere").status_code == 404
+    assert len(workers()) == 2
+    stream = replicas.client().completions.create(
+        model="embedded", prompt="x", stream=True, max_tokens=8, temperature=0
+    )
+    whole = replicas.client().completions.create(model="embedded", prompt="x", max_tokens=8, temperature=0)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+@pytest.mark.slow
+def test_a_conversation_finds_its_prefix_on_its_replica(replicas: ServerProcess) -> None:
+    with replicas.http() as http:
+        for number in range(4):
+            prompt = f"# {number}\n" + f"value_{number} = compute({number})\n" * 40
+            assert answer(http, prompt, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            again = answer(http, prompt + "x = 1\n", max_tokens=1).json()["usage"]
+            assert again["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+@pytest.mark.slow
+def test_a_killed_replica_ends_its_streams_and_its_queue_goes_elsewhere(replicas: ServerProcess) -> None:
+    ends: dict[int, str] = {}
+    began = threading.Semaphore(0)
+
+    def stream(number: int) -> None:
+        body = {"prompt": f"# {number}", "max_tokens": 1500, "temperature": 1, "ignore_eos": True, "stream": True}
+        with replicas.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            for place, line in enumerate(response.iter_lines()):
+                ends[number] = line or ends.get(number, "")
+                if place == 0:
+                    began.release()
+
+    def whole(number: int) -> None:
+        with replicas.http() as http:
+            ends[number] = str(answer(http, f"# {number}", max_tokens=40).status_code)
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        assert began.acquire(timeout=120)
+    queued = [threading.Thread(target=whole, args=(number,)) for number in range(4, 10)]
+    for thread in queued:
+        thread.start()
+    time.sleep(0.2)
+    os.kill(workers()[0], signal.SIGKILL)
+    for thread in [*threads, *queued]:
+        thread.join(300)
+        assert not thread.is_alive(), "nothing hangs"
+    streams = [ends[number] for number in range(4)]
+    lost = [end for end in streams if "error" in end]
+    assert lost and all("is gone: ask again" in end for end in lost)
+    assert all(end == "data: [DONE]" for end in streams if end not in lost)
+    assert [ends[number] for number in range(4, 10)] == ["200"] * 6, "what waited was answered elsewhere"
