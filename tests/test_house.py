@@ -130,7 +130,6 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
 
 
 MODULES = modules()
-every_module = pytest.mark.parametrize("room", MODULES)
 
 
 def read(room: str) -> str:
@@ -227,10 +226,11 @@ def test_every_folder_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-@every_module
-def test_imports_go_down(room: str) -> None:
-    is_package = MODULES[room].name == "__init__.py"
-    assert level_faults(room, read(room), set(MODULES), is_package) == []
+def test_imports_go_down() -> None:
+    def faults(room: str) -> list[str]:
+        return level_faults(room, read(room), set(MODULES), MODULES[room].name == "__init__.py")
+
+    assert [fault for room in MODULES for fault in faults(room)] == []
 
 
 def test_no_import_comes_back() -> None:
@@ -252,9 +252,8 @@ def test_the_top_of_the_house_can_be_read_at_a_glance() -> None:
     assert len(shown) <= 25, sorted(shown)
 
 
-@every_module
-def test_third_parties_keep_to_their_rooms(room: str) -> None:
-    assert third_party_faults(room, read(room)) == []
+def test_third_parties_keep_to_their_rooms() -> None:
+    assert [fault for room in MODULES for fault in third_party_faults(room, read(room))] == []
 
 
 KNOWN = {"core.draft", "cache.rows", "models", "models.causal", "decoding.speculate", "engine.load", "cli"}
@@ -334,9 +333,9 @@ def json_faults(room: str, source: str) -> list[str]:
     return [f"{room}:{line} uses {name}: use json_text" for line, name in names if name in ("dump", "dumps")]
 
 
-@every_module
-def test_json_is_written_in_one_place(room: str) -> None:
-    assert room == "text.jsontext" or json_faults(room, read(room)) == []
+def test_json_is_written_in_one_place() -> None:
+    others = [room for room in MODULES if room != "text.jsontext"]
+    assert [fault for room in others for fault in json_faults(room, read(room))] == []
 
 
 @pytest.mark.parametrize(
@@ -426,9 +425,8 @@ def size_faults(room: str, source: str) -> list[str]:
     return faults + [f"{room}.{name} is missing: its size is a rule of the house" for name in heart]
 
 
-@every_module
-def test_sizes(room: str) -> None:
-    assert size_faults(room, read(room)) == []
+def test_sizes() -> None:
+    assert [fault for room in MODULES for fault in size_faults(room, read(room))] == []
 
 
 def lines(count: int, name: str = "f") -> str:
@@ -646,6 +644,7 @@ def test_command_checker_catches() -> None:
 # ---- benchmarks -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_benchmarks_can_be_started() -> None:
     """Their folder comes first on the path then: no file there may be called as a module that a library looks for."""
     names = sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py"))

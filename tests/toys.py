@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -254,6 +255,11 @@ def request(prompt: Sequence[int], count: int, sampler: Sampler = SAMPLE, **kwar
 
 RAGGED = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
 """Three prompts of different lengths."""
+
+
+def rare(*values: Any) -> list[Any]:
+    """Values of a parameter that only the slow tests try: the behaviour is that of the values beside them."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def ragged(sampler: Any = GREEDY, count: int = 12) -> list[Any]:

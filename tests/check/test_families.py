@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from slipstream.check import families
 from slipstream.check.families import Architecture, attempt, attempts, counted, table
 from slipstream.cli import app as cli
+from toys import rare
 
 LLAMA = Architecture(LlamaConfig, LlamaForCausalLM, False)
 
@@ -44,7 +45,12 @@ def one(name: str) -> Architecture:
     return found
 
 
-@pytest.mark.parametrize("name", WAYS)
+SIMILAR = ("RobertaForCausalLM", "BloomForCausalLM", "GPTNeoForCausalLM", "GlmMoeDsaForCausalLM")
+SIMILAR += ("NllbMoeForConditionalGeneration", "VoxtralForConditionalGeneration", "MambaForCausalLM")
+"""Those that work in the way of another one, by the same lines."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in WAYS if name not in SIMILAR), *rare(*SIMILAR)])
 def test_what_works_and_by_which_way(name: str) -> None:
     outcome = attempt(one(name))
     assert (outcome.verdict, outcome.way) == ("works", WAYS[name]), outcome.why

@@ -37,6 +37,7 @@ from toys import (
     enumerate_outcomes,
     plain_law,
     ragged,
+    rare,
     request,
     scorer,
     tiny,
@@ -186,9 +187,8 @@ def test_the_law_with_a_window_is_the_target_s(rule: rules.Rule) -> None:
         "int8",
         "quantized:int4?group=64",
         "lookup|int4",
-        "lookup>int8",
-        "window:8",
         "window:8?weights=int4&sinks=2",
+        *rare("lookup>int8", "window:8"),
     ],
 )
 def test_drafts_are_named(draft: str) -> None:

@@ -14,6 +14,7 @@ import slipstream
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
 from slipstream.models.loading import EMBEDDED
+from toys import rare
 
 PROMPTS = ["def fibonacci(n):", "import os\nimport sys\n", "class Stack:\n    def __init__(self):\n"]
 SETTINGS: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 20}
@@ -78,7 +79,7 @@ def test_an_interrupted_search_gives_what_there_is_and_leaves_the_engine_free() 
     assert engine().generate(PROMPTS[0], max_new_tokens=4)[0].tokens
 
 
-@pytest.mark.parametrize("how", [{}, {"tree": (2, 2)}])
+@pytest.mark.parametrize("how", [{"tree": (2, 2)}, *rare({})])
 def test_a_draft_serves_samples_and_beams_in_turn(how: dict[str, Any]) -> None:
     mixed = slipstream.load(draft="embedded", dtype="float32", batch_size=2, **how)
     beams = [each.tokens for each in engine().generate(PROMPTS, **SETTINGS)]

@@ -55,7 +55,9 @@ def test_clusters_move_as_by_the_expensive_force(count: int, monkeypatch: pytest
     assert max(map(apart, figures(cheap), figures(direct))) > 1.5
 
 
-@pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [4000, 100_000])
 def test_episodes_are_those_of_the_real_simulator(count: int) -> None:
     """Returns and two speeds (odds 3e-6), drafted by a learned model that is wrong and, alone, told apart."""
     pytest.importorskip("gymnasium")
@@ -132,6 +134,7 @@ def test_pictures_can_be_plotted(tmp_path: Path) -> None:
     assert (tmp_path / "two.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_missing_pair_is_told(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/images.py"), str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

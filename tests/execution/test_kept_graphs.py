@@ -93,6 +93,7 @@ def test_damaged_and_foreign_files_are_made_anew(place: Path) -> None:
         check(Scale(0), made=False)  # it was mended
 
 
+@pytest.mark.slow
 def test_another_version_makes_graphs_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     check(Scale(0), made=True)
     monkeypatch.setattr(structure, "__version__", "another")
@@ -109,6 +110,7 @@ def test_inputs_that_a_graph_was_not_made_for_get_their_own(place: Path) -> None
     assert told == [False, True]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_that_is_turned_off(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kept_graphs.PLACE, "off")
     check(Scale(0), made=True)
@@ -137,6 +139,7 @@ def test_pairs_in_lists_as_encoders_return_them_are_taken_over() -> None:
     check_pairs(Scale(1), made=False)
 
 
+@pytest.mark.slow
 def test_old_graphs_are_deleted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_graphs, "MOST_FILES", 1)
     check(Scale(0), made=True)
