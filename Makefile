@@ -39,7 +39,7 @@ test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in 
 	@echo '== mypy'
 	@$(BIN)/mypy
 	@echo '== pytest'
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n 2
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n 2 --dist loadgroup
 
 format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff check --fix .

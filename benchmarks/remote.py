@@ -126,7 +126,7 @@ def distance(remote: RemoteDrafter) -> float:
 
 def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[Tally], PlanCosts]:
     """Acceptance and costs with the draft in this process."""
-    plain, [record] = sweep(engine.decoder, [local], task, most, lambda name: None)
+    plain, [record], _ = sweep(engine.decoder, [local], task, most, lambda name: None)
     return record.tallies, record.costs(plain)
 
 

@@ -247,16 +247,17 @@ MEASURED = ("--quick", "--max-new-tokens", "4", "--repetitions", "1", "--target"
 # For each command how many cases there are in the fast and in the slow set, and what may come first, so that the work
 # is small; in the fast set it is the first of these.
 COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
-    "generate": (14, 400, (("--max-new-tokens", "2", "x ="), ("--max-new-tokens", "2", "--prompts", "prompts.txt"))),
-    "chat": (6, 80, (("--max-new-tokens", "2", "--raw"), ("--max-new-tokens", "2", "--raw", "--json"))),
+    "generate": (10, 400, (("--max-new-tokens", "2", "x ="), ("--max-new-tokens", "2", "--prompts", "prompts.txt"))),
+    "batch": (2, 60, (("prompts.txt", "--out", "-", "--max-new-tokens", "2"),)),
+    "chat": (4, 80, (("--max-new-tokens", "2", "--raw"), ("--max-new-tokens", "2", "--raw", "--json"))),
     "check": (3, 60, (("--max-new-tokens", "2", "--samples", "4", "--target", "tiny"),)),
     "exits": (3, 60, (("--max-new-tokens", "2", "--target", "tiny", "--first"),)),
     "bench": (0, 40, (("--quick", "--max-new-tokens", "2", "--repetitions", "1", "--target", "tiny", "--gamma", "1"),)),
     "plan": (8, 120, (("--alpha", "0.8", "--cost", "0.1"), (), MEASURED)),
     "draft list": (4, 80, ((),)),
-    "ngram build": (12, 180, ((),)),
+    "ngram build": (8, 180, ((),)),
     "ngram info": (6, 60, ((),)),
-    "datastore build": (12, 180, ((),)),
+    "datastore build": (8, 180, ((),)),
     "datastore info": (6, 60, ((),)),
     "datastore forget": (6, 80, ((),)),
     "heads train": (4, 110, (("--steps", "1", "--rows", "1", "--length", "8", "--heads", "1", "--inner", "4"),)),
@@ -389,6 +390,7 @@ def test_many_command_lines(world: World, command: str) -> None:
 
 WRITERS: dict[str, Words] = {
     "generate": ("generate", "x", "--max-new-tokens", "2", "--out"),
+    "batch": ("batch", "prompts.txt", "--max-new-tokens", "2", "--out"),
     "ngram build": ("ngram", "build", "folder", "--out"),
     "datastore build": ("datastore", "build"),
     "heads train": (

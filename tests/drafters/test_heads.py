@@ -164,7 +164,7 @@ def error_of(decoder: Decoder, count: int = 4) -> float:
     [
         pytest.param(True, rules.TOKEN, marks=pytest.mark.slow),
         (True, rules.BLOCK),
-        (False, rules.TOKEN),
+        pytest.param(False, rules.TOKEN, marks=pytest.mark.slow),
         pytest.param(False, rules.BLOCK, marks=pytest.mark.slow),
     ],
 )

@@ -559,7 +559,7 @@ def test_the_law_is_the_target_s(rule: rules.Rule, pair: str, gammas: tuple[int,
 
 
 @pytest.mark.parametrize("online", [False, True], ids=["fixed", "online"])
-@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("order", [5, *rare(1, 2)])
 @by_name
 def test_the_law_is_the_target_s_at_every_order(rule: rules.Rule, order: int, online: bool) -> None:
     assert distance("zeros", rule, (1,), toy(order, online), count=4) < EXACT

@@ -17,6 +17,8 @@ from slipstream.paper.runs import speeds, subjects
 from slipstream.paper.runs.speeds import Course, SpeedCosts
 from terminal import run
 
+pytestmark = pytest.mark.xdist_group("tables")  # made once
+
 TINY = lab.Scale(40, 12, 4, Course(1, 2, 1), {published.TRANSLATION: RECIPE, published.SUMMARIES: RECIPE}, quick=True)
 NAMES = ("table2", "table3", "table4", "table5", "figure1", "figure5", "gamma", "iid")
 

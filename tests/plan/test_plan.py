@@ -380,7 +380,8 @@ def test_measured_acceptance_counts_room(clock: Clock) -> None:
     """Rounds near the end have room for less; what they could not test is not counted as refused."""
     engine, drafter = pair(clock, (1, 0), (1, 0))
     task = PlanTask(tuple(map(tuple, TEXTS)), 1, 7, Sampling())
-    _, (record,) = sweep(engine.decoder, [drafter], task, 5, lambda name: None)
+    _, (record,), reading = sweep(engine.decoder, [drafter], task, 5, lambda name: None)
+    assert reading.tokens == sum(map(len, TEXTS)) and reading.seconds >= 0
     assert survival(record.tallies) == [1] * 5
     assert all(
         kept == tested for tally in record.tallies for kept, tested in zip(tally.kept, tally.tested, strict=True)
@@ -756,7 +757,7 @@ def test_every_option_of_plan_belongs_to_a_mode() -> None:
     command = typer.main.get_command_from_info(plan, pretty_exceptions_short=True, rich_markup_mode=None)
     options = {parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"}
     ours = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan", "--export"}
-    ours |= {"--step-ms", "--network-ms"}
+    ours |= {"--step-ms", "--network-ms", "--replicas", "--trace", "--load", "--price"}
     assert options == ours | set(MEASURED) - {"PROMPT"}
 
 

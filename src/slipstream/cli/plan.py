@@ -36,6 +36,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.options import given as written
 from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures, plan_table
+from slipstream.cli.plan_fleet import FleetOptions, show_fleets
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
@@ -74,7 +75,7 @@ Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON obj
 
 
 @app.command()
-@with_options(FigureOptions)
+@with_options(FigureOptions, FleetOptions)
 def plan(
     context: typer.Context,
     prompts: Prompts = None,
@@ -111,6 +112,8 @@ def plan(
     Example: slipstream plan --target TARGET --draft DRAFT --prompts prompts.jsonl --save plan.json
 
     Example: slipstream plan --alpha 0.8 --cost 0.05
+
+    Example: slipstream plan --plan plan.json --replicas 10 --replicas 100 --trace requests.csv --price 2.5
     """
     if _answered_at_once(context):
         return
@@ -142,7 +145,14 @@ def _answered_at_once(context: typer.Context) -> bool:
     if params["as_json"] and params["export"]:
         raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
     if params["given"] is None:
+        if params["replicas"]:
+            raise ValueError("--replicas simulates from a plan that was measured before: name it with --plan.")
         return False
+    if params["replicas"]:
+        allowed = {"given", "seed", "as_json", *FleetOptions.__annotations__}
+        refuse_others(context, allowed, "--replicas simulates from what was measured before")
+        show_fleets(Plan.read(params["given"]), params)
+        return True
     refuse_others(context, {"given", "export", "as_json"}, "--plan shows what was measured before")
     _show_plan(Plan.read(params["given"]), params["export"] or [], params["as_json"])
     return True

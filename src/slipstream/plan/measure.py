@@ -161,24 +161,42 @@ def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tu
     return tuple(beat.scaled(1 / pace.get(part, 1.0)) for part, beat in found)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The target's reading of prompts: so many tokens in so many seconds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Reading) -> Reading:
+        return Reading(*map(add, astuple(self), astuple(other)))
+
+
 def sweep(
     decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
-) -> tuple[list[tuple[int, Beat]], list[Record]]:
-    """Measure plain decoding and every drafter by turns -> plain rounds of full batches, a record per drafter."""
+) -> tuple[list[tuple[int, Beat]], list[Record], Reading]:
+    """Measure plain decoding and every drafter by turns -> plain rounds of full batches, a record per drafter, and how
+    the target read the prompts."""
     records = [Record(most, len(task.texts), task.rows) for _ in drafters]
     calm: list[tuple[int, Beat]] = []
+    reading = Reading()
     warm_up(decoder, drafters, task, most, step)
     for number, part in enumerate(task.parts()):
         requests = task.requests(part)
         gc.collect()
         step("plain")
-        timed = beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests)
+        timed = list(beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests))
         calm += [(number, beat) for _, beat in timed if beat.rows == task.rows]
+        rows = {row.index: row for round, _ in timed for row in round.rows}.values()
+        reading += Reading(
+            sum(len(request.source or request.prompt) for request in requests),
+            sum(row.stats.seconds.get("prefill", 0.0) for row in rows),
+        )
         for record, drafter in zip(records, drafters, strict=True):
             step("acceptance and costs")
             for round, beat in beats(using(decoder, drafter, Sweep(most, 4 * number), task.rows), requests):
                 record.take(round, beat, number, part)
-    return calm, records
+    return calm, records, reading
 
 
 def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step) -> None:

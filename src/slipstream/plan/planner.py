@@ -17,7 +17,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import PlanTask, Speed, memory, speeds, sweep, using
+from slipstream.plan.measure import PlanTask, Reading, Speed, memory, speeds, sweep, using
 from slipstream.plan.predict import Outline, Outlook, Prediction, predict
 from slipstream.text.jsontext import json_text
 
@@ -118,6 +118,7 @@ class PlanReport:
     environment: dict[str, Any]
     settings: PlanSettings
     prompt_tokens: tuple[int, int]
+    reading: Reading = field(default_factory=Reading)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
     verifications: list[Verification] = field(default_factory=list)
@@ -164,6 +165,7 @@ class PlanReport:
         found = {
             "settings": settings,
             "prompt_tokens": self.prompt_tokens,
+            "reading": asdict(self.reading),
             "memory": self.memory,
             "outlooks": outlooks,
             "draft": self.draft,
@@ -197,7 +199,8 @@ def make(
     tasks = [PlanTask(texts, rows, *how) for rows in settings.batches]
     step = _steps(tasks, len(drafters), settings, on_step)
     for task in tasks:
-        plain, records = sweep(decoder, list(drafters.values()), task, settings.most, step)
+        plain, records, reading = sweep(decoder, list(drafters.values()), task, settings.most, step)
+        report.reading += reading
         report.outlooks[task.rows] = {
             name: predict(record.tallies, replace(record.costs(plain), delay=settings.delay), settings.outline)
             for name, record in zip(drafters, records, strict=True)

@@ -1,0 +1,113 @@
+"""`slipstream plan --replicas`: what so many replicas would do under a load curve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.table import Table
+
+from slipstream.cli.app import INTERRUPTED, say
+from slipstream.cli.console import console, steps
+from slipstream.cli.options import option
+from slipstream.engine.plan_file import Plan
+from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.plan.fleet import Service
+
+FLEET = "A simulated fleet"
+
+Replicas = Annotated[
+    list[int] | None,
+    option(FLEET, "Replicas of what --plan measured. Repeatable.", "--replicas", metavar="N", min=1, max=100_000),
+]
+Trace = Annotated[
+    str | None, option(FLEET, "When requests come, with their tokens: a CSV file.", "--trace", metavar="FILE")
+]
+Load = Annotated[float, option(FLEET, "Requests over those of the trace.", "--load", metavar="X", min=0.0)]
+Price = Annotated[
+    float | None, option(FLEET, "What a replica costs an hour, in any money.", "--price", metavar="X", min=0.0)
+]
+
+EVERY = 1000
+"""Requests between two steps of the progress."""
+
+
+class FleetOptions:
+    """A fleet, and what comes to it."""
+
+    replicas: Replicas = None
+    trace: Trace = None
+    load: Load = 1.0
+    price: Price = None
+
+
+def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
+    """Simulate fleets of every size, plain and with the plan's draft, and show what they would do.
+
+    Raises ValueError if there is no trace, or if the plan lacks figures.
+    """
+    from slipstream.plan.fleet import paces, simulate
+    from slipstream.plan.traces import multiplied, read_trace
+
+    if params["trace"] is None:
+        raise ValueError("--replicas needs a load curve: name a CSV file with --trace.")
+    known = paces(plan)
+    arrivals = multiplied(read_trace(params["trace"]), params["load"], params["seed"])
+    found: dict[int, dict[str, Service]] = {}
+    try:
+        with steps(console(stderr=True)) as show:
+            for replicas in sorted(set(params["replicas"])):
+                found[replicas] = {}
+                for name, pace in known.items():
+
+                    def on_step(number: int, name: str = f"{replicas} replicas, {name}") -> None:
+                        if number % EVERY == 0:
+                            show(number, len(arrivals), name)
+
+                    found[replicas][name] = simulate(pace, replicas, arrivals, params["seed"], on_step)
+    except KeyboardInterrupt:
+        say("interrupted: the simulation did not come to its end.")
+        raise SystemExit(INTERRUPTED) from None
+    price, rows = params["price"], known["plain"].rows[-1]
+    if params["as_json"]:
+        print(json_text(_as_dict(found, price, rows, plan)))
+    else:
+        _show(found, price, rows, plan)
+
+
+def _as_dict(found: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> dict[str, Any]:
+    def one(service: Service) -> dict[str, Any]:
+        cost = {} if price is None else {"cost_per_million_tokens": service.cost(price)}
+        return {**service.as_dict(), **cost}
+
+    fleets = [{name: one(service) for name, service in kinds.items()} for kinds in found.values()]
+    return {"measured": dict(plan.machine), "rows_per_replica": rows, "simulated": fleets}
+
+
+def _show(found: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> None:
+    screen, table = console(), Table(box=None, pad_edge=False, header_style="")
+    heads = ("replicas", "decoding", "busy", "tokens/s", "first p50", "p99", "gap p99", "behind")
+    for number, name in enumerate((*heads, *(() if price is None else ("cost/M",)))):
+        table.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
+    for replicas, kinds in found.items():
+        for name, each in kinds.items():
+            first, between = each.first_token, each.between["p99"]
+            cells = (
+                f"{each.busy:.0%}",
+                f"{each.tokens_per_second:.0f}",
+                f"{first['p50']:.2f} s",
+                f"{first['p99']:.2f} s",
+            )
+            more = () if price is None else (f"{each.cost(price):.2f}",)
+            table.add_row(str(replicas), name, *cells, f"{1000 * between:.0f} ms", f"{each.behind:.0f} s", *more)
+    screen.print(table)
+    count = next(iter(next(iter(found.values())).values())).requests
+    facts = (str(plan.machine[name])[:40] for name in ("cpu", "date") if name in plan.machine)
+    place = ", ".join(facts) or "it is not said where"
+    measured = f"Measured: the pace of a replica with up to {rows} rows, and of reading prompts ({place})."
+    legend = (
+        "first: seconds to the first token; gap: between tokens; behind: after the last request, until all are answered"
+    )
+    cost = "" if price is None else f"; cost/M: of a million written tokens, if a replica costs {price:g} an hour"
+    screen.print(f"\n{measured} Simulated: everything else, from {count} requests. {legend}{cost}.", style="dim")

@@ -1,0 +1,92 @@
+"""Load curves: when requests came, how long their prompts were and how much was written, as clusters publish them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+NAMES = {
+    "time": ("TIMESTAMP", "timestamp", "arrived_at", "time"),
+    "prompt": ("ContextTokens", "num_prefill_tokens", "prompt_tokens", "input_tokens"),
+    "tokens": ("GeneratedTokens", "num_decode_tokens", "completion_tokens", "output_tokens"),
+}
+"""What the columns of a trace may be called: Azure's traces of 2023 and 2024, Vidur's, and plain words."""
+
+JITTER = 5.0
+"""Seconds around a request's time in which its copies come, where a trace is taken several times."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it comes, in seconds from the beginning, and its tokens, read and written."""
+
+    time: float
+    prompt: int
+    tokens: int
+
+
+def read_trace(path: str | Path) -> list[Arrival]:
+    """Read a trace, a CSV file with names in its first line (or that, packed as .gz) -> its requests by time.
+
+    Times are dates or seconds. Raises ValueError if columns are missing or a line is not possible.
+    """
+    open_ = gzip.open if str(path).endswith(".gz") else open
+    with open_(path, "rt", encoding="utf-8", newline="") as file:
+        lines = csv.DictReader(file)
+        try:
+            names = _columns(lines.fieldnames or ())
+            found = [_arrival(line, names) for line in lines]
+        except (ValueError, TypeError, OSError, EOFError, csv.Error) as error:
+            raise ValueError(f"{path}, line {lines.line_num}: {error}") from error
+    if not found:
+        raise ValueError(f"{path} holds no request.")
+    begin = min(each.time for each in found)
+    return sorted((Arrival(each.time - begin, each.prompt, each.tokens) for each in found), key=lambda each: each.time)
+
+
+def multiplied(arrivals: Sequence[Arrival], load: float, seed: int = 0) -> list[Arrival]:
+    """The requests `load` times: some of them left out below 1, and copies some seconds apart above.
+
+    Raises ValueError unless the load is positive.
+    """
+    if not 0 < load < float("inf"):
+        raise ValueError(f"a load of {load:g} is not possible: it is above 0, and 1 takes the trace as it is.")
+    chance = random.Random(seed)
+    return sorted(_copies(arrivals, load, chance), key=lambda each: each.time)
+
+
+def _copies(arrivals: Sequence[Arrival], load: float, chance: random.Random) -> Iterator[Arrival]:
+    for each in arrivals:
+        for copy in range(int(load) + (chance.random() < load % 1)):
+            shift = chance.uniform(-JITTER, JITTER) if copy else 0.0
+            yield Arrival(max(0.0, each.time + shift), each.prompt, each.tokens)
+
+
+def _columns(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for what, names in NAMES.items():
+        name = next((name for name in names if name in given), None)
+        if name is None:
+            raise ValueError(f"there is no column for the {what}: call it {' or '.join(names)}.")
+        found[what] = name
+    return found
+
+
+def _arrival(line: Mapping[str, str], names: Mapping[str, str]) -> Arrival:
+    time, prompt, tokens = (line[names[what]] for what in ("time", "prompt", "tokens"))
+    found = Arrival(_seconds(time), int(prompt), int(tokens))
+    if found.prompt < 0 or found.tokens < 0:
+        raise ValueError(f"a request of {prompt} and {tokens} tokens is not possible.")
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return datetime.fromisoformat(text.strip()[:26]).timestamp()  # Azure writes tenths of microseconds
