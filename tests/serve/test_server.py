@@ -262,6 +262,7 @@ def test_metrics_count_what_was_served(server: ServerProcess) -> None:
         assert sum(by_position) == accepted
         assert values[f"{prefix}:time_to_first_token_seconds_count{label}"] >= 1
         assert f"{prefix}:num_requests_waiting{label}" in values
+    assert {f'slipstream:graphs_total{{model_name="embedded",origin="{origin}"}}' for origin in ORIGINS} <= set(values)
 
 
 def test_the_dashboard_asks_for_series_that_are_there(server: ServerProcess) -> None:
@@ -276,3 +277,4 @@ def test_the_dashboard_asks_for_series_that_are_there(server: ServerProcess) -> 
 
 
 SERIES = re.compile(r"slipstream:\w+")
+ORIGINS = ("compiled", "loaded", "captured")

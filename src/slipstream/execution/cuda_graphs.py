@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.execution.graphs import warn
+from slipstream.execution.graphs import GRAPHS, warn
 from slipstream.execution.passes import EAGERLY, MOST_WIDTH, Pass, Stores, forward
 
 BUCKET = 64  # slots of captured passes are rounded up to this
@@ -81,6 +81,7 @@ class Captured:
 
 def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     """Capture what a function does on the GPU -> the tensor it returns, and what does the same again."""
+    GRAPHS.captured += 1
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # the first runs choose kernels and allocate, which cannot be captured

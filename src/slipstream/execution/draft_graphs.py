@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
-from slipstream.execution.graphs import Frozen, equate, teller, vary, warn
+from slipstream.execution.graphs import Frozen, equate, graph_progress, vary, warn
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
@@ -170,8 +170,8 @@ class DraftGraphs:
             def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
                 return chain.draft(given)
 
-            told = teller(self.progress, f"{self.name} for {_told(kind)}")
-            self._graphs[kind] = Frozen(function, ["given"], told)
+            on_graph = graph_progress(self.progress, f"{self.name} for {_describe(kind)}")
+            self._graphs[kind] = Frozen(function, ["given"], on_graph)
         return self._graphs[kind]
 
 
@@ -237,7 +237,7 @@ class DraftsInGraphs(Protocol):
         ...
 
 
-def _told(kind: GraphKind) -> str:
+def _describe(kind: GraphKind) -> str:
     """Describe in words what a graph drafts."""
     how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"

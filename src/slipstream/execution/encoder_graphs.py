@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.execution.graphs import LEAST, Frozen, teller, vary, warn
+from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, warn
 from slipstream.execution.passes import EAGERLY, Stores, compare
 
 Reader = Callable[[Tensor, Tensor | None], Stores]
-"""Ids (rows, longest) and which of them are heard, or features without -> keys and values of cross-attention."""
+"""Turns ids (rows, longest) and their attention mask, or features and None, into keys and values of cross-attention."""
 
 
 @dataclass
@@ -30,29 +30,29 @@ class CompiledReader:
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
 
-    def __call__(self, given: Tensor, heard: Tensor | None) -> Stores:
+    def __call__(self, given: Tensor, mask: Tensor | None) -> Stores:
         """See `Reader`."""
-        if self._failed or heard is None or given.shape[1] < LEAST:
-            return self.eager(given, heard)
+        if self._failed or mask is None or given.shape[1] < LEAST:
+            return self.eager(given, mask)
         single = given.shape[0] == 1
         try:
-            return self._graphs[single](given, heard) if single in self._graphs else self._make(single, given, heard)
+            return self._graphs[single](given, mask) if single in self._graphs else self._make(single, given, mask)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._failed = True
             warn(self.name, f"reads sources {EAGERLY}", error)
-            return self.eager(given, heard)
+            return self.eager(given, mask)
 
-    def _make(self, single: bool, given: Tensor, heard: Tensor) -> Stores:
+    def _make(self, single: bool, given: Tensor, mask: Tensor) -> Stores:
         eager = self.eager
 
-        def function(given: Tensor, heard: Tensor) -> Stores:
-            return eager(given, heard)
+        def function(given: Tensor, mask: Tensor) -> Stores:
+            return eager(given, mask)
 
-        vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (given, heard)], {"rows"} if single else ())
-        told = teller(self.progress, f"{self.name} for {'one source' if single else 'batches of sources'}")
-        graph = Frozen(function, ["given", "heard"], told)
-        found = graph(given, heard)
-        for layer, same in zip(self.eager(given, heard), found, strict=True):
+        vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (given, mask)], {"rows"} if single else ())
+        on_graph = graph_progress(self.progress, f"{self.name} for {'one source' if single else 'batches of sources'}")
+        graph = Frozen(function, ["given", "mask"], on_graph)
+        found = graph(given, mask)
+        for layer, same in zip(self.eager(given, mask), found, strict=True):
             for ours, theirs in zip(layer, same, strict=True):
                 compare(ours, theirs, "keys and values")
         self._graphs[single] = graph

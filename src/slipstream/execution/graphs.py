@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import CO_VARARGS
 from types import FunctionType
 from typing import Any
@@ -15,10 +16,23 @@ from slipstream.execution import kept_graphs
 from slipstream.execution.structure import Structure, Unknown
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
-Told = Callable[[bool], object]
-"""Told whether a graph is being made, or was taken over from another process."""
+OnGraph = Callable[[bool], object]
+"""Is called with True before a graph is compiled, and with False when one of an earlier process is loaded."""
 
 LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
+
+
+@dataclass
+class GraphCounts:
+    """Counts the graphs that this process has compiled, loaded from earlier processes, and captured on a GPU."""
+
+    compiled: int = 0
+    loaded: int = 0
+    captured: int = 0
+
+
+GRAPHS = GraphCounts()
+"""Counts of all models of this process. A warm server should not compile any more: each graph takes seconds."""
 
 
 class Frozen:
@@ -28,9 +42,11 @@ class Frozen:
     weights of this one. Calls raise whatever dynamo, inductor or the machine's C++ compiler object to.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[str], told: Told = lambda made: None) -> None:
-        """`inputs` are the names of the function's parameters; `told` is whether the graph is taken over or made."""
-        self._inputs, self._told, self._function = tuple(inputs), told, function
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[str], on_graph: OnGraph = lambda made: None
+    ) -> None:
+        """`inputs` names the function's parameters; `on_graph` is called when its graph is compiled or loaded."""
+        self._inputs, self._on_graph, self._function = tuple(inputs), on_graph, function
         self._starred = bool(function.__code__.co_flags & CO_VARARGS)
         self._made = False
         self._kept: Any = None
@@ -45,7 +61,8 @@ class Frozen:
         if structure:
             self._kept = kept_graphs.find(structure)
             if self._kept:
-                self._told(False)
+                GRAPHS.loaded += 1
+                self._on_graph(False)
         arguments = self._kept and self._kept.arguments(named)
         if arguments is not None:
             return self._kept.run(arguments)
@@ -62,7 +79,8 @@ class Frozen:
             return None
 
     def _make(self, structure: Structure | None, inputs: Sequence[Any]) -> Any:
-        self._told(True)
+        GRAPHS.compiled += 1
+        self._on_graph(True)
         recorder = kept_graphs.Recorder()
         options: Any = {"guard_filter_fn": self._of_inputs}
         self._graph = torch.compile(own_code(self._function), fullgraph=True, backend=recorder, options=options)
@@ -123,14 +141,14 @@ def equate(sizes: Sizes) -> None:
             torch._check(tensor.shape[dim] == found.setdefault(what, tensor.shape[dim]))
 
 
-def teller(progress: Callable[[str], object] | None, what: str) -> Told:
-    """Says that the graph of `what` is being made, which takes long, or that it was kept."""
+def graph_progress(progress: Callable[[str], object] | None, what: str) -> OnGraph:
+    """Return a callback that says that the graph of `what` is being compiled, which takes long, or was loaded."""
 
-    def told(made: bool) -> None:
+    def report(made: bool) -> None:
         if progress:
             progress(f"compiling {what}" if made else f"loading the graph of {what}")
 
-    return told
+    return report
 
 
 def own_code(function: Any) -> Any:

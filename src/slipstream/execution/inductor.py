@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.execution.graphs import LEAST, Frozen, equate, teller, vary, warn
+from slipstream.execution.graphs import LEAST, Frozen, equate, graph_progress, vary, warn
 from slipstream.execution.passes import (
     EAGERLY,
     MOST_WIDTH,
@@ -67,7 +67,7 @@ class Compiled:
 
     def _make(self, served: str, work: Pass, stores: Stores) -> Tensor:
         eager = forward(self.model, work, stores)
-        graph = Frozen(_function(self.model), INPUTS, teller(self.progress, f"{self.name} for {served}"))
+        graph = Frozen(_function(self.model), INPUTS, graph_progress(self.progress, f"{self.name} for {served}"))
         try:
             constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
             vary(_sizes(work, stores), constant)

@@ -185,13 +185,13 @@ def _relations(examples: Sequence[Any], symbols: dict[str, str]) -> list[str]:
     if symbolic is None:
         return ["True"]
     known = symbolic.node.shape_env
-    told = [known.simplify(guard.expr) for guard in known.guards]
-    unknown = {str(symbol) for expression in told for symbol in expression.free_symbols} - set(symbols)
+    conditions = [known.simplify(guard.expr) for guard in known.guards]
+    unknown = {str(symbol) for expression in conditions for symbol in expression.free_symbols} - set(symbols)
     if unknown:
         raise NotKept(f"its guards name {sorted(unknown)}")
     ranges = ((str(symbol), bounds) for symbol, bounds in known.var_to_range.items() if str(symbol) in symbols)
     return [
-        *(f"({PythonPrinter().doprint(expression)})" for expression in told),
+        *(f"({PythonPrinter().doprint(expression)})" for expression in conditions),
         *(f"{int(bounds.lower)} <= {symbol}" for symbol, bounds in ranges),
         "torch.is_inference_mode_enabled()",
     ]

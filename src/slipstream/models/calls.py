@@ -127,8 +127,8 @@ class SourceCalls:
         if isinstance(given, Tensor):
             return {"encoder_outputs": encoder(given[None].to(input_device(self.model), self.model.dtype))}
         ids = torch.tensor([given], device=input_device(self.model))
-        heard = torch.ones_like(ids)
-        return {"encoder_outputs": encoder(input_ids=ids, attention_mask=heard), "attention_mask": heard}
+        mask = torch.ones_like(ids)
+        return {"encoder_outputs": encoder(input_ids=ids, attention_mask=mask), "attention_mask": mask}
 
     def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
         return self.model(decoder_input_ids=tokens, past_key_values=state, use_cache=True, **beside)

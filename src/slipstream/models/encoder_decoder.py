@@ -190,23 +190,23 @@ class SourceDecoder(nn.Module):
             keep.update(layer, keys, values)
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
 
-    def states(self, given: Tensor, heard: Tensor | None) -> Stores:
-        """Keys and values of cross-attention by layer, for ids (rows, longest) of which some are heard, or features."""
-        states = self._encode(given, heard)
+    def states(self, given: Tensor, mask: Tensor | None) -> Stores:
+        """Keys and values of cross-attention by layer, for ids (rows, longest) and their mask, or for features."""
+        states = self._encode(given, mask)
         return [project(states) for project in self._projections]
 
     def alone(self, tokens: Tensor, source: Source) -> Tensor:
         """The logits (1, n, vocab) of a text (1, n) by the model's own ways, without cache."""
-        ids, heard = self._inputs([source])
-        given = BaseModelOutput(last_hidden_state=self._encode(ids, heard))
-        return self.model(encoder_outputs=given, attention_mask=heard, decoder_input_ids=tokens, use_cache=False).logits
+        ids, mask = self._inputs([source])
+        given = BaseModelOutput(last_hidden_state=self._encode(ids, mask))
+        return self.model(encoder_outputs=given, attention_mask=mask, decoder_input_ids=tokens, use_cache=False).logits
 
-    def _encode(self, given: Tensor, heard: Tensor | None) -> Tensor:
+    def _encode(self, given: Tensor, mask: Tensor | None) -> Tensor:
         """The encoder's states (rows, longest, width)."""
         encoder = self.model.get_encoder()
-        if heard is None:
+        if mask is None:
             return encoder(given).last_hidden_state
-        return encoder(input_ids=given, attention_mask=heard).last_hidden_state
+        return encoder(input_ids=given, attention_mask=mask).last_hidden_state
 
     def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
         """What the encoder reads: ids (rows, longest) and which of them are no padding, or features without."""
@@ -215,10 +215,10 @@ class SourceDecoder(nn.Module):
             return features.to(self.device, self.dtype), None
         width = max(map(len, sources))
         ids = torch.zeros(len(sources), width, dtype=torch.long)
-        heard = torch.zeros_like(ids)
+        mask = torch.zeros_like(ids)
         for row, source in enumerate(sources):
-            ids[row, : len(source)], heard[row, : len(source)] = torch.tensor(source), 1
-        return ids.to(self.device), heard.to(self.device)
+            ids[row, : len(source)], mask[row, : len(source)] = torch.tensor(source), 1
+        return ids.to(self.device), mask.to(self.device)
 
 
 class Sources:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
+from slipstream.execution.graphs import GRAPHS
 from slipstream.serve.worker import Ticket, Worker
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -41,6 +45,7 @@ class Metrics:
         self.seconds = Counter("slipstream:round_seconds", "Time of rounds, by phase.", names, registry=self.registry)
         about, why = "Rounds without the draft that was asked of another machine.", ["model_name", "reason"]
         self.undrafted = Counter("slipstream:undrafted_rounds", about, why, registry=self.registry)
+        self.registry.register(_Graphs(model))
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -104,6 +109,20 @@ class Metrics:
             for prefix in PREFIXES
         ]
         return [histogram.labels(self.model) for histogram in made]
+
+
+class _Graphs(Collector):
+    """Reads how many graphs the process has made: a warm server whose count goes on growing keeps requests waiting."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        names = ["model_name", "origin"]
+        family = CounterMetricFamily("slipstream:graphs", "Graphs of passes, by where they came from.", labels=names)
+        for origin, made in asdict(GRAPHS).items():
+            family.add_metric([self.model, origin], made)
+        yield family
 
 
 def _add(counters: Sequence[Counter], count: int) -> None:

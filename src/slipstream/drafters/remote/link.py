@@ -288,17 +288,17 @@ class _Task:
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take answers until nothing is heard for too long; a word now and then keeps the connection."""
         state, quiet = self.state, self.settings.quiet
-        heard, reading = monotonic(), asyncio.ensure_future(read_frame(reader))
+        last, reading = monotonic(), asyncio.ensure_future(read_frame(reader))
         try:
             while not self._ended.is_set():
                 done, _ = await asyncio.wait([reading], timeout=quiet / 4)
                 if not done:
                     waited = 0 if state.asked_at is None else monotonic() - state.asked_at
-                    if monotonic() - heard > quiet or waited > 3 * quiet:
+                    if monotonic() - last > quiet or waited > 3 * quiet:
                         raise FrameError("the server has not said anything for too long")
                     writer.write(encode(Frame(Kind.PING)))
                     continue
-                frame, heard = reading.result(), monotonic()
+                frame, last = reading.result(), monotonic()
                 self._take(frame)
                 reading = asyncio.ensure_future(read_frame(reader))
         finally:
