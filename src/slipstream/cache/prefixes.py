@@ -143,14 +143,14 @@ class Forgetful:
     """Stands for a model that cannot take over what was read before."""
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Nothing will be stored."""
+        """Ignore the cache: this store keeps nothing."""
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Nothing is known."""
+        """Return 0, the number of tokens that were recalled."""
         return 0
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Nothing is stored."""
+        """Store nothing."""
 
 
 def recalling(scorer: object) -> Recalling:

@@ -117,7 +117,7 @@ class StateCache(Generic[State]):
                 row.states = [(length, shorter)]
 
     def scrub(self) -> None:
-        """Nothing is left of tokens that were rolled back: their states are gone."""
+        """Do nothing: the states of tokens that were rolled back are dropped already."""
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move nothing, for a path whose tokens follow each other. Raises ValueError for any other one."""

@@ -176,7 +176,7 @@ class RowCache:
 
     @property
     def end(self) -> int:
-        """One past the last slot that this pass looks at."""
+        """The number of slots that this pass looks at, counted from the first."""
         return max(self.past + self._count, self.least)
 
     @torch.inference_mode()

@@ -97,7 +97,7 @@ class Process:
 
 
 def wide(pair: Pair) -> Process:
-    """One drafted token on many cells."""
+    """Make the process of a single drafted token, for many pairs of laws at once."""
     cells = pair.p.shape[0]
     return Process([pair.p, pair.following.expand(cells, cells)], [pair.q], pair.copied)
 

@@ -197,9 +197,9 @@ def _generated(model: Any, request: Request) -> list[int]:
         setattr(model.generation_config, name, None)
     prompt, source = torch.tensor([request.prompt]), request.source
     read = prompt if source is None else torch.tensor([source])
-    beside = {} if source is None else {"decoder_input_ids": prompt}
+    decoder = {} if source is None else {"decoder_input_ids": prompt}
     mask = torch.ones_like(read)
-    text = model.generate(read, attention_mask=mask, **beside, **GREEDY)[0].tolist()
+    text = model.generate(read, attention_mask=mask, **decoder, **GREEDY)[0].tolist()
     if len(text) != prompt.shape[1] + TOKENS:
         raise ValueError(f"generate gave {len(text) - prompt.shape[1]} tokens instead of {TOKENS}")
     return text[prompt.shape[1] :]

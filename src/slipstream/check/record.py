@@ -40,7 +40,7 @@ class Emission:
 
 @dataclass
 class Text:
-    """One text and how it came about."""
+    """A generated text and the rounds that made it."""
 
     row: Row
     emissions: list[Emission] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Observations:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One draw of a round: the law and the tokens (rows, positions), or the `chances` that a graph drew by."""
+    """A draw of a round: the law and the tokens (rows, positions), or the `chances` that a graph drew by."""
 
     key: Key
     law: Law | None = None
@@ -182,7 +182,7 @@ def watch(
 
 
 class _View:
-    """One row of one round. Position 0 stands after the text, position n + 1 after node n of the draft."""
+    """What a round did for a row. Position 0 stands after the text, position n + 1 after node n of the draft."""
 
     def __init__(self, round: Round, place: int, tap: _Tap) -> None:
         self.round, self.place, self.tap = round, place, tap

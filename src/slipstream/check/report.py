@@ -23,7 +23,7 @@ ELSE = "longer texts (--max-new-tokens), other prompts or a weaker draft"
 
 @dataclass(frozen=True)
 class Answer:
-    """One question: what was found, in a sentence and in figures."""
+    """The answer to a question of the certificate, in a sentence and in figures."""
 
     name: str
     passed: bool

@@ -175,7 +175,7 @@ def root(context: typer.Context, version: Version = False) -> None:
 
 
 def say(text: str) -> int:
-    """One line on stderr -> the exit code of an error."""
+    """Write a line to stderr and return the exit code of an error."""
     with suppress(OSError):  # nobody can be told that there is nobody to tell
         print("slipstream:", " ".join(text.split()), file=sys.stderr, flush=True)
     return WRONG

@@ -208,10 +208,12 @@ def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
 
 def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:
     """What to call each row: contender and gamma, and of draft, rule and execution what differs between ours."""
-    told = [what for what in ("draft", "rule", "execution") if len({getattr(row, what) for row in rows} - {None}) > 1]
+    varying = [
+        what for what in ("draft", "rule", "execution") if len({getattr(row, what) for row in rows} - {None}) > 1
+    ]
 
     def name(row: Result) -> str:
-        facts = (getattr(row, what) for what in told)
+        facts = (getattr(row, what) for what in varying)
         return " ".join([row.contender, *(str(row.gamma) for _ in [0] if row.gamma), *(x for x in facts if x)])
 
     return name

@@ -119,7 +119,7 @@ class Messages:
 
 
 class Lines:
-    """One text that the user and the target write in turns; with an encoder-decoder, every line is a source."""
+    """A text that the user and the target write in turns; with an encoder-decoder, every line is a source."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.text = engine, ""

@@ -114,7 +114,7 @@ def check(
 
 
 def _options(params: dict[str, Any]) -> dict[str, Any]:
-    """Those parameters that are settings of a check or of `Sampling`, and differ from their defaults.
+    """Select the parameters that are settings of a check or of `Sampling`, and differ from their defaults.
 
     They are tried before anything is loaded. A tree's depth is its gamma, and what auto does is the engine's.
     """

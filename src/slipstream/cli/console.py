@@ -47,16 +47,16 @@ def countdown(
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, told, first = bar.add_task("", total=total), monotonic(), None
+        task, shown, first = bar.add_task("", total=total), monotonic(), None
 
         def show(done: int, failed: int) -> None:
-            nonlocal told, first
+            nonlocal shown, first
             failures = f"{failed} failed" if failed else ""
             bar.update(task, completed=done, description=failures)
             first = first or (done, monotonic())
-            if not console.is_terminal and monotonic() - told >= every and done < total:
-                told = monotonic()
-                pace = (told - first[1]) / max(1, done - first[0])
+            if not console.is_terminal and monotonic() - shown >= every and done < total:
+                shown = monotonic()
+                pace = (shown - first[1]) / max(1, done - first[0])
                 left = timedelta(seconds=round(pace * (total - done)))
                 say(f"{done} of {total} prompts{', ' if failed else ''}{failures}, about {left} left")
 

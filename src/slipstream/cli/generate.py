@@ -324,7 +324,7 @@ def _begin(work: Work, item: Item) -> None:
 
 
 def _summarize(completions: Sequence[Completion]) -> None:
-    """One line of figures for a person who watches."""
+    """Return a line of figures for a person who watches."""
     screen = console(stderr=True)
     if not screen.is_terminal or not completions:
         return

@@ -40,7 +40,7 @@ def call_options(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    """Those parameters of a command that are settings of `Sampling`."""
+    """Select the parameters of a command that are settings of `Sampling`."""
     from slipstream.decoding.sampling import Sampling
 
     off = {field.name: field.default for field in fields(Sampling) if field.name in params}

@@ -184,7 +184,7 @@ class Verdict:
 
 
 def merge_verdicts(verdicts: Sequence[Verdict], places: Sequence[Sequence[int]]) -> Verdict:
-    """One verdict out of those of groups of rows, the rows of each standing at its `places`."""
+    """Join the verdicts of groups of rows into one; the rows of each group stand at its `places`."""
     order = torch.tensor([place for group in places for place in group]).argsort().to(verdicts[0].accepted.device)
 
     def priced(name: str) -> Tensor | None:

@@ -107,7 +107,7 @@ class Law:
 
     @staticmethod
     def join(laws: Sequence[Law], dim: int) -> Law:
-        """One law out of several: `dim` 0 stacks rows, 1 appends positions, of rows of the same kinds."""
+        """Join laws into one: `dim` 0 stacks rows, 1 appends positions, of rows of the same kinds."""
         if len(laws) == 1:
             return laws[0]
         if dim == 0 and (any(law.points for law in laws) or len({law.point for law in laws}) > 1):

@@ -30,7 +30,7 @@ class Shape:
 
 
 class Scorer(Protocol):
-    """One autoregressive model and its cache for a batch of rows, each with a length of its own.
+    """An autoregressive model with its cache for a batch of rows, each with a length of its own.
 
     Calls serve the rows that they name or bring something for; the others lie still.
     """
@@ -178,7 +178,7 @@ class HasScorers(Drafter, Protocol):
 
     @property
     def scorers(self) -> Sequence[Scorer]:
-        """Those models; not the target where it drafts for itself, in its own cache."""
+        """The Scorers of the models that draft; without the target where it drafts for itself in its own cache."""
         ...
 
 

@@ -71,7 +71,7 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One text to be continued.
+    """A text to be continued, and how.
 
     `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is asked after every emitted
     token and answers a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.

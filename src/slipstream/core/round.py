@@ -88,7 +88,7 @@ def _attempt(rows: Sequence[Row], logits: Tensor, texts: Prefixes, model: str) -
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft and its verification: the record that streams, statistics, benchmarks and controllers read.
+    """A draft and its verification: the record that streams, statistics, benchmarks and controllers read.
 
     `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from
     the draft, and one more, unless a cut came before it, from the target. `gammas` are what the drafter was asked for:

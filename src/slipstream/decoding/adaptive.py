@@ -66,7 +66,7 @@ class Adaptive:
             raise ValueError(f"credit={self.credit} and allowance={self.allowance} must be 0 or more: they are losses.")
 
     def init(self) -> Learned:
-        """Nothing is known."""
+        """Return the state before any round: no costs and no acceptance are known."""
         return Learned(credit=self.credit)
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:

@@ -61,7 +61,7 @@ class Guarded:
         return self.inner.most
 
     def init(self) -> Purse:
-        """Nothing is known, and nothing may be lost."""
+        """Return the state before any round: no times are known, and no seconds may be lost."""
         return Purse(self.inner.init())
 
     def gammas(self, state: Purse, rows: Sequence[Row]) -> list[int]:

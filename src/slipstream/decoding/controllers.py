@@ -39,7 +39,7 @@ class Fixed:
         return [self.tokens] * len(rows)
 
     def update(self, state: None, round: Round) -> None:
-        """Nothing is learned."""
+        """Return the state as it is: the choice does not depend on rounds."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Planned:
         return [self.by_rows[size]] * len(rows)
 
     def update(self, state: None, round: Round) -> None:
-        """Nothing is learned."""
+        """Return the state as it is: the choice does not depend on rounds."""
 
 
 def controller(gamma: int | str | Controller, most: int | None = None) -> Controller:

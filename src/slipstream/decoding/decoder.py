@@ -28,7 +28,7 @@ class NoDraft:
         return Draft.empty(len(context.rows), torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is no draft that could learn from a round."""
 
 
 @dataclass(frozen=True)

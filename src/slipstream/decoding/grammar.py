@@ -196,7 +196,7 @@ class Grammars:
         return self._made("regular expression", pattern, lambda matcher, text: matcher.grammar_from_regex(text))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """One of several texts."""
+        """Make a grammar whose texts are the given ones."""
         texts = list(texts)
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"a choice is a list of texts, none of them empty, but here is {texts!r}.")

@@ -52,7 +52,7 @@ class Reader:
 
     @property
     def rows(self) -> list[Row]:
-        """Everybody whose text is being read."""
+        """The rows whose texts are being read."""
         return [row for group in self.groups for row in group.rows]
 
     def add(self, row: Row) -> None:

@@ -25,7 +25,7 @@ from slipstream.decoding.row_settings import rng_of, verify
 
 @torch.inference_mode()
 def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], piece: int = PREFILL_CHUNK) -> Round:
-    """One round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
+    """Play a round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
     watch = Stopwatch()
     target, context = decoder.target, Context(tuple(running), rng_of(decoder, running), piece)
     possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]

@@ -109,7 +109,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 class TreeWalk:
-    """One verification in progress: where every row settles, and the law of its next token there."""
+    """The state of a verification: the node at which every row stands, and the law of its next token there."""
 
     def __init__(self, p: Law, draft: Draft, draw: Draw) -> None:
         assert draft.parents is not None

@@ -83,7 +83,7 @@ class DFlashDrafter:
         return sample_chain(context, law_after, gammas, self.scorer.device)
 
     def observe(self, round: Round) -> None:
-        """Nothing drafted is in the cache."""
+        """Do nothing: drafted tokens are never written to the cache, so none have to be taken back."""
         self._follower.rollback(round)
 
 

@@ -145,7 +145,7 @@ class Ucb:
             raise ValueError(f"{self} is not possible: use 0 < discount <= 1, explore >= 0 and hold >= 1.")
 
     def init(self, arms: int) -> Pulls:
-        """Nothing is known yet."""
+        """Return the state before any round: no drafter has been measured."""
         return Pulls((Arm(),) * arms)
 
     def choose(self, state: Pulls) -> Pulls:

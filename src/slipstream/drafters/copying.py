@@ -44,7 +44,7 @@ class ByRow(Generic[T]):
         self._known.pop(id(row), None)
 
     def _lost(self, gone: ref[Row]) -> None:
-        """Nobody holds the row any more: its stream was closed."""
+        """Forget a row that has been garbage collected, because its stream was closed."""
         self._known = {key: entry for key, entry in self._known.items() if entry[0] is not gone}
 
 

@@ -23,7 +23,7 @@ class Forced:
         return sure([self._next(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
-        """Nothing is learned."""
+        """Do nothing: what a grammar forces does not depend on rounds."""
 
     def _next(self, row: Row, gamma: int) -> list[int]:
         grammar = grammar_of(row)

@@ -29,7 +29,7 @@ from slipstream.models.loading import EMBEDDED, find_tokenizer
 
 @dataclass(frozen=True)
 class Part:
-    """One drafter of a specification."""
+    """A single drafter of a specification: its kind, its value and its options."""
 
     kind: str
     value: str = ""

@@ -187,7 +187,7 @@ class Speculation:
 
     @contextmanager
     def _alone(self, model: PreTrainedModel) -> Iterator[None]:
-        """One call at a time, with dropout off; every module is as it was afterwards."""
+        """Run calls one at a time and without dropout; afterwards every module is in the mode it was in."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this callable is already decoding: give each thread a custom_generate(...) of its own.")
         training: list[torch.nn.Module] = []

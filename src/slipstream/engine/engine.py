@@ -304,7 +304,7 @@ class Engine:
         return replace(self.decoder, drafter=KnownFirst(self.decoder.drafter))
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
-        """One shape for the whole call, the same with `plain` as without."""
+        """Fix one shape of passes for the whole call, which is the same with `plain` as without."""
         width = 1 + self._decoder(replace(asked, plain=False)).controller.most
         longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))

@@ -42,7 +42,7 @@ class Prompt:
 
     @staticmethod
     def of(ids: Tensor, pads: Sequence[int]) -> list[Prompt]:
-        """One for each row of ids (rows, width) with `pads[r]` padding tokens at its left."""
+        """Make a prompt of each row of ids (rows, width), which has `pads[r]` padding tokens at its left."""
         rows = zip(map(tuple, ids.tolist()), pads, strict=True)
         return [Prompt(row[count:], row[:count]) for row, count in rows]
 

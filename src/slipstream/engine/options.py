@@ -100,7 +100,7 @@ class Options:
                 raise ValueError(f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     def _check_seeds(self) -> None:
-        """One number stays as it is; several become a tuple."""
+        """Return a single number as it is, and several as a tuple."""
         if is_whole(self.seed) or isinstance(self.seed, str) or not isinstance(self.seed, Iterable):
             whole_number("seed", self.seed, 0)
             return

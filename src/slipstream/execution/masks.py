@@ -44,7 +44,7 @@ class PassMasks:
 
     @staticmethod
     def everything(slots: Tensor, end: int) -> PassMasks:
-        """One token per row that sees all there is; without windows, the positions of the others do not matter."""
+        """Make the masks of a pass of one token per row, which sees all that stands before it."""
         return PassMasks(slots, slots, None, end)
 
     @staticmethod

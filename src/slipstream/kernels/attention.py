@@ -60,11 +60,11 @@ def attend(
 
     What our kernel does not know (dropout, bounded scores, a causal pattern over a cache without a mask) is torch's.
     """
-    told = others.get("is_causal")
+    asked = others.get("is_causal")
     causal = (
         attention_mask is None
         and query.shape[2] > 1
-        and bool(getattr(module, "is_causal", True) if told is None else told)
+        and bool(getattr(module, "is_causal", True) if asked is None else asked)
     )
     more = others.get("dropout") or any(others.get(name) is not None for name in UNKNOWN)
     known = _fits(query, key, value) and not more

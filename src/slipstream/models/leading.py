@@ -1,4 +1,4 @@
-"""One model on several ranks: a Scorer on rank 0 that tells every call to the others, which repeat it on their parts.
+"""A model on several ranks: the Scorer on rank 0 sends every call to the others, which repeat it on their parts.
 
 All that is drawn or decided (which rows run, what is drafted and accepted, who is aborted, when a text ends) is decided
 on rank 0 alone. The others get the calls of the target's Scorer that came of it, so ranks cannot decide differently;

@@ -1,1 +1,1 @@
-"""Those who read rounds while they happen: the coloured explanation in the terminal."""
+"""Observers read rounds while they happen: the coloured explanation in the terminal is one."""

@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Line:
-    """One text's share of one round: the proposals that stand, those that do not, and the target's own token."""
+    """What a round did for one text: the proposals that stand, those that were refused, and the target's own token."""
 
     spans: tuple[Span, ...]
     accepted: int

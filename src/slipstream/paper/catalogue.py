@@ -33,7 +33,7 @@ MAKERS: dict[str, Callable[[Lab], Sheet]] = {
 ALL = "all"
 
 ALONE = ("table1", "figure1", "figure2", "figure3", "figure4")
-"""Those that need no corpora."""
+"""Tables and figures that need no corpora."""
 
 STORY_PAGE = "figure1.html"
 
@@ -48,7 +48,7 @@ def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
 
 
 def make(name: str, lab: Lab) -> Sheet:
-    """One table or figure, with the command that makes it; its files are written if the lab has a folder."""
+    """Make a table or figure, with the command that makes it; write its files if the lab has a folder."""
     quick = " --quick" * lab.scale.quick
     options = "" if name in ALONE else f"{_options(lab.inputs)}{_types(lab.how)}"
     compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))

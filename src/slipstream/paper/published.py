@@ -119,4 +119,4 @@ FIGURE_1 = (38, 9)
 FIGURE_5_GAMMAS = (7, 3)
 
 GAMMAS = (3, 5, 7)
-"""Those that the paper chose among in Table 2."""
+"""The numbers of drafted tokens among which the paper chose in Table 2."""

@@ -76,7 +76,7 @@ class Fate:
 
 @dataclass
 class Replica:
-    """One replica: rows that run, a prompt that is being read, requests that wait, all as they were at `now`."""
+    """A simulated replica at time `now`: the rows that run, the prompt that is read, the requests that wait."""
 
     pace: Pace
     now: float = 0.0

@@ -181,7 +181,7 @@ def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequ
 
 
 def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
-    """One run -> its statistics, all rows added up. Raises ValueError if there was nothing to measure."""
+    """Run the texts once -> the statistics of all rows together. Raises ValueError if there was nothing to measure."""
     if layers is None:
         rows = sound(plain(decoder, requests))
     else:
@@ -194,7 +194,7 @@ def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers |
 
 
 def try_layers(decoder: Decoder, requests: Sequence[Request], layers: Layers, gamma: int, base: Stats) -> Trial:
-    """One run at `gamma`; draft and verify times over a plain step give the best gamma and its speed."""
+    """Run once at `gamma`: draft and verify times over a plain step give the best gamma and its speed."""
     stats = pooled_stats(replace(decoder, controller=Fixed(gamma)), requests, layers)
     step = _seconds(base) / base.target_calls
     c = stats.seconds["draft"] / max(1, stats.drafted) / step

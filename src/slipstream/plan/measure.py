@@ -200,7 +200,7 @@ def sweep(
 
 
 def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step) -> None:
-    """One untimed run of each, through every width: allocation, compilation, caches."""
+    """Run everything once, untimed, at every width, so that memory, graphs and caches are there."""
     requests = task.requests(range(len(task.texts)))
     for drafter in (NoDraft(), *drafters):
         step("warm-up")

@@ -100,7 +100,7 @@ def _size(tallies: Sequence[Tally]) -> int:
 
 
 def _total(tallies: Sequence[Tally], name: str) -> list[int]:
-    """One of the counts, by position, added up."""
+    """Sum a count over all rounds, position by position."""
     counts = [getattr(tally, name) for tally in tallies]
     return [sum(column) for column in zip_longest(*counts, [0] * _size(tallies), fillvalue=0)]
 

@@ -19,7 +19,7 @@ BLOCK = 2**16
 
 
 class Laws(Protocol):
-    """One law of the next state per row. p, the target's, and q, the draft's, are of one class."""
+    """A law of the next state for every row. p, the target's, and q, the draft's, are of one class."""
 
     @property
     def rows(self) -> int:

@@ -67,8 +67,8 @@ def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -
     if q is not None and len(refused):
         at = accepted[refused]
         numbers = chains.numbers(Purpose.NEXT, refused, at)
-        theirs = q.select(drafted.index[refused, at])
-        last[refused] = here.select(refused).residual(theirs, states[refused, at + 1], numbers)
+        q_refused = q.select(drafted.index[refused, at])
+        last[refused] = here.select(refused).residual(q_refused, states[refused, at + 1], numbers)
     states[everyone, accepted + 1] = last
     return Round(states[:, 1:], accepted, lengths, betas)
 

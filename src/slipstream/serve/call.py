@@ -1,4 +1,4 @@
-"""One call: the tickets of a request, waited for together, and everything an answer tells besides its text."""
+"""A call of an endpoint: its tickets, which are awaited together, and all that an answer reports besides its text."""
 
 from __future__ import annotations
 

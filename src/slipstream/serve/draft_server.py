@@ -268,6 +268,6 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
+    """Write a line to stderr."""
     with suppress(OSError):
         print(f"slipstream: {text}", file=sys.stderr, flush=True)

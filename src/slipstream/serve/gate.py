@@ -83,8 +83,8 @@ class Gate:
         finally:
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}
-            told = state["call"].log_fields(self.settings.log_prompts) if "call" in state else {}
-            self.log.write(**times, **about, tenant=state.get("tenant", ""), **told)
+            details = state["call"].log_fields(self.settings.log_prompts) if "call" in state else {}
+            self.log.write(**times, **about, tenant=state.get("tenant", ""), **details)
 
     def _tenant(self, path: str, headers: Headers) -> str:
         if not self.settings.keys or path in OPEN:

@@ -152,7 +152,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a chat."""
+    """A message of a chat: who says it, its content, and the tools that it calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -206,7 +206,7 @@ class ChatRequest(Decoding):
 
 
 class InputItem(Body):
-    """One item of the input of /v1/responses: a message."""
+    """A message in the input of /v1/responses."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]

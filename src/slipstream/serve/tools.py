@@ -171,7 +171,7 @@ class Tools:
 
 
 def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
-    """The same parts in fewer deltas: contents that follow each other become one."""
+    """Merge contents that follow each other into one delta, so that fewer are sent."""
     found: list[answers.Delta] = []
     for delta in deltas:
         if found and delta.content is not None and found[-1].content is not None:

@@ -62,7 +62,7 @@ Delivery = tuple[int, list[Piece]] | Unavailable
 
 @dataclass(eq=False)
 class Ticket:
-    """One generation in the worker's hands, the one at `place` in its call; `cancel` it when nobody wants it.
+    """A generation that was submitted to the worker, the one at `place` in its call; `cancel` ends it.
 
     What it gets is put into `deliveries`, the queue of the call, in the event loop.
     """

@@ -50,11 +50,11 @@ class Steps:
     save_every: int
 
     def used(self, progress: Progress) -> float:
-        """The share of the steps."""
+        """Return the share of the steps that has been taken."""
         return progress.steps / self.total
 
     def saves(self, progress: Progress) -> int:
-        """One per `save_every` steps."""
+        """Return how many times `save_every` steps have been taken."""
         return progress.steps // self.save_every
 
 
@@ -66,11 +66,11 @@ class Seconds:
     save_every: float = 120.0
 
     def used(self, progress: Progress) -> float:
-        """The share of the time."""
+        """Return the share of the seconds that has passed."""
         return progress.seconds / self.total if self.total else 1.0
 
     def saves(self, progress: Progress) -> int:
-        """One per `save_every` seconds."""
+        """Return how many times `save_every` seconds have passed."""
         return int(progress.seconds / self.save_every)
 
 

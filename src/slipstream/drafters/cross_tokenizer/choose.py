@@ -30,7 +30,7 @@ METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": TokenIntersec
 
 @dataclass(frozen=True)
 class BySampling:
-    """One way for greedy decoding, another for sampling, with one cache; the rows of a round decode all alike."""
+    """Drafts by one method for greedy rounds and by another for sampled ones, on one cache."""
 
     greedy: Drafter
     sampling: Drafter
@@ -46,7 +46,7 @@ class BySampling:
         return (self.greedy if greedy else self.sampling).propose(context, gammas)
 
     def observe(self, round: Round) -> None:
-        """Nothing: the reader compares what it fed with the text of the next round."""
+        """Do nothing: the reader compares what it fed with the text when the next round begins."""
 
 
 def foreign(

@@ -50,7 +50,7 @@ class StringMatch:
         return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
 
     def observe(self, round: Round) -> None:
-        """Nothing: the reader compares what it fed with the text of the next round."""
+        """Do nothing: the reader compares what it fed with the text when the next round begins."""
 
     def _write(self, steps: Sequence[int]) -> list[list[int]]:
         """`steps[r]` tokens of the draft per row."""

@@ -62,7 +62,7 @@ class TokenIntersection:
         return replace(draft, lengths=tuple(left), windowed=reader.windowed(left))
 
     def observe(self, round: Round) -> None:
-        """Nothing: the reader compares what it fed with the text of the next round."""
+        """Do nothing: the reader compares what it fed with the text when the next round begins."""
 
     def _law(self, context: Context, logits: Tensor, tokens: Tensor, left: list[int]) -> tuple[Law, list[int]]:
         """q of the next position, and how many tokens each row drafts now that this is known."""

@@ -190,7 +190,7 @@ class Memory:
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
-        """One transaction: all of it, or nothing."""
+        """Open a transaction on the database: all changes inside take effect, or none."""
         self._run("BEGIN IMMEDIATE")
         try:
             yield self._run

@@ -57,7 +57,7 @@ class Printed:
         print(_text(line.form.record(line.index, line.id, answer)), file=self.stream, flush=True)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: what was printed needs no closing."""
 
 
 class Journal:

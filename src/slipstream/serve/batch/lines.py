@@ -26,7 +26,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be asked.
+    """A request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be asked.
 
     `index` counts from 0; `id` is the user's own name for it, None without one. `form` writes the answer.
     """

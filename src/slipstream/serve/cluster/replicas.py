@@ -162,7 +162,7 @@ class Front:
         return bytes(found)
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> Response:
-        """One replica's answer: as a whole, or as a stream whose first piece is there. Raises one of LOST."""
+        """Ask a replica and return its answer: whole, or a stream whose first piece has come. Raises one of LOST."""
         handle = self.replicas.options(stream=True, session_id=routing_key(body))
         pieces = handle.answer.remote(scope, body)
         try:

@@ -40,7 +40,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}", responses={s: ERRORS[s] for s in (401, 404)}, response_model=answers.Model)
 async def model(name: str, request: Request) -> Response:
-    """One name under which the model is served."""
+    """A name under which the model is served, as /v1/models lists it."""
     state = state_of(request)
     if name not in state.settings.names:
         raise NotServed(f"the model {name!r} is not served here; served is {state.model!r}.", "model")
