@@ -22,9 +22,9 @@ from typer.testing import CliRunner, Result
 
 from slipstream import Engine, load
 from slipstream.cli import app as cli
+from slipstream.core import round as core_round
 from slipstream.core.draft import Tree
 from slipstream.core.protocols import Drafter
-from slipstream.decoding import accounting
 from slipstream.decoding.controllers import Fixed, Planned
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds
@@ -87,7 +87,7 @@ C, SLOPE, READING = 0.2, 0.05, 0.6
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """One clock for the loop and the planner."""
     clock = Clock()
-    for module in (accounting, timing):
+    for module in (core_round, timing):
         monkeypatch.setattr(module, "perf_counter", clock)
     monkeypatch.setattr(measure.gc, "collect", lambda: None)
     return clock

@@ -29,13 +29,13 @@ class ServerProcess:
     clients: list[openai.OpenAI] = field(default_factory=list)
 
     @staticmethod
-    def start(*arguments: str) -> ServerProcess:
+    def start(*arguments: str, within: float = 120) -> ServerProcess:
         """Start a server with the embedded pair, unless the arguments name another, and wait until it is ready."""
-        return ServerProcess.of(Command("serve", "--port", "0", *arguments))
+        return ServerProcess.of(Command("serve", "--port", "0", *arguments), within)
 
     @staticmethod
-    def of(process: Command | subprocess.Popen[str]) -> ServerProcess:
-        """The server in a process that was just started, once it is ready."""
+    def of(process: Command | subprocess.Popen[str], within: float = 120) -> ServerProcess:
+        """The server in a process that was just started, as soon as it is ready, which may take so many seconds."""
         server, ready = ServerProcess(process), threading.Event()
 
         def follow() -> None:
@@ -49,7 +49,7 @@ class ServerProcess:
 
         server.reader = threading.Thread(target=follow, daemon=True)
         server.reader.start()
-        if not (ready.wait(120) and server.url):
+        if not (ready.wait(within) and server.url):
             server.close()
             raise AssertionError("".join(server.lines))
         return server

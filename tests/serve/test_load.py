@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import jsonschema_rs
 import pytest
 
@@ -188,6 +189,41 @@ def test_streams_are_not_lost_and_not_mixed_up(server: ServerProcess, engine: sl
 def test_a_thousand_streams_are_not_lost_and_not_mixed_up(engine: slipstream.Engine) -> None:
     with ServerProcess.start() as server:
         check_load(server, engine, 1000, 2)
+
+
+VARIED: tuple[Mapping[str, Any], ...] = (
+    {"n": 3, "temperature": 1, "seed": 5},
+    {"logprobs": 2},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1, "top_k": 5, "min_p": 0.05},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"logit_bias": {"65": -5}, "echo": True},
+    {"speculative": False},
+    {"speculative": {"gamma": 1}},
+    {"speculative": {"gamma": 7}, "temperature": 1},
+    {"prediction": {"type": "content", "content": "    return values"}},
+    {"prompt": "# a long prompt\n" * 60},
+)
+"""Requests of kinds that might want another graph."""
+
+
+def graphs(http: httpx.Client) -> dict[str, float]:
+    """How many graphs the server has, by where they came from."""
+    series = r'slipstream:graphs_total\{.*origin="(\w+)"\} (\S+)'
+    return {origin: float(count) for origin, count in re.findall(series, http.get("/metrics").text)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_compiled_server_makes_no_graph_while_requests_wait() -> None:
+    with ServerProcess.start("--compile", within=1200) as server, server.http() as http:
+        ready = graphs(http)
+        assert ready["compiled"]
+        for fields in VARIED:
+            answer = http.post("/v1/completions", json={"prompt": "def f(x):\n", "max_tokens": 12, **fields})
+            assert answer.status_code == 200, answer.text
+        asyncio.run(stream_all(server, mixed(40), 1))
+        assert graphs(http) == ready
 
 
 def test_lost_and_mixed_up_streams_are_found() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -18,16 +20,43 @@ PREFILL_CHUNK = 512
 """Tokens of texts that a model reads between two rounds."""
 
 
+class Stopwatch:
+    """Measures the seconds of a round by phase; a phase may come several times."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap as `phase`."""
+        now = perf_counter()
+        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    @contextmanager
+    def apart(self, phase: str) -> Iterator[None]:
+        """Count the time of the block as `phase`, and leave it out of the lap in which it lies."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            took = perf_counter() - began
+            self.laps[phase] = self.laps.get(phase, 0.0) + took
+            self._last += took
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The rows that run together, as drafters see them, and how they draw.
 
-    A drafter reads at most `prefill_chunk` tokens of their texts per round while any of them waits for it.
+    A drafter reads at most `prefill_chunk` tokens of their texts per round while any of them waits for it, and tells
+    the `watch` how long that took.
     """
 
     rows: tuple[Row, ...]
     rng: Rng
     prefill_chunk: int = PREFILL_CHUNK
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     def law(self, logits: Tensor, texts: Prefixes, model: str) -> Law:
         """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
@@ -93,7 +122,8 @@ class Round:
     `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from
     the draft, and one more, unless a cut came before it, from the target. `gammas` are what the drafter was asked for:
     what the controller chose, within the room that is left. It may have drafted less: `draft.lengths`. `seconds` has
-    the phases `draft`, `target`, `accept` (laws, verification and draws) and `rest`. `p` are the target's laws that
+    the phases `draft`, `target`, `accept` (laws, verification and draws) and `rest`, and `prefill` if a model that
+    drafts first had to read what it lacked of a text. `p` are the target's laws that
     the draft was verified with, at the pending token and after every drafted one (None in the rounds of a simulation,
     which has no models).
     """
@@ -106,6 +136,11 @@ class Round:
     gammas: tuple[int, ...]
     seconds: dict[str, float]
     p: Law | None = None
+
+    @property
+    def reading(self) -> float:
+        """Seconds in which models that draft read what they lacked of the texts."""
+        return self.seconds.get("prefill", 0.0)
 
     def source(self, row: int, position: int) -> str:
         """Where an emitted token came from: "draft", "correction", "bonus", or "target" if nothing was drafted."""

@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
-
-
-class Stopwatch:
-    """Seconds by phase of one round."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap belongs to `phase`."""
-        now = perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
-        self._last = now
 
 
 def count_round(round: Round) -> None:

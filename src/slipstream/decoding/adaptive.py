@@ -159,7 +159,7 @@ def _loss(costs: RoundCosts, round: Round, new: bool) -> float:
     if not clocked(round):
         return 0.0
     (draft, rest), depth = costs.of(len(round.rows)), max(round.draft.depths)
-    drafting, total = round.seconds["draft"], sum(round.seconds.values())
+    drafting, total = round.seconds["draft"] + round.reading, sum(round.seconds.values())
     predicted = draft.at(depth or max(round.gammas))
     spent = predicted if new else drafting / costs.load  # a new row's prompt is read only once
     took = min(spent + (total - drafting) / costs.load, OUTLIER * (predicted + rest.at(depth)))

@@ -10,7 +10,7 @@ from slipstream.core.beams import Candidates, Prefix
 from slipstream.core.law import Fault
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
-from slipstream.decoding.accounting import Stopwatch
+from slipstream.core.round import Stopwatch
 from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.decoder import Decoder

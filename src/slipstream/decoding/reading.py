@@ -9,8 +9,8 @@ from slipstream.cache.prefixes import Recalling
 from slipstream.core.images import SeesImages, same_images
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
+from slipstream.core.round import Stopwatch
 from slipstream.core.source import same_source
-from slipstream.decoding.accounting import Stopwatch
 
 
 @dataclass

@@ -105,14 +105,15 @@ class RoundCosts:
     def learn(self, round: Round, new: bool, behind: int) -> RoundCosts:
         """Return the costs after one more round.
 
-        A draft that first read the prompts of `new` rows, or so many tokens that were emitted
-        without it, only tells an upper limit of what drafting costs. Times that cannot be true change nothing."""
+        Where a draft read the prompts of `new` rows, or tokens that were emitted without it (`behind`), and did not say
+        how long that took, its time is only an upper limit of what drafting costs. Times that cannot be true change
+        nothing."""
         if not clocked(round):
             return self
         rows, depth = len(round.rows), max(round.draft.depths)
         asked = depth or max(round.gammas)  # a drafter that found nothing has searched all the same
         draft = round.seconds["draft"]
-        rest = sum(round.seconds.values()) - draft
+        rest = sum(round.seconds.values()) - draft - round.reading
         key, after = size(rows), self.rest.get(size(rows), Curve())
         load = self.load
         if after.timed(depth) >= 3:
@@ -121,8 +122,8 @@ class RoundCosts:
         own = self.draft.get(key, Curve())
         missed = self.missed
         if own.tried and behind >= 4 and asked and not new:
-            missed = (*missed[1 - WINDOW :], max(0.0, draft / load - own.at(asked)) / behind)
-        if not (new or behind) or not asked or not own.tried or draft / load < own.at(asked):
+            missed = (*missed[1 - WINDOW :], max(0.0, (draft + round.reading) / load - own.at(asked)) / behind)
+        if round.reading or not (new or behind) or not asked or not own.tried or draft / load < own.at(asked):
             own = own.add(asked, draft / load)
         return RoundCosts({**self.draft, key: own}, {**self.rest, key: after.add(depth, rest / load)}, missed, load)
 
@@ -130,7 +131,7 @@ class RoundCosts:
 def clocked(round: Round) -> bool:
     """Whether the times of a round can be true. Drafting may take none: a plain step has no draft."""
     draft = round.seconds["draft"]
-    return 0 <= draft <= LONGEST and believable(sum(round.seconds.values()) - draft)
+    return 0 <= draft <= LONGEST and believable(sum(round.seconds.values()) - draft - round.reading)
 
 
 def size(rows: int) -> int:

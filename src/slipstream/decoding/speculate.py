@@ -17,8 +17,8 @@ from slipstream.core.draws import Purpose
 from slipstream.core.law import Faults
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
-from slipstream.core.round import PREFILL_CHUNK, Context, Round
-from slipstream.decoding.accounting import Stopwatch, count_round, share_time
+from slipstream.core.round import PREFILL_CHUNK, Context, Round, Stopwatch
+from slipstream.decoding.accounting import count_round, share_time
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.row_settings import rng_of, verify
 
@@ -27,7 +27,7 @@ from slipstream.decoding.row_settings import rng_of, verify
 def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], piece: int = PREFILL_CHUNK) -> Round:
     """Play a round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
     watch = Stopwatch()
-    target, context = decoder.target, Context(tuple(running), rng_of(decoder, running), piece)
+    target, context = decoder.target, Context(tuple(running), rng_of(decoder, running), piece, watch)
     possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
     draft = decoder.drafter.propose(context, possible).to(target.device)
     watch.lap("draft")

@@ -57,7 +57,7 @@ class ChainDrafter:
         """Up to `gammas[r]` tokens per row, each from the model's law given all before it."""
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows)
+        self._follower.follow(context.rows, context.watch)
         self._follower.cover(2 * max(gammas) + 1)
         shadows = self._cast(context.rows)
         parts, laws = self._rounds(context, shadows, gammas)

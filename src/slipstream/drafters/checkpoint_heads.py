@@ -70,7 +70,7 @@ class DFlashDrafter:
         gammas = _shown(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows)
+        self._follower.follow(context.rows, context.watch)
         gammas = self._follower.read_late(gammas, context.prefill_chunk)
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
@@ -83,7 +83,7 @@ class DFlashDrafter:
         return sample_chain(context, law_after, gammas, self.scorer.device)
 
     def observe(self, round: Round) -> None:
-        """Do nothing: drafted tokens are never written to the cache, so none have to be taken back."""
+        """Roll the cache back to the text; drafted tokens were never written to it."""
         self._follower.rollback(round)
 
 

@@ -11,7 +11,7 @@ from slipstream.cache.prefixes import recalling
 from slipstream.core.draft import accepted_paths, ancestors, padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
-from slipstream.core.round import Round
+from slipstream.core.round import Round, Stopwatch
 from slipstream.execution.draft_graphs import FED
 
 
@@ -32,12 +32,15 @@ class Follower:
         self._rows: list[Row] = []
         self._known: list[int] = []  # how many tokens of each row are stored for others
         self._late: list[bool] = []  # rows that are drafted nothing in this round
+        self._watch = Stopwatch()
 
-    def follow(self, rows: Sequence[Row]) -> None:
+    def follow(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> None:
         """Make our rows those of the context: free those that left, add the new.
 
-        Rows that run on keep their order; one that had to give way and came back is among the new.
+        Rows that run on keep their order; one that had to give way and came back is among the new. What is read until
+        the next call counts as `prefill` of the watch.
         """
+        self._watch = watch or Stopwatch()
         kept = still_first(self._rows, rows)
         if left := [place for place in range(len(self._rows)) if place not in set(kept)]:
             for place in left:
@@ -88,7 +91,7 @@ class Follower:
         late = [count < length for count, length in zip(counts, behind, strict=True)]
         pieces = [text[:count] if is_late else [] for is_late, text, count in zip(late, texts, counts, strict=True)]
         if any(pieces):
-            self.scorer.prefill(pieces)
+            self._read(pieces)
         self._late = [is_late or is_idle for is_late, is_idle in zip(late, self._late, strict=True)]
         return [0 if is_late else gamma for is_late, gamma in zip(late, gammas, strict=True)]
 
@@ -101,7 +104,7 @@ class Follower:
         self._slide(room)
         missing = self._missing()
         if max(map(len, missing)) > self._at_once:
-            self.scorer.prefill([tokens[:-1] for tokens in missing])
+            self._read([tokens[:-1] for tokens in missing])
             missing = self._missing()
         return missing
 
@@ -116,7 +119,7 @@ class Follower:
         self._slide(room)
         missing = [tokens[:-1] for tokens in self._texts_behind()]
         if any(missing):
-            self.scorer.prefill(missing)
+            self._read(missing)
 
     def rollback(self, round: Round) -> None:
         """Forget drafted tokens that were not kept; in a tree, move the accepted ones together."""
@@ -134,6 +137,11 @@ class Follower:
         for place, row in enumerate(self._rows):
             if self._known[place] < len(row.readable) - len(row.output) - 1 <= self.scorer.lengths[place]:
                 self._remember(place)  # the prompt has been read
+
+    def _read(self, pieces: Sequence[Sequence[int]]) -> None:
+        """Feed tokens after which nothing is drafted yet."""
+        with self._watch.apart("prefill"):
+            self.scorer.prefill(pieces)
 
     def _missing(self) -> list[list[int]]:
         """The tokens the cache lacks. A row that asked for no drafts is never read: its last token stands in for its

@@ -46,7 +46,7 @@ class ModelDrafter:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows)
+        self._follower.follow(context.rows, context.watch)
         gammas = self._follower.read_late(gammas, context.prefill_chunk)
         gamma = max(gammas, default=0)
         if not gamma:

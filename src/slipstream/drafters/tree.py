@@ -78,7 +78,7 @@ class TreeDrafter:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows)
+        self._follower.follow(context.rows, context.watch)
         gammas = self._follower.read_late(gammas, context.prefill_chunk)
         depth = min(max(gammas, default=0), len(self.shape))
         if not depth:

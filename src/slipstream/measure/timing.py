@@ -17,13 +17,18 @@ def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round
     seen, last = set[int](), perf_counter()
     for round in rounds(decoder, requests):
         wall = perf_counter() - last
-        new = [row for row in sound(round.rows) if row.index not in seen]
-        seen |= {row.index for row in new}
-        wall -= sum(row.stats.seconds["prefill"] for row in new)
-        draft, target = round.seconds["draft"], round.seconds["target"]
+        new = [place for place, row in enumerate(sound(round.rows)) if row.index not in seen]
+        seen |= {round.rows[place].index for place in new}
+        wall -= sum(prompt_seconds(round, place) for place in new)
+        draft, target = round.seconds["draft"] + round.reading, round.seconds["target"]
         width = 1 + max(round.draft.lengths)
         yield round, Beat(len(round.rows), len(new), width, draft, target, wall - draft - target)
         last = perf_counter()
+
+
+def prompt_seconds(round: Round, place: int) -> float:
+    """Seconds in which the target read the prompt of a row, if this is the row's first round."""
+    return round.rows[place].stats.seconds.get("prefill", 0.0) - round.reading / len(round.rows)
 
 
 @dataclass(frozen=True)

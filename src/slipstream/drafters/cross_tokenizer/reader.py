@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.core.draft import padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
+from slipstream.core.round import Stopwatch
 from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
 from slipstream.drafters.following import still_first
 
@@ -177,9 +178,14 @@ class Reader:
         self.readings: list[Reading] = []
         self._rows: list[Row] = []
         self._fed: list[list[int]] = []  # what is in the cache
+        self._watch = Stopwatch()
 
-    def follow(self, rows: Sequence[Row]) -> None:
-        """Make our rows those of the context and read what they added. Rows that run on keep their order."""
+    def follow(self, rows: Sequence[Row], watch: Stopwatch) -> None:
+        """Make our rows those of the context and read what they added. Rows that run on keep their order.
+
+        What the draft reads until the next call counts as `prefill` of the watch.
+        """
+        self._watch = watch
         kept = still_first(self._rows, rows)
         self.scorer.free([place for place in range(len(self._rows)) if place not in set(kept)])
         new = len(rows) - len(kept)
@@ -200,7 +206,8 @@ class Reader:
         missing = self._align(room)
         if max(map(len, missing)) > 2:
             early = [tokens[:-1] for tokens in missing]
-            self.scorer.prefill(early)
+            with self._watch.apart("prefill"):
+                self.scorer.prefill(early)
             self._note(early)
             missing = [tokens[-1:] for tokens in missing]
         counts = [len(tokens) for tokens in missing]

@@ -34,7 +34,7 @@ class StringMatch:
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """At most `gammas[r]` tokens per row, as many as the drafted text has."""
         reader, rows = self.reader, context.rows
-        reader.follow(rows)
+        reader.follow(rows, context.watch)
         wanted = [gamma if view.whole and view.ids else 0 for gamma, view in zip(gammas, reader.readings, strict=True)]
         if not any(wanted):
             return Draft.empty(len(rows), self.scorer.device)

@@ -38,7 +38,7 @@ class TokenIntersection:
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the renormalised law given all before it."""
         reader = self.reader
-        reader.follow(context.rows)
+        reader.follow(context.rows, context.watch)
         left = [gamma if view.ready and view.ids else 0 for gamma, view in zip(gammas, reader.readings, strict=True)]
         if not any(left):
             return Draft.empty(len(left), self.scorer.device)

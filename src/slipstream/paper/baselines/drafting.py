@@ -41,7 +41,7 @@ class ScoredDrafter:
         """Draft up to `gammas[r]` tokens per row."""
         if not any(gammas):
             return Draft.empty(len(context.rows), self.follower.scorer.device)
-        self.follower.follow(context.rows)
+        self.follower.follow(context.rows, context.watch)
         wanted = self.follower.read_late(gammas, context.prefill_chunk)
         lengths, laws = [0] * len(wanted), list[Law]()
         tokens = torch.empty(len(wanted), 0, dtype=torch.long, device=self.follower.scorer.device)

@@ -18,7 +18,7 @@ from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
 from slipstream.measure import racing
 from slipstream.measure.environment import environment
-from slipstream.measure.timing import Beat, beats
+from slipstream.measure.timing import Beat, beats, prompt_seconds
 from slipstream.paper.published import GAMMAS
 from slipstream.paper.runs.subjects import Subject
 from slipstream.theory import tokens_per_round, walltime_factor
@@ -44,7 +44,7 @@ class Log:
         """Decode, noting the time of every round."""
         for round, beat in beats(decoder, requests):
             self.beats.append(beat)
-            self.prefills += [row.stats.seconds["prefill"] for row in round.rows] * bool(beat.new)
+            self.prefills += [prompt_seconds(round, place) for place in range(len(round.rows))] * bool(beat.new)
             yield round
 
     def costs(self, gamma: int) -> SpeedCosts:

@@ -14,7 +14,7 @@ from slipstream.core.request import Request
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds
 from slipstream.measure.environment import environment
-from slipstream.measure.timing import beats
+from slipstream.measure.timing import beats, prompt_seconds
 from slipstream.observers.explain import Explanation
 from slipstream.paper.published import FIGURE_5_GAMMAS
 from slipstream.paper.runs.subjects import Subject
@@ -100,7 +100,7 @@ def _run(decoder: Decoder, request: Request) -> Run:
     """The calls of a text one after the other; the target's share of a round includes acceptance and bookkeeping."""
     calls, now, tokens = list[tuple[float, float, str]](), 0.0, 0
     for round, beat in beats(decoder, [request]):
-        before = round.rows[0].stats.seconds["prefill"] if beat.new else 0.0
+        before = prompt_seconds(round, 0) if beat.new else 0.0
         parts = (("once", before), ("draft", beat.draft), ("target", beat.target), ("rest", beat.rest))
         for who, seconds in parts:
             if seconds > 0:

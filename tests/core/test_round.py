@@ -1,0 +1,77 @@
+"""Times of a round, on a clock that the tests turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.core import round as rounds
+from slipstream.core.round import Stopwatch
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.drafters.model import ModelDrafter
+from slipstream.models.tables import TableScorer
+from toys import dirichlet_table, request, scorer
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all stopwatches."""
+    clock = Clock()
+    monkeypatch.setattr(rounds, "perf_counter", clock)
+    return clock
+
+
+def test_laps_add_up_and_leave_out_what_was_measured_apart(clock: Clock) -> None:
+    watch = Stopwatch()
+    clock.now += 1
+    with watch.apart("prefill"):
+        clock.now += 10
+    clock.now += 2
+    watch.lap("draft")
+    clock.now += 4
+    watch.lap("target")
+    with pytest.raises(RuntimeError), watch.apart("prefill"):
+        clock.now += 20
+        raise RuntimeError
+    watch.lap("draft")
+    assert watch.laps == {"prefill": 30, "draft": 3, "target": 4}
+
+
+class SlowReader(TableScorer):
+    """A table that takes a second for every token of a prompt, and ten for every pass that drafts."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(dirichlet_table(3), 3, "slow")
+        self.clock = clock
+
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        super().prefill(texts, first)
+        self.clock.now += sum(map(len, texts))
+
+    def extend(self, *arguments: object, **options: object) -> object:
+        self.clock.now += 10
+        return super().extend(*arguments, **options)
+
+
+def test_a_draft_reads_prompts_as_prefill_and_not_as_drafting(clock: Clock) -> None:
+    decoder = Decoder(scorer(dirichlet_table(1)), ModelDrafter(SlowReader(clock), 3), controller=Fixed(2))
+    with Scheduler(decoder) as scheduler:
+        row = scheduler.add(request([0, 1, 2, 0, 1, 2], 6))
+        first, *others = scheduler.rounds()
+    assert first.seconds["draft"] == 20 and first.reading == 5
+    assert all(round.seconds["draft"] == 10 * round.draft.depths[0] and not round.reading for round in others)
+    assert row.stats.seconds["prefill"] == 5
+    assert row.stats.seconds["draft"] == sum(round.seconds["draft"] for round in (first, *others))
