@@ -141,7 +141,7 @@ def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any
 def library(args: argparse.Namespace) -> slipstream.Engine:
     """The engine that our server runs."""
     pair = {"target": str(args.target), "draft": str(args.draft)} if args.target else {}
-    return slipstream.load(**pair, dtype=args.dtype, compile=args.compile, batch_size=args.max_rows)
+    return slipstream.load(**pair, gamma="auto", dtype=args.dtype, compile=args.compile, batch_size=args.max_rows)
 
 
 def without_server(engine: slipstream.Engine, prompts: Sequence[str], tokens: int) -> dict[str, Any]:
