@@ -1,7 +1,7 @@
 """Speculative decoding inside transformers' own `generate`, through its `custom_generate` hook.
 
 `generate` prepares everything (processors, stopping criteria, lengths, padding); we only run the decoding loop, and
-hand back what it would have returned. Whatever cannot be honoured is refused in one sentence, before any work.
+return what it would have returned. What cannot be honoured is refused in one sentence, before any work.
 """
 
 from __future__ import annotations
@@ -58,25 +58,26 @@ def custom_generate(
     samples, so `torch.manual_seed` makes it reproducible; an integer gives every call the same randomness.
 
     Returns what `generate` returns: token ids (rows, longest), prompt included, padded on the right; or a
-    `GenerateDecoderOnlyOutput` with `sequences`, and `scores` and `logits` if wanted: one (rows, vocab) per
+    `GenerateDecoderOnlyOutput` with `sequences`, and `scores` and `logits` if requested: one (rows, vocab) per
     position, where a row that has ended shows its certain pad token; and with `past_key_values`, as `generate` leaves
     them, which costs one more pass of the model over what was emitted (none with `use_cache=False`).
 
-    Logits processors and stopping criteria are honoured. Your own must not keep a state (processors look at drafts,
+    Logits processors and stopping criteria are honoured. Your own must not keep a state (processors see drafts,
     which may be rejected) nor mix rows: they see one row at a time, repeated to the size of the batch.
 
     `past_key_values` (a DynamicCache or StaticCache) may hold the beginning of the prompts, and holds their
-    continuations afterwards, for the next turn of a chat. Pass whole prompts with them, as chats do: of tokens that
-    are only in the cache the draft knows nothing, and its guesses are worse. `inputs_embeds` are read by the model;
+    continuations afterwards, for the next turn of a chat. Pass whole prompts with them, as chats do: the draft cannot
+    read tokens that are only in the cache, and its guesses are worse. `inputs_embeds` are read by the model;
     the draft reads the tokens nearest to them.
 
     With `num_beams`, beam search finds what `generate` finds: `sequences` and `sequences_scores`, without scores by
     step and without a cache.
 
-    Keep the callable to keep the draft and both caches; it serves one call at a time. `.stats` pools the last one.
-    It can be copied and pickled: its settings and a draft given as a model go along, the caches do not.
-    Raises ValueError in one sentence for what it cannot honour: sampled beams, groups of beams and other modes, an
-    assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states, guidance.
+    Keep the callable to keep the draft and both caches; it serves one call at a time. `.stats` holds the counts of the
+    last call, over all its rows. It can be copied and pickled: its settings and a draft given as a model go along, the
+    caches do not. Raises ValueError in one sentence for what it cannot honour: sampled beams, groups of beams and other
+    modes, an assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states,
+    guidance.
     """
     if not isinstance(verifier, Rule) and not callable(verifier):
         raise ValueError(
@@ -91,7 +92,7 @@ def custom_generate(
 
 
 class Speculation:
-    """The callable that `custom_generate` makes; see there. `stats` are the counts of the last call."""
+    """The callable that `custom_generate` returns; see there. `stats` are the counts of the last call."""
 
     def __init__(self, draft: Source, controller: Controller, rule: Rule, seed: int | None) -> None:
         self.stats = Stats()
@@ -128,7 +129,7 @@ class Speculation:
             return self._decode(model, batch, opening, streamer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings alone: a copy loads its own draft, if it is a name or a folder, and has caches of its own."""
+        """Return the settings alone: a copy loads a draft given by name or folder again, and has caches of its own."""
         kept = ("stats", "_source", "_controller", "_rule", "_seed")
         return {name: value for name, value in vars(self).items() if name in kept}
 
@@ -150,7 +151,7 @@ class Speculation:
         return self._loaded
 
     def _pair(self, model: PreTrainedModel) -> tuple[CausalScorer, CausalScorer]:
-        """Target and draft with their caches, made anew for another model, and where one was moved or converted."""
+        """Return the Scorers of target and draft; new ones for another model, or if one was moved or converted."""
         models = (model, self._draft(model))
         key = tuple((each, each.device, each.dtype) for each in models)
         if self._scorers is None or self._made_for != key:
@@ -187,7 +188,10 @@ class Speculation:
 
     @contextmanager
     def _alone(self, model: PreTrainedModel) -> Iterator[None]:
-        """Run calls one at a time and without dropout; afterwards every module is in the mode it was in."""
+        """Hold the lock of this callable, with both models in evaluation mode; restore the modules' modes afterwards.
+
+        Raises RuntimeError if another call is running.
+        """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this callable is already decoding: give each thread a custom_generate(...) of its own.")
         training: list[torch.nn.Module] = []
@@ -203,7 +207,7 @@ class Speculation:
 
 
 def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) -> list[Row]:
-    """Decode to the end -> rows in order. The streamer gets each token on its own, as `generate` puts them."""
+    """Decode to the end -> rows in order. The streamer gets each token on its own, as from `generate`."""
     rows: dict[int, Row] = {}
     with closing(cast(Any, rounds(decoder, requests))) as stream:  # also if a streamer or a criterion raises
         for round in stream:
@@ -218,8 +222,10 @@ def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) ->
 def _after(
     read: ReadPrompt | None, decoder: Decoder, requests: Sequence[Request], rows: Sequence[int] | None = None
 ) -> Decoder:
-    """The decoder, if its target goes on from a prompt that has been read; `requests` are those of `rows`, whose texts
-    have grown since (None: of all, which have not)."""
+    """Return the decoder with its target continued from a prompt that was read; the decoder itself if `read` is None.
+
+    `requests` are those of `rows`, whose texts have grown since (None: of all rows, whose texts have not).
+    """
     if read is None:
         return decoder
     counts = [len(request.prompt) for request in requests]
@@ -229,7 +235,7 @@ def _after(
 
 
 def _level(decoder: Decoder, read: ReadPrompt | None, rows: Sequence[Row]) -> None:
-    """Let the shorter rows run on: without an EOS token, `generate` ends all rows together."""
+    """Decode the shorter rows up to the longest: without an EOS token, `generate` ends all rows together."""
     longest = max(len(row.output) for row in rows)
     missing = [(row, longest - len(row.output)) for row in rows if not row.context_full and len(row.output) < longest]
     if not missing:

@@ -1,4 +1,4 @@
-"""What `slipstream.load` returns: a target, a drafter and a tokenizer, bound once; text in, text out."""
+"""`Engine`, which `slipstream.load` returns: a target, a drafter and a tokenizer that turn prompts into text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from slipstream.text.transcripts import Transcript
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `generate`: `completions` hold what was produced, unfinished ones as "interrupted"."""
+    """Raised for Ctrl-C during `generate`: `completions` holds what was produced, unfinished texts as "interrupted"."""
 
     def __init__(self, completions: list[Completion]) -> None:
         super().__init__("interrupted")
@@ -48,8 +48,8 @@ class Interrupted(KeyboardInterrupt):
 class Engine:
     """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads.
 
-    `notes` say in a sentence each what was chosen while loading, such as how a draft with another tokenizer drafts.
-    With an encoder-decoder, prompts are sources, and `frame` is what stands around them. `vision` reads images.
+    `notes` holds a sentence for each choice made while loading, such as how a draft with another tokenizer drafts.
+    With an encoder-decoder, prompts are sources, and `frame` is the text and tokens around them. `vision` reads images.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class Engine:
         """Continue every prompt, several at a time -> completions in the order of the prompts.
 
         Prompts are texts, token ids, chats, `{"text": ..., "images": [...]}`, or what a tokenizer returns; see
-        `requests.read_prompts`. None stands for
-        the default of an option. Options are the settings of `Sampling` (`temperature`, 0 is greedy, `top_k`, ...) and:
+        `requests.read_prompts`. An option that is None takes its default. Options are the settings of `Sampling`
+        (`temperature`, 0 is greedy, `top_k`, ...) and:
 
-        - `max_new_tokens` (128), `stop` (strings), `stop_token_ids`, which end a text as EOS does, `ignore_eos`, which
-          leaves these alone. `max_time`: a text ends after the round in which so many seconds have passed since it
-          began to run: then its length, but not the law of its tokens, depends on the clock.
+        - `max_new_tokens` (128), `stop` (strings), `stop_token_ids`, which end a text as EOS does, and `ignore_eos`,
+          which ignores EOS but not `stop_token_ids`. `max_time`: a text ends after the round in which this many seconds
+          have passed since it began to run: then its length, but not the law of its tokens, depends on the clock.
         - `seed` (0): one number, or one for each prompt. `n` (1): samples of each prompt, which stand one after the
           other in what is returned; the first is what n=1 gives.
         - `gamma`, `verify` (a `Rule` or its name), `lossless` (refuse every lossy rule), `plain` (do not speculate).
-        - `logprobs`: those of every token and of so many of the most probable ones, see `TokenLogprobs`. `echo`: begin
-          the texts with the prompt's. `prediction`: a text that the output is expected to resemble, for drafts that
-          copy. `grammar`: which texts are allowed, as one of those that `engine.grammars` makes.
+        - `logprobs`: return the logprob of every token and of this many of the most probable tokens at its position,
+          see `TokenLogprobs`. `echo`: begin the texts with the prompt's. `prediction`: a text that the output is
+          expected to resemble, for drafts that copy. `grammar`: which texts are allowed, made by `engine.grammars`.
         - `num_beams`: exact beam search, with transformers' `length_penalty` (1.0), `early_stopping` (False) and
-          `num_return_sequences` (1): texts that stand side by side, the best first, each with a `score`.
-        - `priority` (0; lower ones run first) and `cache_salt`: whose prompts may share what is cached of them.
+          `num_return_sequences` (1): the texts of a prompt stand side by side, the best first, each with a `score`.
+        - `priority` (0; lower ones run first) and `cache_salt`: prompts share cached prefixes only with the same salt.
 
         `on_completion(index, completion)` is called as soon as a text is finished, in whatever order that is. The
-        texts at the indices `skip` are left out, also in what is returned: the others get the texts that they would
-        have had among all. A text that cannot go on, as where a processor raises, has the reason in its `error`.
+        texts at the indices `skip` are not generated and not returned: the others get the texts that they would
+        have had among all. A text that cannot go on, for example because a processor raises, has the reason in `error`.
 
         Raises ValueError for a prompt that is empty or too long and for impossible settings, TypeError for
         unknown options, and `Interrupted` on Ctrl-C.
@@ -147,12 +147,12 @@ class Engine:
     def stream_async(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> AsyncIterator[Piece]:
         """Continue one prompt for an event loop; the rounds run in a thread of their own. Options as for `generate`.
 
-        Whoever closes it early or is cancelled waits for the present round at most, then the engine is free again.
+        Closing it early, or cancelling the task, waits for the present round at most; then the engine is free again.
         """
         return _pieces_async(self._streamed(prompt, options))
 
     def _streamed(self, prompt: Prompt | Mapping[str, Any], options: Mapping[str, Any]) -> Job:
-        """The job of a single text, whose request the target can take."""
+        """Return the job of a single text, after checking that the target can take its request. Raises ValueError."""
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use stream_batch for several.")
@@ -171,7 +171,7 @@ class Engine:
         timestamps: bool = False,
         **options: Any,
     ) -> Transcript:
-        """Write down what is said in a sound file, its bytes, or samples (n,), with a Whisper as the target.
+        """Transcribe a sound file, its bytes, or samples (n,), with a Whisper model as the target.
 
         `language` is the one spoken (English without it), `task` "translate" writes English; `timestamps` divides the
         text by the times that the model writes. Windows of the encoder's length run as a batch; other options as for
@@ -187,10 +187,10 @@ class Engine:
         return transcriber.transcript(self.generate(transcriber.windows(samples), **asked), samples, timestamps)
 
     def warm_up(self, rows: Sequence[int] = (1,), samplers: Sequence[Sampling] = (Sampling(),)) -> None:
-        """Decode a few tokens, with and without the draft, so that the graphs for it are made.
+        """Decode a few tokens, with and without the draft, so that the graphs for it are made before requests come.
 
-        `rows` are how many texts run together: one, and any other number, have graphs of their own; so have drafts that
-        are greedy, that are sampled at a temperature, and those of which more is asked, as top-p.
+        `rows` are the numbers of texts that run together: 1 and any larger number have graphs of their own. So have
+        drafts of each kind in `samplers`: greedy, sampled at a temperature, and sampled with more settings, as top-p.
         """
         most, form = self.decoder.controller.most, self.decoder.target.source_form
         source = None if form is None else form.example()
@@ -200,8 +200,10 @@ class Engine:
                 deque(rounds(decoder, requests), maxlen=0)
 
     def encode(self, prompt: Prompt | Mapping[str, Any]) -> tuple[int, ...]:
-        """The prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError if it cannot be one:
-        empty, too long, or no tokenizer."""
+        """Return the prompt's token ids; for an encoder-decoder, those of the source.
+
+        Raises ValueError for a prompt that is empty or too long, and for a text without a tokenizer.
+        """
         ids, images = self._encoder.read(read_prompt(prompt))
         if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
@@ -210,14 +212,14 @@ class Engine:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without special ones; empty if there is no tokenizer."""
+        """Return the text of tokens, without special ones; empty if there is no tokenizer."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Makes grammars for this engine's texts: by a JSON schema, a regular expression, a choice, or Lark.
+        """The maker of grammars for this engine's texts: from a JSON schema, a regular expression, a choice, or Lark.
 
         Raises ValueError without llguidance, a fast tokenizer, or an end-of-text token.
 
@@ -226,7 +228,7 @@ class Engine:
         return self.new_grammars()
 
     def new_grammars(self, limits: GrammarLimits | None = None) -> Grammars:
-        """Like `grammars`, with limits of one's own."""
+        """Make another maker of grammars, like `grammars` but with the given limits."""
         return Grammars(self._encoder.needed(), self.decoder.target.vocab, self.eos, limits)
 
     @property
@@ -236,8 +238,8 @@ class Engine:
     def prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any], shared: bool = False) -> Job:
         """Encode prompts and read the options of a call, as for `generate`, without running anything.
 
-        With `shared`, the requests are to run beside those of other calls, as in a server: they bring their rule and
-        their gamma with them. Raises ValueError for prompts and settings that cannot be, TypeError for unknown options.
+        With `shared`, the requests run in one batch with those of other calls, as in a server, and each carries its own
+        rule and gamma. Raises ValueError for impossible prompts and settings, TypeError for unknown options.
         """
         asked, settings = read_options(options)
         if asked.decoder_prompt and self.frame is None:
@@ -269,7 +271,8 @@ class Engine:
         return Job(decoder, asked, generations)
 
     def _template(self, asked: Options, sampler: Sampling) -> Request:
-        """What the requests of a call have in common."""
+        """Return the request that all requests of a call are copied from, without prompt, source, images, seed and
+        key."""
         prediction = ()
         if asked.prediction:
             prediction = tuple(self._encoder.needed().encode(asked.prediction, add_special_tokens=False))
@@ -287,7 +290,10 @@ class Engine:
         )
 
     def _standing_alone(self, asked: Options, template: Request) -> Request:
-        """The request with the rule and the gamma of its own call."""
+        """Return the request with its call's own rule and gamma, for a batch that other calls share.
+
+        Raises ValueError with `exact_shape` and for beam search, whose batch cannot be shared.
+        """
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         if asked.beams is not None:
@@ -298,21 +304,21 @@ class Engine:
 
     @property
     def shared_decoder(self) -> Decoder:
-        """What decodes a batch that several calls share, some of which have predictions or grammars."""
+        """The decoder for a batch that several calls share, some of which have predictions or grammars."""
         if isinstance(self.decoder.drafter, TreeDrafter):
             return self.decoder
         return replace(self.decoder, drafter=KnownFirst(self.decoder.drafter))
 
     def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
-        """Fix one shape of passes for the whole call, which is the same with `plain` as without."""
+        """Fix one shape of passes for the whole call; `plain` decoding gets the same shape as speculative decoding."""
         width = 1 + self._decoder(replace(asked, plain=False)).controller.most
         longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
     def choose(self, verify: Rule | str | None) -> Rule:
-        """The rule of a call, by its name; the engine's own without one.
+        """Return the rule of that name, or the rule itself if one is given; the engine's own for None.
 
-        Raises ValueError for one that is not known, or wants other drafts than the engine was loaded for.
+        Raises ValueError for an unknown rule, and for one that needs other drafts than the engine was loaded for.
         """
         chosen = self.rule if verify is None else rule(verify)
         if chosen.paths not in (None, self.rule.paths):
@@ -333,7 +339,7 @@ class Engine:
 
 
 def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], object] | None) -> list[Completion]:
-    """What beam search writes. Raises Interrupted on Ctrl-C."""
+    """Run a beam search to its end -> its completions. Raises Interrupted on Ctrl-C."""
     try:
         texts.play(on_completion)
     except KeyboardInterrupt:
@@ -342,14 +348,15 @@ def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], objec
 
 
 def _alone(job: Job) -> Job:
-    """The job, if its tokens are known one after the other. Raises ValueError for beam search."""
+    """Return the job if its tokens can be streamed. Raises ValueError for beam search, whose text is known at the
+    end only."""
     if job.options.beams is not None:
         raise ValueError("num_beams has no text before its search has ended, so it cannot stream: use generate.")
     return job
 
 
 def _pieces(job: Job) -> Iterator[Piece]:
-    """The pieces of a job with a single text."""
+    """Yield the pieces of a job with a single text."""
     with closing(job.stream()) as stream:  # type: ignore[type-var]
         for _, piece in stream:
             yield piece

@@ -1,4 +1,4 @@
-"""`slipstream.follow`: what the processes do that torchrun started beside the first."""
+"""`slipstream.follow`: what the processes that torchrun started beside the first one do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slipstream.models.leading import Follower
 
 
 def follow() -> bool:
-    """Work for rank 0 until it ends -> True; on rank 0, and where torchrun did not start several, False at once.
+    """Work for rank 0 until it ends -> True; on rank 0, and where torchrun did not start several, return False at once.
 
-    Every rank but the first keeps a part of each target that rank 0 loads with `tp_plan`, and does what that needs.
-    Raises ConnectionError, which says why, if a rank is lost.
+    Every rank but the first holds a part of each target that rank 0 loads with `tp_plan`, and repeats its calls.
+    Raises ConnectionError, with the reason, if a rank is lost.
 
     >>> if slipstream.follow(): sys.exit()  # doctest: +SKIP
     """
@@ -25,7 +25,7 @@ def follow() -> bool:
     ranks = join()
     if ranks.leads:
         return False
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 says the same
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 logs the same messages
     try:
         with _led_by_rank_0():
             Follower(ranks).run()
@@ -36,7 +36,7 @@ def follow() -> bool:
 
 @contextmanager
 def _led_by_rank_0() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM are left to rank 0, which gets them too: it finishes, and says so."""
+    """Ignore Ctrl-C and SIGTERM inside the block: rank 0 gets them too, finishes, and ends the other ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

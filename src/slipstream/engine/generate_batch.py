@@ -1,6 +1,6 @@
 """One call of `generate` as requests of ours, and their rows as its result.
 
-Processors and stopping criteria see what `generate` would show them: padding, and as many rows as the batch has.
+Processors and stopping criteria receive what `generate` would pass: padding, and as many rows as the batch has.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ROW_FREE = PREFIX_FREE | {
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that decoding begins with, and how `generate` shows a text that does.
+    """The tokens of a prompt, and how `generate` would pass a text that begins with them to processors.
 
-    It shows `head`, then the text without its first `hidden` tokens: usually the padding, and the whole text.
+    It passes `head`, then the text without its first `hidden` tokens: usually the padding, and the whole text.
     """
 
     tokens: tuple[int, ...]
@@ -48,13 +48,13 @@ class Prompt:
 
     @property
     def shown_as_it_is(self) -> bool:
-        """Whether `generate` shows the text and nothing else."""
+        """Whether `generate` passes the text and nothing else."""
         return not self.head and not self.hidden
 
 
 @dataclass(frozen=True, eq=False)
 class _InBatch:
-    """Shows a processor what `generate` would: the row with its padding, among as many rows as the batch has.
+    """Calls a processor with what `generate` would pass: the row with its padding, among as many rows as the batch has.
 
     The other rows are copies of this one, so whatever a processor keeps per row is looked up at the right place.
     """
@@ -63,7 +63,7 @@ class _InBatch:
     batch: Batch
     row: int
     copies: int  # the size of the batch, or 1 for processors that treat every row alike
-    ours: bool  # known to take any text; others are spared texts that generate would never show
+    ours: bool  # known to take any text; other processors are not called with texts that generate would never pass
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids (1, length), scores (1, vocab) -> scores (1, vocab)."""
@@ -76,9 +76,10 @@ class _InBatch:
 
 
 class _Record:
-    """A processor that changes nothing and keeps what it sees, by text length.
+    """A processor that changes nothing and keeps the scores that it receives, by text length.
 
-    The target looks after the draft, and later rounds overwrite what was rejected: what stays is the target's.
+    The target's scores come after the draft's, and later rounds overwrite rejected tokens': those that stay are the
+    target's.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class _Record:
 
 
 class Batch:
-    """One call of `generate`: the prompts it shows, and how they become requests and its result."""
+    """One call of `generate`: its prompts as requests, and the rows as its result."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Batch:
             raise ValueError("rows that end early are padded, but pad_token_id is not set: pass one.")
 
     def shown(self, row: int, text: Tensor) -> Tensor:
-        """A text of the row, (1, length), as `generate` shows it."""
+        """Return a text of the row, (1, length), as `generate` would pass it to processors and criteria."""
         prompt = self.prompts[row]
         head = torch.tensor([prompt.head], dtype=torch.long, device=self.ids.device)
         return torch.cat([head, text[:, prompt.hidden :].to(self.ids.device)], 1)
@@ -126,7 +127,7 @@ class Batch:
         return ids.shape[1] >= self.limit or not self.eos.isdisjoint(ids[0, self.ids.shape[1] :].tolist())
 
     def requests(self, seed: int, away: bool) -> list[Request]:
-        """One request per row. `away`: a model lives on another device than the token ids and the processors."""
+        """Return one request per row. `away`: a model is on another device than the token ids and the processors."""
         samplings: dict[Any, Sampling] = {}
         copies: Counter[tuple[int, ...]] = Counter()
         simple = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in self.criteria)
@@ -143,7 +144,7 @@ class Batch:
         return requests
 
     def _kind(self, row: int) -> Any:
-        """Rows of one kind share their Sampling, so that their laws are made in one go."""
+        """Return a key; rows with the same key share their Sampling, so that their laws are computed together."""
         if self.scores or self.logits or not all(map(_treats_rows_alike, self.processors)):
             return row
         prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
@@ -175,14 +176,14 @@ class Batch:
         return stop
 
     def sequences(self, rows: Sequence[Row]) -> Tensor:
-        """What `generate` returns: token ids (rows, longest)."""
+        """Return token ids (rows, longest), as `generate` does."""
         outputs = [row.output for row in rows]
         longest = max(map(len, outputs))
         padded = [[*output, *[self.pad or 0] * (longest - len(output))] for output in outputs]
         return torch.cat([self.ids, torch.tensor(padded, device=self.ids.device)], 1)
 
     def result(self, rows: Sequence[Row], sequences: Tensor, cache: Any = None) -> Any:
-        """Token ids (rows, longest), or the record that holds them and the cache."""
+        """Return token ids (rows, longest), or the record that holds them, scores, logits and the cache."""
         if not self.config.return_dict_in_generate:
             return sequences
         longest = sequences.shape[1] - self.ids.shape[1]
@@ -190,12 +191,13 @@ class Batch:
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
     def _steps(self, records: Sequence[_Record], rows: Sequence[Row], longest: int) -> tuple[Tensor, ...] | None:
-        """What was recorded at each emitted position, `longest` times (rows, vocab); None if nothing was wanted."""
+        """Return what was recorded at each emitted position, `longest` times (rows, vocab); None if nothing was
+        recorded."""
         steps = []
         for record, row in zip(records, rows, strict=bool(records)):
             start, count = len(row.request.prompt), len(row.output)
             seen = [record.seen[start + i][0] for i in range(count)]
-            record.seen.clear()  # the settings of sampling may be remembered beyond the call
+            record.seen.clear()  # the Sampling may be cached beyond the call, and the record with it
             ended = torch.full_like(seen[0], float("-inf"))
             ended[self.pad or 0] = 0.0
             steps.append(seen + [ended] * (longest - count))
@@ -208,7 +210,7 @@ def _treats_rows_alike(processor: Processor) -> bool:
 
 
 def _of_row(row: int, processor: Any) -> Processor:
-    """The processor for this row alone, where it is known what it keeps for each row."""
+    """Return the processor for this row alone; the same one unless it is known to keep something for each row."""
     if type(processor) is hf.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return hf.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)

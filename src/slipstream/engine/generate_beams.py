@@ -22,11 +22,11 @@ from slipstream.engine.generate_batch import Batch
 from slipstream.engine.generate_call import Opening
 
 NO_SCORE = -1e9
-"""What transformers gives a text that there is none of."""
+"""The score that transformers gives a text that does not exist."""
 
 
 def beams_of(config: Any) -> Beams | None:
-    """The beam search that a generation config asks for; None for one line of tokens."""
+    """Return the beam search that a generation config requests; None if it has one beam."""
     if not config.num_beams or config.num_beams == 1:
         return None
     return Beams(config.num_beams, config.length_penalty, config.early_stopping, config.num_return_sequences or 1)
@@ -59,7 +59,7 @@ class BeamCall:
         self.batch = Batch(ids, opening.prompts, processors, criteria, plain)
 
     def run(self, decoder: Decoder) -> tuple[Any, Stats]:
-        """What `generate` returns, and the counts. Raises what a processor raised, or FloatingPointError."""
+        """Search -> what `generate` returns, and the counts. Raises what a processor raised, or FloatingPointError."""
         away = decoder.target.device != self.batch.ids.device
         requests = [replace(request, beams=self.beams) for request in self.batch.requests(0, away)]
         searches = beam_search(replace(decoder, batch_size=len(requests)), requests)
@@ -70,13 +70,13 @@ class BeamCall:
         return self._result([self._found(search) for search in searches]), stats
 
     def _found(self, search: BeamSearch) -> list[Hypothesis]:
-        """As many as were asked for: where no more are possible, empty ones stand in their place."""
+        """Return as many texts as were requested; where fewer were found, empty ones fill the places."""
         found = list(search.hypotheses())
         return found + [Hypothesis((), NO_SCORE, "length")] * (self.beams.num_return_sequences - len(found))
 
     def _result(self, found: Sequence[Sequence[Hypothesis]]) -> Any:
         texts, ids, ends = [each for some in found for each in some], self.batch.ids, self.config._eos_token_tensor
-        fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as there, where a pad of 0 counts as none
+        fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as there, where a pad of 0 is taken as unset
         longest = max(len(each.tokens) for each in texts)
         padded = [[*each.tokens, *[fill] * (longest - len(each.tokens))] for each in texts]
         output = torch.tensor(padded, dtype=torch.long, device=ids.device)
@@ -88,12 +88,12 @@ class BeamCall:
 
 
 def _once(value: Any, rows: int, beams: int) -> Any:
-    """What was repeated for every beam, once for each prompt."""
+    """Return every beams-th row of a tensor that was repeated for every beam; other values as they are."""
     return value[::beams] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
 
 
 def _refuse(config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Raises ValueError for what beams do not take."""
+    """Raise ValueError for inputs and outputs that beam search does not support."""
     if inputs.get("inputs_embeds") is not None or (call.get("kwargs") or {}).get("past_key_values") is not None:
         raise ValueError(
             "inputs_embeds and past_key_values cannot be honoured with num_beams: pass the prompt's tokens."

@@ -24,7 +24,8 @@ KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlid
 
 
 def refuse_cache(cache: Any, rows: int, width: int) -> None:
-    """Raises ValueError if we cannot go on from a user's cache with prompts (rows, width), its own tokens included."""
+    """Raise ValueError for a user's cache that prompts (rows, width), its own tokens included, cannot be continued
+    from."""
     layers = getattr(cache, "layers", None)
     kinds = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in KNOWN_LAYERS})
     if layers is None or kinds or getattr(cache, "offloading", False):
@@ -57,18 +58,18 @@ class ReadPrompt:
 
     @staticmethod
     def read(model: PreTrainedModel, ids: Tensor, config: Any, inputs: dict[str, Any], pads: Sequence[int]) -> Any:
-        """Let the model read the prompt; ids (rows, width) are those of `generate`."""
+        """Run the model on the prompt and keep its cache and logits; ids (rows, width) are those of `generate`."""
         outputs = model._prefill(ids, config, inputs)
         cache = outputs.past_key_values
         return ReadPrompt(model, inputs, cache, outputs.logits[:, -1:].clone(), pads, int(cache.get_seq_length()))
 
     def states(self, row: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer: keys and values (heads, count, head_dim) of the row's last tokens, padding left out."""
+        """Return, by layer, keys and values (heads, count, head_dim) of the row's last tokens, without padding."""
         real, found = self.width - self.pads[row], {}
         for index, layer in enumerate(self.cache.layers):
             if layer.is_initialized:
                 keys, values = (states[row, :, : self.width] for states in (layer.keys, layer.values))
-                count = min(real, keys.shape[1])  # a sliding window keeps the last tokens alone
+                count = min(real, keys.shape[1])  # a sliding window keeps only the last tokens
                 found[index] = keys[:, keys.shape[1] - count :], values[:, values.shape[1] - count :]
         return found
 
@@ -88,11 +89,11 @@ class ReadPrompt:
 
 
 class Continued:
-    """A target whose rows begin where a `ReadPrompt` ends (see `records.Scorer` for the contract).
+    """A target whose rows begin where a `ReadPrompt` ends (see `protocols.Scorer` for the contract).
 
-    `rows` are the places of its texts in the batch, and `counts[i]` how many tokens of text i the prompt covers. It
-    may cover more, which the loop never sees: the tokens of a user's cache before the new ones. If it covers `all` of
-    every text, also the last token, the logits of what comes next are known.
+    `rows` are the places of its texts in the batch, and `counts[i]` how many tokens of text i the prompt covers. It may
+    cover more, hidden from the decoding loop: the tokens of a user's cache before the new ones. If it covers `all` of
+    every text, also the last token, the logits after it are known.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class Continued:
         self.name, self.vocab, self.device = scorer.name, scorer.vocab, scorer.device
         covered = [prompt.width - prompt.pads[row] for row in rows]
         self._unseen = [have - count for have, count in zip(covered, counts, strict=True)]
-        self._before: list[int] = []  # the same, of the rows in the cache
+        self._before: list[int] = []  # the hidden tokens before each row that is in the cache
         self.context = scorer.context and scorer.context - max(self._unseen)
-        # The logits of the prompt's last token, until they have been asked for.
+        # The logits of the prompt's last token, until `extend` has returned them.
         self._next = prompt.logits[list(rows)].to(self.device) if all else None
 
     @property
@@ -114,11 +115,11 @@ class Continued:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row, without those before the text."""
+        """The number of tokens in the cache, per row, without those before the text."""
         return [have - before for have, before in zip(self.scorer.lengths, self._before, strict=True)]
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append the next rows, with what was read of their texts."""
+        """Append the next rows, filled with the keys and values of their prompts."""
         self.scorer.add(rows, sources)
         for place in range(len(self._before), len(self._before) + rows):
             row = self.rows[place]
@@ -126,7 +127,7 @@ class Continued:
             self._before.append(self._unseen[place])
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed what texts have beyond the prompt."""
+        """Feed the tokens of texts that are beyond the prompt."""
         self.scorer.prefill(texts, first)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
@@ -139,7 +140,7 @@ class Continued:
         return torch.cat([known, self.scorer.extend(tokens[:, 1:], [count - 1 for count in counts], first, tree)], 1)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of each text."""
+        """Drop everything after `lengths[r]` tokens of each text."""
         self.scorer.rollback([length + before for length, before in zip(lengths, self._before, strict=True)])
 
     def fork(self, rows: Sequence[int]) -> None:
@@ -161,12 +162,13 @@ class Continued:
         self._before = [before for row, before in enumerate(self._before) if row not in set(rows)]
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """As for any scorer."""
+        """Fix the shape of passes; see `protocols.Scorer`."""
         self.scorer.fix_shape(shape)
 
 
 def nearest_tokens(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
-    """The tokens (rows, width) whose embeddings are nearest to embeddings (rows, width, size): what a draft reads."""
+    """Return the tokens (rows, width) whose embeddings are nearest to embeddings (rows, width, size), for a draft to
+    read."""
     table = model.get_input_embeddings().weight[: model.config.get_text_config().vocab_size]
     rows = [(each.to(table) @ table.T - table.square().sum(1) / 2).argmax(1) for each in embeddings]
     return torch.stack(rows).to(embeddings.device)

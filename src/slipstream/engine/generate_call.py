@@ -1,4 +1,4 @@
-"""What `generate` was asked for: read where it hides it, and refused in one sentence where it cannot be honoured."""
+"""The arguments of a call of `generate`, also those it does not pass on, and errors for those we cannot honour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.kernels.placement import is_sharded
 STATEFUL = ("ClassifierFreeGuidance", "SynthIDText", "WhisperNoSpeech", "EOSDelayPattern")
 
 
-# What `generate` itself puts there, or what changes no result.
+# Inputs that `generate` itself adds, or that change no result.
 HARMLESS = {
     *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
     *("return_dict", "tokenizer", "inputs_embeds"),
@@ -29,7 +29,8 @@ HARMLESS = {
 
 
 def withheld(model: PreTrainedModel) -> dict[str, Any]:
-    """Arguments of `generate` that it does not pass on to callables, read from its frame; {} without a frame.
+    """Return the arguments of `generate` that it does not pass on to callables, read from its frame; {} without a
+    frame.
 
     Up to 5.23 at least, `_extract_generation_mode_kwargs` replaces the dict that holds the streamer, synced_gpus
     and assistant_model; a text streamer would wait for its end forever.
@@ -42,15 +43,15 @@ def withheld(model: PreTrainedModel) -> dict[str, Any]:
 
 
 class SignatureWithTokenizer:
-    """The signature of a callable; where `generate` asks for it, the tokenizer that it has put away comes back.
+    """The signature of a callable; when `generate` reads it, the tokenizer is put back into its arguments.
 
     Up to 5.23 at least, `_extract_generation_mode_kwargs` takes the tokenizer out of the arguments and drops it when
-    it is given a callable, unless it finds it there after asking for the signature. Stop strings and token healing
+    it is given a callable, unless it finds it there after reading the signature. Stop strings and token healing
     need it.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        if instance is None:  # the class has none of its own
+        if instance is None:  # the class itself has no signature of this kind
             raise AttributeError("__signature__")
         code = GenerationMixin._extract_generation_mode_kwargs.__code__
         for frame in _frames():
@@ -66,7 +67,7 @@ class SignatureWithTokenizer:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of the calls that we are in, innermost first."""
+    """Yield the frames of the running calls, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame
@@ -74,7 +75,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> None:
-    """Raises ValueError for models and modes of decoding that are not ours."""
+    """Raise ValueError for models and modes of decoding that are not supported."""
     if model.config.is_encoder_decoder:
         raise ValueError("custom_generate needs a causal language model, but this one is an encoder-decoder.")
     if is_sharded(model):
@@ -99,7 +100,7 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
 
 
 def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for what the model would be fed, and for processors, that we cannot honour."""
+    """Raise ValueError for model inputs and processors that cannot be honoured."""
     given = {name for name, value in model_kwargs.items() if value is not None and value is not False}
     if alien := sorted(given - HARMLESS):
         raise ValueError(
@@ -114,7 +115,7 @@ def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any])
 class Opening:
     """What decoding begins with: a prompt for each row, and whether the model itself has to read them.
 
-    `pads[r]` places of row r are padding; `inputs` are what `generate` keeps for the model's calls.
+    The first `pads[r]` places of row r are padding; `inputs` are what `generate` keeps for the model's calls.
     """
 
     prompts: list[Prompt]
@@ -124,7 +125,8 @@ class Opening:
 
     @staticmethod
     def of(model: PreTrainedModel, ids: Tensor, config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> Opening:
-        """ids (rows, width) as `generate` hands them over, with embeddings, mask, positions and cache in `inputs`."""
+        """Make it of ids (rows, width) as `generate` passes them; `inputs` hold embeddings, mask, positions and
+        cache."""
         embeddings, cache, mask = (inputs.get(name) for name in ("inputs_embeds", "past_key_values", "attention_mask"))
         held = 0 if cache is None else int(cache.get_seq_length())
         width = (ids if embeddings is None else embeddings).shape[1]
@@ -146,7 +148,7 @@ class Opening:
         return Opening(_prompts(model, ids, pads, (embeddings, held, width)), pads, inputs, by_model)
 
     def read(self, model: PreTrainedModel, batch: Batch) -> ReadPrompt | None:
-        """Let the model read the prompts into its own cache, where that is wanted."""
+        """Run the model on the prompts with its own cache, if `by_model`; None otherwise."""
         if not self.by_model:
             return None
         return ReadPrompt.read(model, batch.ids, batch.config, self.inputs, self.pads)
@@ -155,7 +157,8 @@ class Opening:
 def _prompts(
     model: PreTrainedModel, ids: Tensor, pads: Sequence[int], read: tuple[Tensor | None, int, int]
 ) -> list[Prompt]:
-    """`read`: the embeddings, how many places are in the cache, and how many there are with the prompt's."""
+    """Make a prompt of each row. `read`: the embeddings, the places in the cache, and the places in all. Raises
+    ValueError."""
     embeddings, held, width = read
     if embeddings is not None and embeddings.shape[1] == width:
         texts = Prompt.of(nearest_tokens(model, embeddings), pads)
@@ -164,7 +167,7 @@ def _prompts(
     if ids.shape[1] == width and embeddings is None:
         return Prompt.of(ids, pads)
     if embeddings is None and held + ids.shape[1] == width and max(pads) <= held:
-        return [Prompt(tuple(row)) for row in ids.tolist()]  # the rest is in the cache, and nobody knows its tokens
+        return [Prompt(tuple(row)) for row in ids.tolist()]  # the rest is in the cache, and its tokens are unknown
     raise ValueError(
         f"attention_mask has {width} columns for a prompt of {(ids if embeddings is None else embeddings).shape[1]} "
         f"tokens and {held} in past_key_values: give it one for each of them, without padding between the two."
@@ -172,7 +175,7 @@ def _prompts(
 
 
 def _after_healing(model: PreTrainedModel, inputs: dict[str, Any], width: int) -> Tensor | None:
-    """Positions for a prompt of `width` tokens: `generate` keeps those of the prompt before token healing.
+    """Return positions for a prompt of `width` tokens: `generate` keeps those of the prompt before token healing.
 
     They are too high where healing has made the prompt shorter, which changes nothing for rotary positions.
     """
@@ -188,7 +191,8 @@ def _after_healing(model: PreTrainedModel, inputs: dict[str, Any], width: int) -
 
 
 def _padding(rows: int, width: int, mask: Tensor | None, positions: Tensor | None) -> list[int]:
-    """Padding tokens before each row of a prompt (rows, width)."""
+    """Return the number of padding tokens before each row of a prompt (rows, width). Raises ValueError for other
+    masks."""
     seen = torch.ones(rows, width, dtype=torch.bool) if mask is None else mask != 0
     pads = (~seen).sum(1)
     if not torch.equal(seen, torch.arange(width, device=seen.device) >= pads[:, None]):

@@ -1,4 +1,4 @@
-"""`Generation`, one text that is being written, and what it gives: a `Piece` per token, a `Completion` in the end."""
+"""`Generation`, one text that is being written, and its results: a `Piece` per token and a `Completion` at the end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TokenLogprobs:
     """The natural logarithms of the probabilities of an emitted token, and of the most probable tokens in its place.
 
     They are of the target's law that the token was really sampled from, after temperature, top-k and all processors;
-    -inf is a token that the law excludes. At temperature 0 that law is a point mass, which would say nothing: there
-    they are the log-softmax of the processed scores, of which the greatest is emitted.
+    -inf is a token that the law excludes. At temperature 0 that law is a point mass, whose logprobs would all be 0 or
+    -inf: there they are the log-softmax of the processed scores, of which the greatest is emitted.
     """
 
     token: int
@@ -35,9 +35,9 @@ class Completion:
     """One finished output. `tokens` include the EOS token or the end of a stop string; `text` does not.
 
     `finish_reason` is "stop", "length", "error", "abort" or "interrupted". With "error", `error` says why no more
-    tokens are possible. With "length", `context_full` tells that the target can hold no longer text, before
-    `max_new_tokens`. `logprobs` are those of each token, if they were asked for. `score` is that of beam search: the
-    sum of the tokens' log-probabilities, divided by length ** length_penalty.
+    tokens are possible. With "length", `context_full` is True if the target can hold no longer text, though
+    `max_new_tokens` is not reached. `logprobs` are those of each token, if they were requested. `score` is that of
+    beam search: the sum of the tokens' log-probabilities, divided by length ** length_penalty.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """One emitted token of a stream: the text it completed, and where it came from.
+    """One emitted token of a stream: the text it completed, and its source.
 
     `source` is "draft", "correction", "bonus", or "target" for a plain step. The last piece carries `completion`. A
     text that ends without a token of its own (it fails or is aborted) ends with a piece whose source is its finish
@@ -64,17 +64,17 @@ class Piece:
     token: int | None
     source: str
     completion: Completion | None = None
-    refused: tuple[int, ...] = ()  # what the draft had proposed from here on
-    logprobs: TokenLogprobs | None = None  # if they were asked for
+    refused: tuple[int, ...] = ()  # the drafted tokens from this position on, which were rejected
+    logprobs: TokenLogprobs | None = None  # if they were requested
 
 
 @dataclass
 class Generation:
     """One text that is being written: a request, and the row in which it grows once a scheduler has taken it.
 
-    Every round of the row is taken in once: by `follow`, which makes pieces of it, or by `record`, where nobody needs
-    pieces but the `completion`. `decode` writes text of tokens, `stops` are the strings to end before. `top` is how
-    many tokens beside the emitted one get their logprobs (None: not even that one), `echo` what all text begins with.
+    Every round of the row is taken in once: by `follow`, which makes pieces of it, or by `record`, where only the
+    `completion` is needed. `decode` turns tokens into text; the text ends before any of `stops`. `top` is how many
+    tokens beside the emitted one get their logprobs (None: not even that one), `echo` what all text begins with.
     """
 
     request: Request
@@ -91,12 +91,12 @@ class Generation:
     def __post_init__(self) -> None:
         self._transcript, self._untold = Transcript(self.decode, self.stops), self.echo
         if self.stops:
-            # The round asks for the end before anybody sees its tokens: so the judge has a transcript of its own.
+            # The round calls `stop` before the tokens reach `_transcript`: so the judge has a transcript of its own.
             self._judge = judge = Transcript(self.decode, self.stops)
             self.request = replace(self.request, stop=lambda tokens: judge.push(tokens[-1]))
 
     def follow(self, round: Round, place: int) -> Iterator[Piece]:
-        """The pieces of a round in which the row ran at `place`, one for every token; see `Piece`."""
+        """Yield the pieces of a round in which the row ran at `place`, one for every token; see `Piece`."""
         row, tokens = round.rows[place], round.tokens[place]
         found = self.record(round, place)
         for i, token in enumerate(tokens):
@@ -111,7 +111,8 @@ class Generation:
             yield self.end()
 
     def record(self, round: Round, place: int) -> list[TokenLogprobs]:
-        """Take in a round in which the row ran at `place` -> the logprobs of its tokens, if they were asked for."""
+        """Take in a round in which the row ran at `place` -> the logprobs of its tokens; [] if they were not
+        requested."""
         self.steps.append((round.draft.depths[place], round.accepted[place]))
         if self.top is None:
             return []
@@ -125,7 +126,7 @@ class Generation:
         return found
 
     def end(self) -> Piece:
-        """The last piece of a text that ends without a token: it failed, or was aborted."""
+        """Return the last piece of a text that ends without a token: it failed, or was aborted."""
         assert self.row is not None and self.row.finish_reason
         return self._piece(None, self.row.finish_reason, last=True)
 
@@ -137,7 +138,8 @@ class Generation:
 
     @property
     def completion(self) -> Completion:
-        """What was written; "interrupted" if it has not ended."""
+        """The text and tokens written so far, as a `Completion`; its finish reason is "interrupted" if it has not
+        ended."""
         row, length = self.row, len(self.request.prompt if self.request.source is None else self.request.source)
         if row is None:
             return Completion(self.echo, (), "interrupted", Stats(), length)
@@ -154,19 +156,21 @@ class Generation:
 
 
 def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
-    """Logarithms (positions, vocab) of the law of one row; of a point mass, those of the softmax of its scores."""
+    """Return the logarithms (positions, vocab) of the law of one row; for a point mass, the log-softmax of its
+    scores."""
     point = law.point if law.points is None else law.points[place]
     if not point:
         return law.dense[place, positions].log()
     assert law.scores is not None, "greedy laws keep the scores that they were made of"
     scores = law.scores[place, positions]
-    certain = scores == math.inf  # a processor may force a token so, which no softmax can take
+    certain = scores == math.inf  # a processor may force a token by an infinite score, for which softmax would give NaN
     forced = torch.where(certain, 0.0, -math.inf)
     return torch.where(certain.any(-1, keepdim=True), forced, scores).log_softmax(-1)
 
 
 def _token_logprobs(logs: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """The logprobs of tokens, one for each row of `logs` (tokens, vocab), and of the `top` most probable ones."""
+    """Return the logprobs of tokens, one for each row of `logs` (tokens, vocab), and of the `top` most probable
+    ones."""
     own = logs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logs.device)[:, None])[:, 0].tolist()
     best = logs.topk(min(top, logs.shape[-1]), dim=-1)
     pairs = [

@@ -16,14 +16,14 @@ from slipstream.engine.options import Options
 
 @dataclass(frozen=True)
 class Job:
-    """A call, ready to run: what decodes, what was asked for, and the generations, those of a prompt side by side."""
+    """A call, ready to run: its decoder, its options, and the generations, those of a prompt side by side."""
 
     decoder: Decoder
     options: Options
     generations: list[Generation]
 
     def begin(self, scheduler: Scheduler, skip: Collection[int] = ()) -> dict[int, Generation]:
-        """Queue all generations but those at the indices `skip` -> them, by index."""
+        """Queue all generations but those at the indices `skip` -> the queued ones, by index."""
         begun = {index: one for index, one in enumerate(self.generations) if index not in skip}
         for index, generation in begun.items():
             generation.row = scheduler.add(generation.request, index)
@@ -41,13 +41,13 @@ class Job:
                 ]
 
     def stream(self) -> Iterator[tuple[int, Piece]]:
-        """All pieces as rounds complete, with the index of their generation."""
+        """Yield all pieces as rounds complete, each with the index of its generation."""
         with closing(self.rounds()) as rounds:  # type: ignore[type-var]
             for pieces in rounds:
                 yield from pieces
 
     async def stream_async(self) -> AsyncIterator[tuple[int, Piece]]:
-        """All pieces as rounds complete in a thread; whoever stops iterating, or is cancelled, ends the job."""
+        """Yield all pieces as rounds complete in a thread; ending the iteration, or a cancellation, ends the job."""
         loop, rounds = asyncio.get_running_loop(), self.rounds()
         thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream")
         try:
@@ -55,7 +55,7 @@ class Job:
                 for each in pieces:
                     yield each
         finally:
-            # The only thread closes behind the round that it may still play, even if we are cancelled once more here.
+            # The single thread runs `close` after the round it may still play, even if we are cancelled once more here.
             closed = loop.run_in_executor(thread, rounds.close)  # type: ignore[attr-defined]
             thread.shutdown(wait=False)
             await asyncio.shield(closed)

@@ -1,4 +1,4 @@
-"""The options of a call: what they may be, what they mean, and one sentence about what cannot be."""
+"""The options of a call: the values they may take, what they mean, and a one-sentence error for any other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.requests import Encoder, listed, shown
 
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Names of options in other engines, and ours."""
+"""Names of options in other engines -> our names."""
 
 BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")
 """Options of beam search beside `num_beams`."""
@@ -24,13 +24,13 @@ BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")
 
 @dataclass(frozen=True)
 class Options:
-    """What a call may ask for besides the fields of `Sampling`. Raises ValueError for what cannot be.
+    """The options of a call besides the fields of `Sampling`. Raises ValueError for impossible values.
 
     `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
     beside each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
     expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, behind
     its first ones, such as Whisper's for language and task. With `num_beams` above 1, beam search continues the
-    prompts, as `Beams` says; None are its defaults.
+    prompts with the settings of `Beams`; those that are None take its defaults.
     """
 
     max_new_tokens: int = 128
@@ -73,14 +73,14 @@ class Options:
 
     @property
     def beams(self) -> Beams | None:
-        """The settings of beam search, if it is asked for. Raises ValueError for what cannot be."""
+        """The settings of beam search; None without it. Raises ValueError for impossible ones."""
         if whole_number("num_beams", self.num_beams, 1) == 1:
             return None
         given = {name: getattr(self, name) for name in BEAMS}
         return Beams(self.num_beams, **{name: value for name, value in given.items() if value is not None})
 
     def _check_beams(self) -> None:
-        """Raises ValueError for options that do not go together with beam search, or without it."""
+        """Raise ValueError for options that cannot be combined with beam search, or are for beam search only."""
         if self.beams is None:
             for name in BEAMS:
                 if getattr(self, name) is not None:
@@ -100,7 +100,7 @@ class Options:
                 raise ValueError(f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     def _check_seeds(self) -> None:
-        """Return a single number as it is, and several as a tuple."""
+        """Check the seed, and store several as a tuple. Raises ValueError for what is no whole number."""
         if is_whole(self.seed) or isinstance(self.seed, str) or not isinstance(self.seed, Iterable):
             whole_number("seed", self.seed, 0)
             return
@@ -130,15 +130,15 @@ class Options:
 
     @property
     def stops(self) -> list[str]:
-        """The texts to end before."""
+        """The strings before which a text ends."""
         return list(self.stop)
 
     def ends(self, eos: frozenset[int]) -> frozenset[int]:
-        """The tokens to end at, where the model's own are `eos`."""
+        """Return the tokens that end a text, given the model's own, `eos`."""
         return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
     def seeds(self, prompts: int) -> list[int]:
-        """A seed for each of so many prompts. Raises ValueError if others were given."""
+        """Return one seed for each of `prompts` prompts. Raises ValueError if another number of seeds was given."""
         if not isinstance(self.seed, tuple):
             return [cast(int, self.seed)] * prompts
         if len(self.seed) != prompts:
@@ -149,9 +149,9 @@ class Options:
 
     @property
     def own_gamma(self) -> int | None:
-        """The gamma that a request brings into a batch of others, if it has one.
+        """The gamma of this request alone, for a batch that it shares with others; None if it sets none.
 
-        Raises ValueError for one that is chosen for a whole batch, which belongs to others too.
+        Raises ValueError for "auto" and controllers, which set the gamma of a whole batch.
         """
         if self.plain:
             return 0
@@ -164,9 +164,9 @@ class Options:
 
 
 def read_options(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """The options of a call, and those of `Sampling`; None stands for the default, as in transformers.
+    """Split the options of a call into `Options` and the settings of `Sampling`; None stands for the default.
 
-    Raises TypeError for one that is not known, ValueError for a value that cannot be.
+    Raises TypeError for an unknown option, ValueError for an impossible value.
     """
     names = {field.name for field in fields(Options)}
     known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
@@ -185,9 +185,9 @@ def read_options(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
 def sampling(
     settings: Mapping[str, Any], asked: Options, eos: frozenset[int], encoder: Encoder, vocab: int
 ) -> Sampling:
-    """The settings of a call, with words spelled and ids checked against the vocabulary.
+    """Return the sampling settings of a call, with bad words as token ids and all ids checked against the vocabulary.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for impossible settings.
     """
     words, processors = settings.get("bad_words", ()), settings.get("processors", ())
     words = [words] if isinstance(words, str) else listed(words, "bad_words", "it is a list of texts or of ids")
@@ -220,13 +220,14 @@ def sampling(
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raises ValueError for what cannot be called and is not None either."""
+    """Raise ValueError for a value that is neither callable nor None."""
     if value is not None and not callable(value):
         raise ValueError(f"{name}={shown(value)} is not possible: it must be a function, or None.")
 
 
 def _check_grammar(grammar: Grammar, asked: Options, least: int, vocab: int) -> None:
-    """Raises ValueError for what a grammar cannot be used with: it alone says where a text may end."""
+    """Raise ValueError for options that change where a text may end, which the grammar decides, and for another
+    vocab."""
     if asked.ignore_eos or least:
         name = "ignore_eos" if asked.ignore_eos else "min_new_tokens"
         raise ValueError(f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.")

@@ -15,7 +15,7 @@ from slipstream.text.jsontext import json_text
 FORMAT, VERSION = "slipstream plan", 1
 
 KIND = JsonObject("plan", {"format": FORMAT})
-"""How a file of a plan is told from others."""
+"""The format that tells a plan file from other JSON files."""
 
 KINDS: dict[str, tuple[type, ...]] = {
     "target": (str, type(None)),
@@ -29,12 +29,12 @@ KINDS: dict[str, tuple[type, ...]] = {
     "machine": (dict,),
     "figures": (dict,),
 }
-"""Fields of the file besides `gammas`, and what they may be."""
+"""The fields of the file besides `gammas`, and the types they may have."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice, and what it rests on.
+    """A plan: the chosen draft and gammas, and the measurements that they rest on.
 
     `target` and `draft` are written as they were given to `load`; without a target it is the embedded pair, without a
     draft nothing drafts. `gammas` holds tokens drafted per round by the number of rows that run together; 0 is plain
@@ -64,7 +64,7 @@ class Plan:
         return self.draft is not None and any(self.gammas.values())
 
     def check_target(self, name: str | None, vocab: int | None = None) -> None:
-        """Raises ValueError if the plan was made for another target. What is None is not compared."""
+        """Raise ValueError if the plan was made for another target. What is None is not compared."""
         ours = Path(self.target or "target").name
         if name is not None and Path(name).name != ours:
             raise ValueError(
@@ -76,12 +76,12 @@ class Plan:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; it appears under its name when it is whole."""
+        """Write the file; it appears under its name only once it is whole."""
         with atomic_write(path) as part:
             part.write_text(json_text(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON knows it."""
+        """Return the plan as a dictionary for JSON."""
         gammas = {str(rows): gamma for rows, gamma in sorted(self.gammas.items())}
         rest = {name: getattr(self, name) for name in KINDS}
         head = {"format": FORMAT, "version": VERSION, "target": rest.pop("target"), "draft": rest.pop("draft")}
@@ -89,7 +89,8 @@ class Plan:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Plan:
-        """Raises ValueError in one sentence for what is no plan, a damaged one, or one of another version."""
+        """Read a plan file. Raises ValueError in one sentence for other files, a damaged plan, or one of another
+        version."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -108,7 +109,7 @@ class Plan:
 
 
 def _parsed(given: dict[str, Any]) -> Plan:
-    given = {"quantize": None, **given}  # which older files lack
+    given = {"quantize": None, **given}  # older files lack this field
     for name, kinds in KINDS.items():
         if not isinstance(given[name], kinds):
             raise TypeError(f"{name} is {given[name]!r}")

@@ -1,4 +1,4 @@
-"""Loading the target, in one piece or divided among processes, and what a user has to know of where it lies."""
+"""Loading the target, in one piece or divided among processes, and a note for users on weights that are not packed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from slipstream.models.leading import LeadingScorer, lead
 from slipstream.models.loading import AnyScorer, load_scorer, source_name
 
 OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
-"""How transformers is told the same, of which nobody would tell the other ranks what to do."""
+"""Options of transformers that divide a model too; refused, since the other ranks would not be told to join in."""
 
 
 def target_scorer(
     source: Any, dtype: Any, device: str | None, mode: Mode, plan: Any = None, **options: Any
 ) -> AnyScorer | LeadingScorer:
-    """The Scorer of a target; with a `plan` for tensor parallelism on all ranks. Raises ValueError in one sentence."""
+    """Load a target -> its Scorer; with a `plan` for tensor parallelism, on all ranks. Raises ValueError in one
+    sentence."""
     if given := [name for name in OTHERWISE if name in options]:
         raise ValueError(f"{given[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
     if plan is None:
@@ -37,7 +38,7 @@ def target_scorer(
 
 
 def _refuse_sharded(source: Any) -> None:
-    """Raises ValueError for a loaded model that lies on several ranks: the others have to load it with us."""
+    """Raise ValueError for a loaded model that lies on several ranks: the others have to load it with us."""
     if is_sharded(source):
         raise ValueError(
             f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
@@ -45,7 +46,7 @@ def _refuse_sharded(source: Any) -> None:
 
 
 def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
-    """Raises ValueError for what cannot be divided among ranks."""
+    """Raise ValueError for what cannot be divided among ranks."""
     if not isinstance(source, str | Path):
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
     if plan != "auto" and not isinstance(plan, dict):
@@ -60,7 +61,7 @@ def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:
-    """A sentence where weights are not packed for this processor, though in one piece they would be."""
+    """Return a sentence if weights are not packed for this CPU because the model lies in parts; otherwise []."""
     why = why_in_parts(scorer.model)
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
         return []

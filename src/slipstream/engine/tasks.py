@@ -1,4 +1,4 @@
-"""What an encoder-decoder is asked to do: text before every source, languages, and how the decoder's text begins."""
+"""The tasks of an encoder-decoder: text before every source, languages, and how the decoder's text begins."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slipstream.core.source import Frame
 
 @dataclass(frozen=True)
 class Task:
-    """A task, for models that know several.
+    """A task, for models that can do several.
 
     `name` is one of the model's own (`task_specific_params` in its configuration, such as translation_en_to_de of
-    T5): it stands for a prefix. `prefix` is such a text itself ("summarize: "), put before every source that is
+    T5), which stands for a prefix. `prefix` is such a text itself ("summarize: "), put before every source that is
     text. `src_lang` and `tgt_lang` are languages as the tokenizer writes them (eng_Latn, de_DE, de).
     """
 
@@ -28,8 +28,8 @@ class Task:
 
     @staticmethod
     def parse(text: str | None) -> Task:
-        """As users write it: "eng_Latn>deu_Latn" are languages, what has a colon or a space is a prefix, anything else
-        is a name."""
+        """Read a task as users write it: "eng_Latn>deu_Latn" are languages, a text with a colon or a space is a prefix,
+        anything else is a name."""
         if text is None:
             return Task()
         if ">" in text:
@@ -39,8 +39,8 @@ class Task:
 
 
 def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
-    """The frame of a task. Raises ValueError in one sentence if the model does not know it, and for languages that the
-    tokenizer does not know."""
+    """Return the frame of a task. Raises ValueError in one sentence for tasks that the model does not have, and for
+    languages that the tokenizer does not have."""
     settings = model.generation_config
     start = _first(settings, model.config, "decoder_start_token_id", "bos_token_id")
     if start is None:
@@ -56,7 +56,8 @@ def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
-    """The first setting that is given."""
+    """Return the first of the named settings that is set, in the generation config or the model's config; None if no
+    one is."""
     found = (getattr(place, name, None) for name in names for place in (settings, config))
     return next((value for value in found if value is not None), None)
 
@@ -76,7 +77,7 @@ def _prefix(config: Any, task: Task) -> str:
 
 
 def _language(tokenizer: Any, name: str) -> int:
-    """The token of a language."""
+    """Return the token id of a language. Raises ValueError if the tokenizer does not have it."""
     token = None
     if hasattr(tokenizer, "src_lang"):
         try:
@@ -90,7 +91,7 @@ def _language(tokenizer: Any, name: str) -> int:
 
 
 def _bans(settings: Any, begin: int) -> tuple[Any, ...]:
-    """Processors for tokens that the model's makers do not want written, at all or as the first behind `begin`."""
+    """Return processors that ban the tokens listed in the generation config, at all or as the first after `begin`."""
     bans: list[Any] = []
     if words := getattr(settings, "bad_words_ids", None):
         bans.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=_many(settings.eos_token_id)))

@@ -1,4 +1,4 @@
-"""Speech to text: sound in windows that the encoder reads, and what was said in them with its times."""
+"""Speech to text: sound in windows that the encoder reads, and a transcript of them with times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ TASKS = ("transcribe", "translate")
 
 @dataclass(frozen=True)
 class Transcriber:
-    """What a speech model is asked, and what its tokens say. `longest` is how many tokens its decoder can hold."""
+    """Turns sound into windows for a speech model, and its tokens into a transcript.
+
+    `longest` is how many tokens its decoder can hold.
+    """
 
     speech: SpeechInput
     tokenizer: Any
@@ -28,7 +31,8 @@ class Transcriber:
 
     @staticmethod
     def of(target: Scorer, tokenizer: Any) -> Transcriber:
-        """For a target that reads sound. Raises ValueError for others, and if its feature extractor is missing."""
+        """Make one for a target that reads sound. Raises ValueError for others, and if its feature extractor is
+        missing."""
         form = target.source_form
         if form is None or form.features is None or not isinstance(target, HasModel):
             raise ValueError(f"{target.name} does not read sound: take a Whisper.")
@@ -37,15 +41,16 @@ class Transcriber:
         return Transcriber(SpeechInput.of(target.model), tokenizer, target.context or 448)
 
     def read(self, sound: Any) -> np.ndarray:
-        """Samples of a file, of its bytes, or as they are; see `read_sound`."""
+        """Return the samples of a file, of its bytes, or as they are given; see `read_sound`."""
         return read_sound(sound, self.speech.rate)
 
     def windows(self, samples: np.ndarray) -> list[Tensor]:
-        """Features of the sound, one window after the other."""
+        """Return the features of the sound, one window after the other."""
         return self.speech.windows(samples)
 
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
-        """The options of `Engine.generate` that ask for a task. Raises ValueError for what the model does not know."""
+        """Return the options of `Engine.generate` for a task. Raises ValueError for a task or language the model
+        lacks."""
         if task not in TASKS:
             raise ValueError(f"task={task!r} is not known: use {' or '.join(TASKS)}.")
         begin = self.speech.decoder_prompt(language, task, timestamps)
@@ -53,7 +58,7 @@ class Transcriber:
         return {"decoder_prompt": begin, "max_new_tokens": self.longest - len(begin) - 1, "processors": processors}
 
     def transcript(self, done: Sequence[Completion], samples: np.ndarray, timestamps: bool) -> Transcript:
-        """What the windows' texts say together. Raises ValueError if one of them failed."""
+        """Join the texts of the windows into a transcript. Raises ValueError if one of them failed."""
         duration, length = len(samples) / self.speech.rate, self.speech.seconds
         segments: list[Segment] = []
         for number, completion in enumerate(done):
