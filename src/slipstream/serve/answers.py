@@ -1,4 +1,4 @@
-"""What the server answers: the objects of OpenAI's interface, with the further fields that tools already read."""
+"""The answers of the server: the objects of OpenAI's interface, with the further fields that tools already read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """A JSON object that the server writes. What may be nothing has a default: it is left out then."""
+    """A JSON object that the server writes. Fields that may be empty have a default, and are left out then."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     def as_json(self) -> dict[str, Any]:
-        """The answer as a JSON object, without fields that say nothing."""
+        """Return the answer as a JSON object, without fields that are None."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 class Error(Answer):
-    """What went wrong, and in which field of the request."""
+    """An error: its message, kind and code, and the field of the request it is about."""
 
     message: str
     type: str
@@ -33,13 +33,13 @@ class ErrorAnswer(Answer):
 
 
 class PromptDetails(Answer):
-    """Where the tokens of the prompt came from."""
+    """The tokens of the prompt that came from the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class CompletionDetails(Answer):
-    """What became of the tokens that were proposed by the field `prediction`."""
+    """How many of the tokens proposed by the field `prediction` were accepted and rejected."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -48,7 +48,7 @@ class CompletionDetails(Answer):
 
 
 class Usage(Answer):
-    """Tokens that were read and written, over all answers."""
+    """The numbers of tokens read and written, over all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -58,7 +58,7 @@ class Usage(Answer):
 
 
 class SpeculativeDecoding(Answer):
-    """What drafts did for one answer, under the names that vLLM and its tools use."""
+    """Acceptance of drafts for one answer, under the names that vLLM and its tools use."""
 
     mean_acceptance_length: float | None = None
     draft_acceptance_rate: float | None = None
@@ -73,7 +73,7 @@ class SpeculativeDecoding(Answer):
 
 
 class Metrics(Answer):
-    """Times of one answer, in milliseconds, and what drafts did for it."""
+    """Times of one answer, in milliseconds, and the acceptance of its drafts."""
 
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None
@@ -100,7 +100,7 @@ class Timings(Answer):
 
 
 class Explained(Answer):
-    """A token, where it came from, and what the draft had proposed in its place where that was refused."""
+    """A token, its source, and the tokens that the draft had proposed in its place if they were refused."""
 
     text: str
     token: int | None = None
@@ -109,7 +109,7 @@ class Explained(Answer):
 
 
 class TopLogprob(Answer):
-    """A token that was possible at a position."""
+    """A token that was possible at a position, with its log probability."""
 
     token: str
     logprob: float
@@ -123,7 +123,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(Answer):
-    """Log probabilities of a chat's answer, under the law that was really sampled."""
+    """Log probabilities of a chat's answer, under the law that was really sampled from."""
 
     content: list[TokenLogprob] | None = None
     refusal: None = None
@@ -139,7 +139,7 @@ class TextLogprobs(Answer):
 
 
 class Common(Answer):
-    """What all answers have beside their choices."""
+    """The fields that all answers have besides their choices."""
 
     id: str
     created: int
@@ -150,7 +150,8 @@ class Common(Answer):
     timings: Timings | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The answer as a JSON object. What clients look for in every choice is there, as null where it is nothing."""
+        """Return the answer as a JSON object. Fields that clients expect in every choice are there, as null where
+        empty."""
         found = super().as_json()
         for choice in found["choices"]:
             choice.setdefault("finish_reason", None)
@@ -178,14 +179,14 @@ class CompletionAnswer(Common):
 
 
 class FunctionCallAnswer(Answer):
-    """The function that is called, and its arguments as JSON text."""
+    """The name of the called function, and its arguments as JSON text."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallAnswer(Answer):
-    """A call of a tool; `index` stands in streams."""
+    """A call of a tool; `index` is given in streams."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -194,7 +195,7 @@ class ToolCallAnswer(Answer):
 
 
 class AssistantMessage(Answer):
-    """What the model says."""
+    """A message of the model: content, reasoning and tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -221,7 +222,7 @@ class ChatAnswer(Common):
 
 
 class Delta(Answer):
-    """What a chunk adds to a message."""
+    """The part of a message that a chunk adds."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -230,7 +231,7 @@ class Delta(Answer):
 
 
 class ChatChunkChoice(Answer):
-    """What a chunk adds to one of the answers."""
+    """The part of one of the answers that a chunk adds."""
 
     index: int
     delta: Delta
@@ -264,7 +265,7 @@ class Models(Answer):
 
 
 class Tokenized(Answer):
-    """The tokens of a text."""
+    """The tokens of a text, and their number."""
 
     count: int
     max_model_len: int | None = None
@@ -279,7 +280,7 @@ class Detokenized(Answer):
 
 
 class Health(Answer):
-    """Whether requests are taken."""
+    """The status of a server that takes requests."""
 
     status: Literal["ok"] = "ok"
 
@@ -291,7 +292,7 @@ class Version(Answer):
 
 
 class Properties(Answer):
-    """What runs: the models, how drafts are made and accepted, and what was noted while loading."""
+    """The properties of the server: its models, how drafts are made and accepted, and the notes of loading."""
 
     target: str
     draft: str | None = None
@@ -312,7 +313,7 @@ class Properties(Answer):
 
 
 class TranscriptionSegment(Answer):
-    """What was said between two times, in seconds."""
+    """The text spoken between two times, in seconds."""
 
     id: int
     start: float

@@ -1,4 +1,4 @@
-"""The application: all routes, the gate before them, and what becomes of errors."""
+"""The application: all routes, the gate before them, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
 CLIENT_CLOSED = 499
-"""The status in the log of a request whose client hung up; nobody receives it."""
+"""The logged status of a request whose client closed the connection; no client receives it."""
 
 
 CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent)
 REFERENCE = "#/components/schemas/{model}"
-"""What events of streams hold, and where the description keeps the schemas of it."""
+"""The models of stream events, and where the OpenAPI description keeps their schemas."""
 
 
 class Application(FastAPI):
-    """FastAPI's application with a description of what it really answers."""
+    """FastAPI's application, with an OpenAPI description that matches its real answers."""
 
     def openapi(self) -> dict[str, Any]:
-        """The description: without the 422 in whose place `_invalid` answers, with chunks and ids."""
+        """Return the OpenAPI description, with stream chunks and request ids, without 422 (`_invalid` answers 400
+        instead)."""
         found = super().openapi()
         for path in found["paths"].values():
             for operation in path.values():
@@ -84,7 +85,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body, with the name of its field."""
+    """Answer 400 with the first error of a body and the name of its field."""
     assert isinstance(error, RequestValidationError)
     found = _most_telling(error.errors())
     path = [part for part in found["loc"] if part != "body"]
@@ -100,7 +101,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
-    """The first error that is not one of the forms of a union that was not meant."""
+    """Return the error to report: an unknown field first, and none of a union's other forms if possible."""
     return min(errors, key=lambda error: (len(error["loc"]) > 3, error["type"] != "extra_forbidden"))
 
 
@@ -115,7 +116,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """An error of ours: the client is told its kind, whoever runs the server where it happened."""
+    """Answer 500 with the kind of the error, and print its traceback on standard error for the operator."""
     traceback.print_exception(error, file=sys.stderr)
     message = f"the server failed: {type(error).__name__}."
     return JSONResponse(error_body(message, "server_error"), 500)

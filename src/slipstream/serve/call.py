@@ -1,4 +1,4 @@
-"""A call of an endpoint: its tickets, which are awaited together, and all that an answer reports besides its text."""
+"""A call of an endpoint: its tickets, which are awaited together, and the fields of an answer besides its text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Whoever asked does not wait for the answer any more."""
+    """Raised when the client has closed the connection before its answer was ready."""
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Wait for work. Raises ClientGone, and cancels the work, if the client hangs up before it is done."""
+    """Wait for work. Raises ClientGone, and cancels the work, if the client disconnects before it is done."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -45,7 +45,7 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
 
 @dataclass(frozen=True)
 class Heading:
-    """What all objects of one answer begin with."""
+    """The first fields of all objects of one answer: id, time and model."""
 
     id: str
     created: int
@@ -53,12 +53,12 @@ class Heading:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of an answer that tell this."""
+        """The fields of the heading as an answer has them, with the system fingerprint."""
         return {**asdict(self), "system_fingerprint": f"slipstream-{__version__}"}
 
     @staticmethod
     def new(prefix: str, model: str) -> Heading:
-        """A heading with an id of its own."""
+        """Return a heading with a new id."""
         return Heading(f"{prefix}-{uuid4().hex}", int(time()), model)
 
 
@@ -76,7 +76,7 @@ class Call:
         return found
 
     async def rounds(self) -> AsyncIterator[tuple[int, list[Piece]]]:
-        """What every round gives to a ticket, with the ticket's place; whoever stops iterating cancels all.
+        """Yield what every round gives to a ticket, with the ticket's place; ending the iteration cancels all tickets.
 
         Raises Unavailable if the worker dies.
         """
@@ -92,12 +92,12 @@ class Call:
             self.cancel()
 
     def cancel(self) -> None:
-        """End what has not ended."""
+        """Cancel the tickets that have not ended."""
         for ticket in self.tickets:
             ticket.cancel()
 
     def log_fields(self, texts: bool) -> dict[str, Any]:
-        """What the access log tells of the call: counts, and with `texts` also prompts and answers."""
+        """Return the call's fields of the access log: counts, and with `texts` also prompts and answers."""
         usage, engine = self.usage, self.tickets[0].worker.engine
         fields: dict[str, Any] = {
             "prompt_tokens": usage.prompt_tokens,
@@ -113,15 +113,15 @@ class Call:
             fields["answers"] = [ticket.generation.completion.text for ticket in self.tickets]
         return fields
 
-    # ---- what an answer tells besides its text ----
+    # ---- what an answer has besides its text ----
 
     def about(self, asked: Speculation) -> dict[str, Any]:
-        """The fields of the last object of an answer: usage, times and acceptance."""
+        """Return the fields of the last object of an answer: usage, times and acceptance."""
         return {"usage": self.usage, "metrics": self.metrics(asked.detailed), "timings": self.timings()}
 
     @property
     def usage(self) -> answers.Usage:
-        """Tokens read and written so far; a prompt counts once, however many answers it has."""
+        """The tokens read and written so far; a prompt counts once, however many answers it has."""
         prompt = sum(ticket.prompt_tokens for ticket in self.tickets[:: self.samples])
         written = sum(ticket.completion_tokens for ticket in self.tickets)
         return answers.Usage(
@@ -138,7 +138,7 @@ class Call:
         )
 
     def metrics(self, detailed: bool = False) -> answers.Metrics | None:
-        """Times and acceptance of the only answer; None if there are several."""
+        """Return times and acceptance of the only answer; None if there are several, or before its first token."""
         if len(self.tickets) != 1:
             return None
         [ticket] = self.tickets
@@ -156,7 +156,8 @@ class Call:
         )
 
     def timings(self) -> answers.Timings | None:
-        """Times of the only answer under llama.cpp's names; None if there are several."""
+        """Return times of the only answer under llama.cpp's names; None if there are several, or before its first
+        token."""
         if len(self.tickets) != 1:
             return None
         [ticket] = self.tickets
@@ -181,7 +182,8 @@ class Call:
 
 
 def speculative_decoding(steps: Sequence[tuple[int, int]], detailed: bool) -> answers.SpeculativeDecoding | None:
-    """Acceptance of one answer from the drafted and accepted tokens of each round; None if nothing was drafted."""
+    """Return the acceptance of one answer from drafted and accepted tokens of each round; None if nothing was
+    drafted."""
     longest = max((drafted for drafted, _ in steps), default=0)
     if not longest:
         return None

@@ -1,4 +1,4 @@
-"""What a draft server drafts with: a drafter without a target beside it, and the vocabulary of its clients."""
+"""The drafter of a draft server, built without a target, and the vocabulary of its clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, loa
 
 @dataclass(frozen=True)
 class AnyTarget:
-    """Stands for the targets of all clients while a draft is built: a vocabulary, and nothing else is known of them."""
+    """Stands for the targets of all clients while a draft is built: only their vocabulary is known."""
 
     vocab: int
     name: str = "the clients' target"
@@ -28,7 +28,7 @@ class AnyTarget:
 
 @dataclass(frozen=True)
 class How:
-    """How models are loaded: dtype, device, and whether graphs are made; `tokenizer` names that of the clients."""
+    """The options for loading models: dtype, device, and whether to compile; `tokenizer` names that of the clients."""
 
     dtype: Any = "auto"
     device: str | None = None
@@ -37,7 +37,7 @@ class How:
 
 
 def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
-    """A specification -> its drafter, and which tokens it drafts.
+    """Build the drafter of a specification -> the drafter, and the vocabulary that it drafts.
 
     Raises ValueError for what cannot be read or loaded, or needs a target beside it.
     """
@@ -63,7 +63,7 @@ NAMED = ("model", "embedded")
 
 
 def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, Vocabulary]:
-    """A model alone, which may be an encoder-decoder; of its logits, those that no token belongs to are left out."""
+    """Build a draft from a model alone, which may be an encoder-decoder; logits without a token are left out."""
     place = (options.get("dtype", how.dtype), options.get("device", how.device))
     scorer = load_scorer(source, *place, Mode(how.compile))
     size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))
@@ -75,7 +75,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _parts(syntax: Syntax) -> Iterator[Part]:
-    """The drafters of a specification, in its order."""
+    """Yield the drafters of a specification, in order."""
     if isinstance(syntax, Part):
         yield syntax
         return

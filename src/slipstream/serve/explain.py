@@ -1,4 +1,4 @@
-"""Where tokens came from, for requests that want to be told."""
+"""The sources of tokens, for requests with `explain`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slipstream.serve.logprobs import Spell
 
 @dataclass(frozen=True)
 class Explainer:
-    """Tells the source of every token and what was refused, if it is `wanted`. `spell` writes single tokens."""
+    """Lists the source of every token and the rejected ones, if it is `wanted`. `spell` returns the text of a token."""
 
     spell: Spell
     wanted: bool
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Explained] | None:
-        """The tokens of pieces, with their sources; None if nobody wants to know."""
+        """Return the tokens of pieces, with their sources; None if not `wanted`."""
         if not self.wanted:
             return None
         return [

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: what went wrong, which field it is about, and the HTTP status that goes with it."""
+"""Errors in OpenAI's form: a message, the field of the request it is about, and the HTTP status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 
 
 class ServeError(HTTPException):
-    """An error that a client is told, with HTTP `status`; `param` names the field of the request it is about.
+    """An error sent to the client, with HTTP `status`; `param` names the field of the request it is about.
 
     An HTTPException, because FastAPI lets no others through where it reads a body.
     """
@@ -22,16 +22,16 @@ class ServeError(HTTPException):
         self.message, self.param = message, param
 
     def more_headers(self) -> dict[str, str]:
-        """Further headers of the answer."""
+        """Return further headers of the answer."""
         return {}
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients understand."""
+        """Return the error as the JSON object that OpenAI's clients expect."""
         return error_body(self.message, self.kind, self.param, self.code)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as the JSON object that OpenAI's clients understand."""
+    """Return an error as the JSON object that OpenAI's clients expect."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -47,7 +47,7 @@ class WrongKey(ServeError):
     status, kind, code = 401, "authentication_error", "invalid_api_key"
 
     def more_headers(self) -> dict[str, str]:
-        """What kind of key is expected."""
+        """Return the header that names the expected kind of key."""
         return {"WWW-Authenticate": "Bearer"}
 
 
@@ -70,12 +70,12 @@ class HeadersTooLarge(ServeError):
 
 
 class QueueFull(ServeError):
-    """As many requests wait as the server lets wait (429)."""
+    """The queue is full: `max_queue` requests wait already (429)."""
 
     status, kind, code = 429, "rate_limit_error", "queue_full"
 
     def more_headers(self) -> dict[str, str]:
-        """When to try again, in seconds."""
+        """Return the header that says when to try again, in seconds."""
         return {"Retry-After": "1"}
 
 

@@ -1,4 +1,4 @@
-"""What stands before every route: keys, the limit on bodies, a request id, and the access log."""
+"""The middleware before every route: keys, limits on headers and bodies, a request id, and the access log."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
 OPEN = ("/health", "/version", "/", "/page.js", "/page.css")
-"""Paths that need no key: they tell nothing that is anybody's."""
+"""Paths that need no key, since they show nothing confidential."""
 
 
 HEADER_BYTES = 64 << 10
-"""The longest headers that are taken, names and values together."""
+"""The greatest total size of headers that is accepted, names and values together."""
 
 
 class AccessLog:
-    """Writes a JSON line for every request: when, what, how it ended and how long it took, without its text.
+    """Writes a JSON line for every request: time, path, status and duration, without its text.
 
     A log that cannot be written, as on a full disk, is given up with one line on standard error; requests go on.
     """
@@ -34,7 +34,7 @@ class AccessLog:
         self._stream = stream
 
     def write(self, **fields: object) -> None:
-        """Add a line."""
+        """Append a line with these fields."""
         if self._stream is None:
             return
         try:
@@ -45,7 +45,7 @@ class AccessLog:
 
 
 class Gate:
-    """Lets requests through to the application `app`, and answers those that may not pass."""
+    """Passes requests on to the application `app`, and answers those that it refuses."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, log: AccessLog) -> None:
         self.app, self.settings, self.log = app, settings, log
@@ -96,7 +96,8 @@ class Gate:
         return tenant
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """Receive no more than the limit. Raises TooLarge, at once where the length was announced."""
+        """Return a `receive` that stops at the limit on bodies. Raises TooLarge, at once if the announced length is
+        above it."""
         most, read = self.settings.limits.body_bytes, 0
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > most:
@@ -118,6 +119,6 @@ async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -
 
 
 def _request_id(given: str | None) -> str:
-    """A client's own id if it is a plain one, else a new one."""
+    """Return the client's own id if it is printable ASCII of at most 128 characters, else a new one."""
     plain = given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable()
     return given if given is not None and plain else uuid4().hex

@@ -1,4 +1,4 @@
-"""The form that an answer has to have: from the fields of a request to a grammar of the engine."""
+"""Grammars for requests: from the fields of a request that fix the form of its answer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slipstream.serve.tools import Tools
 
 
 def constraint(body: Decoding, state: ServerState) -> dict[str, Any]:
-    """The engine's option for `response_format` or `structured_outputs`; none where the answer is free.
+    """Return the engine's option for `response_format` or `structured_outputs`; {} if the answer is free text.
 
-    Raises BadRequest, which names the field, for a form that cannot be.
+    Raises BadRequest, which names the field, for a form that is not possible.
     """
     form, outputs = body.response_format, body.structured_outputs
     if form is not None and form.type != "text":
@@ -28,7 +28,7 @@ def constraint(body: Decoding, state: ServerState) -> dict[str, Any]:
 
 
 def tool_constraint(tools: Tools, state: ServerState) -> dict[str, Any]:
-    """The engine's option for an answer that has to be a call of a tool; none where it need not be."""
+    """Return the engine's option for an answer that must be a call of a tool; {} if it may be text."""
     schema = tools.schema()
     return {} if schema is None else _made("tools", lambda grammars: grammars.json_schema(schema), state)
 

@@ -8,10 +8,10 @@ from slipstream.engine.generation import TokenLogprobs
 from slipstream.serve import answers
 
 LEAST = -9999.0
-"""What stands for minus infinity, which JSON lacks."""
+"""The number sent for minus infinity, which JSON lacks."""
 
 Spell = Callable[[int], str]
-"""The text of one token, as clients are shown it."""
+"""A function that returns the text of one token, as clients are shown it."""
 
 
 def _finite(logprob: float) -> float:
@@ -19,7 +19,7 @@ def _finite(logprob: float) -> float:
 
 
 def for_chat(found: Sequence[TokenLogprobs], spell: Spell) -> answers.ChatLogprobs:
-    """Log probabilities of a chat's tokens."""
+    """Return the log probabilities of a chat's tokens."""
 
     def top(token: int, logprob: float) -> answers.TopLogprob:
         text = spell(token)
@@ -36,7 +36,7 @@ def for_chat(found: Sequence[TokenLogprobs], spell: Spell) -> answers.ChatLogpro
 
 
 def for_text(found: Sequence[TokenLogprobs], spell: Spell, offset: int, wanted: int) -> answers.TextLogprobs:
-    """Log probabilities of a completion's tokens, the first of which begins at a character `offset`."""
+    """Return the log probabilities of a completion's tokens, the first of which begins at character `offset`."""
     tokens = [spell(each.token) for each in found]
     starts = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
     return answers.TextLogprobs(

@@ -21,7 +21,7 @@ PREFIXES = ("slipstream", "vllm")
 
 
 class Metrics:
-    """Listens to a worker and counts; `text` is what Prometheus reads. `model` labels every series."""
+    """Counts the events of a worker for Prometheus, which reads `text`. `model` labels every series."""
 
     def __init__(self, model: str) -> None:
         self.registry, self.model = CollectorRegistry(), model
@@ -48,13 +48,13 @@ class Metrics:
         self.registry.register(_Graphs(model))
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all series in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    # ---- what the worker tells ----
+    # ---- called by the worker ----
 
     def on_round(self, round: Round, worker: Worker) -> None:
-        """Count a round."""
+        """Count a round: its tokens, its seconds by phase and its acceptance by position."""
         for gauge in self.running:
             gauge.set(worker.running)
         for gauge in self.waiting:
@@ -72,7 +72,7 @@ class Metrics:
                 counter.labels(self.model, str(position)).inc(count)
 
     def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
-        """Count the times of a request's tokens."""
+        """Record the times of a request's tokens."""
         times, before = ticket.times, ticket.times.last
         if times.first is None:
             _observe(self.first, now - times.arrived)
@@ -83,7 +83,7 @@ class Metrics:
                 _observe(self.between, (now - before) / count)
 
     def on_end(self, ticket: Ticket, now: float) -> None:
-        """Count the end of a request."""
+        """Count the end of a request by its reason, and add up its statistics."""
         row = ticket.generation.row
         assert row is not None and row.finish_reason
         self.stats += row.stats
@@ -112,7 +112,8 @@ class Metrics:
 
 
 class _Graphs(Collector):
-    """Reads how many graphs the process has made: a warm server whose count goes on growing keeps requests waiting."""
+    """Exports how many graphs the process has made; in a warm server this should not grow, since requests wait for
+    each."""
 
     def __init__(self, model: str) -> None:
         self.model = model

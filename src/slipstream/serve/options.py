@@ -15,14 +15,15 @@ SAME = (
     *("frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "bad_words", "ignore_eos", "max_time"),
     *("cache_salt", "priority"),
 )
-"""Fields whose names and meanings are the engine's own."""
+"""The fields whose names and meanings are the engine's own."""
 
 
 def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict[str, Any]:
-    """The engine's options for the fields that all requests for text have; those nobody gave are left out.
+    """Return the engine's options for the fields that all requests for text have; fields that were not sent are left
+    out.
 
-    Without a seed, one is drawn: two equal requests get different texts. With one, the rule is `coupled` unless another
-    was asked for: the text then depends on the seed alone, not on draft lengths, which follow the load of the hour.
+    Without a seed, one is drawn: two equal requests get different texts. With one, the rule is `coupled` unless the
+    request names another: the text then depends on the seed alone, not on draft lengths, which vary with the load.
     Raises BadRequest for what is above a limit.
     """
     check_limits(body, settings.limits)
@@ -45,7 +46,7 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
 
 
 def speculation(body: Decoding) -> Speculation:
-    """What a request asks about its drafts."""
+    """Return the draft settings of a request; `speculative: false` is gamma 0."""
     given = body.speculative
     if isinstance(given, Speculation):
         return given
@@ -53,7 +54,7 @@ def speculation(body: Decoding) -> Speculation:
 
 
 def check_limits(body: Decoding, limits: Limits) -> None:
-    """Raises BadRequest for the first field that asks for more than the server gives."""
+    """Raise BadRequest for the first field that exceeds the server's limits."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     for name, count, most in (
         ("n", body.n or 1, limits.samples),
@@ -67,7 +68,7 @@ def check_limits(body: Decoding, limits: Limits) -> None:
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    """Biases by token id; as OpenAI has it, -100 forbids a token."""
+    """Return biases by token id; as in OpenAI's interface, -100 forbids a token. Raises BadRequest for other keys."""
     found = {}
     for token, bias in given.items():
         if not token.isascii() or not token.isdecimal():

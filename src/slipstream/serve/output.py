@@ -1,4 +1,4 @@
-"""What all routes answer with: JSON, the descriptions of errors and streams for the interface, and finish reasons."""
+"""What all routes share: answers as JSON, OpenAPI descriptions of errors and streams, and finish reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.serve.faults import ServeError
 from slipstream.text.jsontext import json_text
 
 DONE = "[DONE]"
-"""What the last event of a stream holds."""
+"""The data of the last event of a stream."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
@@ -27,13 +27,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is starting, ending, or has lost its worker.",
     }.items()
 }
-"""What may go wrong, for the description of the interface."""
+"""The possible errors by status, for the OpenAPI description."""
 ERRORS[401]["headers"] = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
 ERRORS[429]["headers"] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
 
 
 def streams(chunk: type[Answer]) -> dict[str, Any]:
-    """The description of an answer that comes as a whole or, with `stream`, in chunks as server-sent events."""
+    """Return the OpenAPI description of an answer sent whole or, with `stream`, in chunks as server-sent events."""
     forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (chunk, ErrorAnswer)]
     payload = {"contentMediaType": "application/json", "contentSchema": {"anyOf": forms}}
     data = {"type": "string", "anyOf": [{"const": DONE}, payload]}
@@ -45,19 +45,19 @@ def streams(chunk: type[Answer]) -> dict[str, Any]:
 
 
 def answered(answer: Answer) -> Response:
-    """An answer as a response."""
+    """Return an answer as an HTTP response."""
     return Response(json_text(answer.as_json()), media_type="application/json")
 
 
 def finish_reason(completion: Completion) -> str:
-    """The finish reason under OpenAI's names. Raises ServeError for a text that could not be finished."""
+    """Return the finish reason under OpenAI's names. Raises ServeError for a text that could not be finished."""
     if completion.error:
         raise ServeError(completion.error)
     return "stop" if completion.finish_reason == "stop" else "length"
 
 
 def completed(pieces: Sequence[Piece]) -> Completion:
-    """The completion of a text from all its pieces."""
+    """Return the completion of a text from all its pieces."""
     completion = pieces[-1].completion
     assert completion is not None, "the last piece of a text has its completion"
     return completion

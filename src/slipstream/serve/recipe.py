@@ -1,4 +1,4 @@
-"""`Recipe`: everything from which a server is made, so that any process can make it."""
+"""`Recipe`: the arguments of a server, so that any process can make the same one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.serve.state import ServerState
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything from which a server's state is made; it can be pickled, so that other processes make the same.
+    """The arguments from which a server's state is made; it can be pickled, so that other processes make the same.
 
     `models` are the arguments of `slipstream.load`, among them "target" and "draft"; `template` is a Jinja chat
     template in place of the tokenizer's.
@@ -27,7 +27,7 @@ class Recipe:
 
     @property
     def draft(self) -> str | None:
-        """The name of the draft, as users wrote it; without a target the embedded pair has one of its own."""
+        """The name of the draft, as users wrote it; without a target it is the draft of the embedded pair."""
         return self.models["draft"] or (None if self.models["target"] else "embedded")
 
     def state(self, progress: Callable[[str], object] | None = None) -> ServerState:

@@ -1,4 +1,4 @@
-"""What /v1/responses answers: the objects of the newer form of OpenAI's interface."""
+"""The answers of /v1/responses: the objects of the newer form of OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class OutputMessage(Answer):
 
 
 class InputDetails(Answer):
-    """Where the tokens of the input came from."""
+    """The tokens of the input that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class OutputDetails(Answer):
-    """What the tokens of the output are."""
+    """The tokens of the output that are reasoning."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(Answer):
-    """Tokens that were read and written, under the names of /v1/responses."""
+    """The numbers of tokens read and written, under the names of /v1/responses."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -51,7 +51,7 @@ class ResponseUsage(Answer):
 
 
 class Incomplete(Answer):
-    """Why a response ended before it was complete."""
+    """The reason why a response ended before it was complete."""
 
     reason: str
 
@@ -81,7 +81,7 @@ class ResponseAnswer(Answer):
     timings: Timings | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The answer as a JSON object; clients look for the error and what is incomplete also where that is nothing."""
+        """Return the answer as a JSON object; fields that clients expect are there, as null where they are empty."""
         return {"error": None, "incomplete_details": None, "instructions": None, **super().as_json()}
 
 

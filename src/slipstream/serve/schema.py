@@ -1,4 +1,4 @@
-"""What clients send: the bodies of requests, field by field. A field that is not here is refused by its name."""
+"""The bodies of requests, field by field. A field that is not here is refused by its name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A JSON object whose unknown fields are errors, as are values of other types: true is no number, "1" is none."""
+    """A JSON object whose unknown fields are errors, as are values of other types: a number is neither true nor "1"."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Body):
-    """What a stream tells besides its text."""
+    """The options of a stream: what it sends besides the text."""
 
     include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
 
 
 class Speculation(Body):
-    """How this request is decoded: its draft length, its acceptance rule, and what is told of it."""
+    """How this request is decoded: its draft length, its acceptance rule, and what the answer reports of it."""
 
     gamma: int | None = Field(None, ge=0, le=1024, description="Tokens to draft per round; 0 decodes plainly.")
     verify: str | None = Field(None, description="The acceptance rule: token, block, match, coupled, gbv:K, lenient:L.")
@@ -39,7 +39,7 @@ class Speculation(Body):
 
 
 class StructuredOutputs(Body):
-    """What the answer has to be: one of these is given."""
+    """The form of the answer: exactly one of these fields is given."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
@@ -64,14 +64,14 @@ class ResponseFormat(Body):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A text in a message."""
 
     type: Literal["text"]
     text: str
 
 
 class ImageUrl(Body):
-    """Where an image is: in the URL itself."""
+    """The address of an image: a data: URL that holds it, or a host that the operator allowed."""
 
     url: str = Field(description="A data: URL, or an address at a host that the server's operator allowed.")
     detail: Literal["auto", "low", "high"] | None = Field(None, description="Taken, and left to the model's processor.")
@@ -88,14 +88,14 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Prediction(Body):
-    """A text that the answer is expected to resemble: it is copied from as long as the target agrees."""
+    """A text that the answer is expected to resemble: drafts copy from it as long as the target agrees."""
 
     type: Literal["content"]
     content: str | list[TextPart]
 
 
 class Decoding(Body):
-    """The fields that every request for text has."""
+    """The fields of every request for text."""
 
     model: str | None = Field(None, description="The model's name; without one, the model that is served.")
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 without it.")
@@ -144,7 +144,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call in a message of the assistant."""
+    """A tool call in a message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -152,7 +152,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a chat: who says it, its content, and the tools that it calls."""
+    """A message of a chat: its role, its content, and its tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -186,7 +186,7 @@ class NamedFunction(Body):
 
 
 class ToolChoice(Body):
-    """The one tool that the model has to use."""
+    """The one tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -232,7 +232,7 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
-    """How the text of /v1/responses is written."""
+    """The settings of the text of /v1/responses."""
 
     format: TextFormat | None = None
 

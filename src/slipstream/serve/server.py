@@ -18,7 +18,7 @@ DIED = 1
 
 
 class Server(uvicorn.Server):
-    """A server that finishes what it has when it is told to end, and ends at once when it is told again."""
+    """A server that drains on the first signal: it finishes what has begun; on the second signal it ends at once."""
 
     def __init__(self, state: ServerState, listener: socket.socket, log: AccessLog) -> None:
         how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
@@ -27,7 +27,7 @@ class Server(uvicorn.Server):
         state.worker.on_ready, state.worker.on_death = self._say_ready, self._end
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C and SIGTERM: the first one drains, the second one ends."""
+        """Handle Ctrl-C and SIGTERM: the first one drains, the second one ends."""
         if self.should_exit:
             self.force_exit = True
             self.state.worker.halt()
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close everything. uvicorn leaves the worker running where the end was forced."""
+        """Close everything, the worker too where the end was forced: uvicorn leaves it running then."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
 
 
 def url(listener: socket.socket) -> str:
-    """Where a socket listens."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

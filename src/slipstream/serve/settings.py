@@ -1,4 +1,4 @@
-"""`ServeSettings`: what whoever starts a server decides, such as its keys, its limits and what it may log."""
+"""`ServeSettings`: the settings of a server's operator, such as its keys, its limits and what it may log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.core.values import whole_number
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that one request may ask for. Raises ValueError for what is no whole number of at least 1."""
+    """The limits of one request. Raises ValueError for a limit that is no whole number of at least 1."""
 
     body_bytes: int = 16 << 20
     prompts: int = 128
@@ -34,8 +34,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Room:
-    """How much runs at a time: rows, bytes for prefixes that are kept, bytes for running texts (None: no limit), and
-    tokens of prompts that are read between two rounds (None: as many as the device reads at full speed)."""
+    """How much runs at a time: rows, bytes for cached prefixes, bytes for running texts (None: no limit), and tokens of
+    prompts that are read between two rounds (None: as many as the device reads at full speed)."""
 
     rows: int
     cache_bytes: int = 512 << 20
@@ -45,13 +45,13 @@ class Room:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a server behaves towards those who ask.
+    """How a server treats its clients.
 
-    `names` are what clients may call the model, the first of them in answers. `keys` are bearer keys, of which one
-    must be sent (empty: anybody may ask), by the name of the tenant whose key it is. `max_queue` requests may wait
-    beside those that run. `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts
-    and answers to the access log, which goes without them otherwise. Images are fetched from `image_hosts` (names, or
-    name:port) and from nowhere else.
+    `names` are the names clients may use for the model; answers have the first. `keys` maps each bearer key to the name
+    of its tenant; one must be sent (empty: no key is required). `max_queue` requests may wait beside those that run.
+    `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts and answers to the
+    access log, which omits them otherwise. Images are fetched from `image_hosts` (names, or name:port) and from nowhere
+    else.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class ServeSettings:
                 raise ValueError(f"{host!r} is no host: write its name, as images.example.org or 127.0.0.1:8080.")
 
     def tenant(self, key: str) -> str | None:
-        """Whose bearer key this is; None if it is nobody's. All keys are compared, each in constant time."""
+        """Return the tenant of a bearer key; None for an unknown key. All keys are compared, each in constant time."""
         found = [name for known, name in self.keys.items() if secrets.compare_digest(known.encode(), key.encode())]
         return found[0] if found else None
 
@@ -78,7 +78,7 @@ def read_keys(path: str | Path) -> dict[str, str]:
     """Read bearer keys from a file -> the tenant of each key.
 
     A line is a key, or a tenant's name and a key with a space between; blank lines and those that begin with # are
-    left out. Raises ValueError for other lines, for a key that stands there twice, and for a file without keys.
+    skipped. Raises ValueError for other lines, for a key that is given twice, and for a file without keys.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):

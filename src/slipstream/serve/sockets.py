@@ -1,4 +1,4 @@
-"""Sockets to listen at."""
+"""Listening sockets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket; port 0 is any free one. Raises OSError in a sentence if that cannot be."""
+    """Bind a listening socket; port 0 takes any free one. Raises OSError in one sentence if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -1,4 +1,4 @@
-"""What every route works with: the worker, the settings, and how to turn a request into tickets."""
+"""`ServerState`: the worker, the settings and the metrics that every route uses, and how a request becomes tickets."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
 FIELDS = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
-"""Options of the engine whose fields have other names."""
+"""The names of the engine's options whose request fields are called differently -> those fields."""
 
 LONGEST = 4096
-"""The most tokens of an answer for which no limit was given, where the target has no limit either."""
+"""The most tokens of an answer without a limit of its own, where the target has no limit either."""
 
 
 @dataclass
 class ServerState:
-    """The parts of a running server."""
+    """The parts of a running server: its worker, settings and metrics, the draft's name and the time it started."""
 
     worker: Worker
     settings: ServeSettings
@@ -43,38 +43,38 @@ class ServerState:
 
     @staticmethod
     def new(engine: Engine, settings: ServeSettings, room: Room, draft: str | None) -> ServerState:
-        """The state of a server that starts now, with an engine and the name of its draft."""
+        """Make the state of a server that starts now, from an engine, the settings and the name of its draft."""
         metrics = Metrics(settings.names[0])
         worker = Worker(engine, room, settings.max_queue, [metrics])
         return ServerState(worker, settings, metrics, draft, int(time()))
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what does not run the models."""
+        """The engine of the worker, for work that does not run the models."""
         return self.worker.engine
 
     @property
     def model(self) -> str:
-        """The model's name in answers."""
+        """The name of the model in answers."""
         return self.settings.names[0]
 
     @property
     def longest(self) -> int:
-        """The most tokens of an answer for which no limit was given."""
+        """The most tokens of an answer that sets no limit of its own."""
         return self.engine.decoder.target.context or LONGEST
 
     def spell(self, token: int) -> str:
-        """The text of one token, with special ones; a part of a character is written as it is decoded."""
+        """Return the text of one token, special ones included; a part of a character is written as it is decoded."""
         return self.engine.tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
     def check_model(self, name: str | None) -> None:
-        """Raises NotServed for the name of another model."""
+        """Raise NotServed for the name of another model."""
         if name is not None and name not in self.settings.names:
             raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Makes grammars within the server's limits. Raises ValueError where the model cannot have any."""
+        """The maker of grammars within the server's limits. Raises ValueError where the model cannot have any."""
         limits = GrammarLimits(self.settings.limits.grammar_bytes, self.settings.limits.schema_depth)
         return self.engine.new_grammars(limits)
 
@@ -84,7 +84,7 @@ class ServerState:
         return bool(getattr(self.engine.tokenizer, "chat_template", None))
 
     def properties(self) -> answers.Properties:
-        """What runs, and what the drafts were worth so far."""
+        """Return the models, the settings and the acceptance of drafts so far."""
         engine, decoder, stats = self.engine, self.engine.decoder, self.metrics.stats
         return answers.Properties(
             target=self.model,
@@ -106,11 +106,10 @@ class ServerState:
         )
 
     async def call(self, request: Request, prompts: Sequence[Prompt], options: dict[str, Any], field: str) -> Call:
-        """Queue a request's prompts -> the call, which the access log will tell of.
+        """Queue a request's prompts -> the call, which the access log reports.
 
-        `field` is the one that errors about prompts name.
-
-        Raises a ServeError for whatever cannot be.
+        `field` is the request's field to name in errors about prompts. Raises a ServeError for a request that is
+        refused.
         """
         self.worker.check()
         try:
@@ -125,8 +124,10 @@ class ServerState:
 
 
 def recommended_gamma(stats: Stats) -> int | None:
-    """The draft length that would have paid most, by the acceptance and the times of what was served; None before
-    anything was drafted. Theorem 3.8 of arXiv 2211.17192, with acceptance by position."""
+    """Return the draft length that would have been fastest, from the acceptance and times so far.
+
+    None before anything was drafted. Theorem 3.8 of arXiv 2211.17192, with acceptance by position.
+    """
     if not stats.drafted or not stats.target_calls:
         return None
     verify = sum(seconds for phase, seconds in stats.seconds.items() if phase not in ("draft", "prefill"))
@@ -137,7 +138,7 @@ def recommended_gamma(stats: Stats) -> int | None:
 
 
 def _field_of(message: str, names: Sequence[str]) -> str | None:
-    """The field that a sentence begins with or names, for clients that show it."""
+    """Return the name of the field that an error message begins with; None if it begins with no field."""
     if message.startswith(("prompt ", "the prompt ", "messages of ", "the chat template ")):
         return names[-1]
     found = next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
@@ -145,10 +146,10 @@ def _field_of(message: str, names: Sequence[str]) -> str | None:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that got a request."""
+    """Return the state of the server that received a request."""
     return request.app.state.server
 
 
 def tenant_of(request: Request) -> str:
-    """Whose key came with a request; empty where no keys are asked for."""
+    """Return the name of the tenant whose key came with a request; empty where no keys are required."""
     return getattr(request.state, "tenant", "")

@@ -1,4 +1,4 @@
-"""Server-sent events: chunks of an answer as they are made, and an error in their place if one happens."""
+"""Server-sent events: chunks of an answer as they are made, or an error as the last event if one happens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies mu
 
 
 def event(answer: Answer, name: str | None = None) -> str:
-    """An answer as one event."""
+    """Return an answer as one server-sent event."""
     line = f"event: {name}\n" if name else ""
     return f"{line}data: {json_text(answer.as_json(), separators=(',', ':'))}\n\n"
 
 
 async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events; an error that ends them is the last one, for the status was sent long before."""
+    """Yield the events; an error becomes the last event, since the status has already been sent."""
     try:
         async for each in events:
             yield each
@@ -38,7 +38,7 @@ async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 class EventStream(StreamingResponse):
-    """Events as a response. Whoever hangs up ends the call, also before its first token."""
+    """A streamed response of events. A client that disconnects ends the call, even before its first token."""
 
     def __init__(self, events: AsyncIterator[str], call: Call) -> None:
         super().__init__(_guarded(events), media_type="text/event-stream", headers=HEADERS)

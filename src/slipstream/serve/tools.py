@@ -1,4 +1,4 @@
-"""Tools: which the model may or must call, and how calls and reasoning are read from what it writes."""
+"""Tools: which tools the model may or must call, and how calls and reasoning are parsed from its text."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from slipstream.text.jsontext import json_text
 
 
 class Reader(Protocol):
-    """Reads what the model writes, piece by piece, into parts of an assistant's message."""
+    """Turns the text of the model, piece by piece, into parts of an assistant's message."""
 
     def read(self, piece: Piece) -> list[answers.Delta]:
-        """What a piece adds to the message; the last piece of a text has its completion."""
+        """Return what a piece adds to the message; the last piece of a text has its completion."""
         ...
 
 
 class Verbatim:
-    """Reads all text as the content of the message."""
+    """Returns all text as the content of the message."""
 
     def read(self, piece: Piece) -> list[answers.Delta]:
-        """The text as it is."""
+        """Return the text of the piece as content."""
         return [answers.Delta(content=piece.text)] if piece.text else []
 
 
 class OneCall:
-    """Reads all text as the arguments of one tool, which the grammar makes it be."""
+    """Returns all text as the arguments of one tool; a grammar makes the text valid arguments."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
 
     def read(self, piece: Piece) -> list[answers.Delta]:
-        """The tool's name first, then its arguments as they come."""
+        """Return the tool's name first, then its arguments as they come."""
         begin, self._name = self._name, None
         if begin is None and not piece.text:
             return []
@@ -52,13 +52,14 @@ class OneCall:
 
 
 class ManyCalls:
-    """Reads a JSON array of calls, objects with the name of a tool and its parameters; each as it is complete."""
+    """Parses a JSON array of calls, objects with the name of a tool and its parameters; returns each once it is
+    complete."""
 
     def __init__(self) -> None:
         self._text, self._count = "", 0
 
     def read(self, piece: Piece) -> list[answers.Delta]:
-        """The calls that became complete. Where the text was cut before the first, the message has no call."""
+        """Return the calls that became complete. If the text was cut before the first, the message has no call."""
         self._text += piece.text
         found = []
         while (call := self._next()) is not None:
@@ -77,16 +78,16 @@ class ManyCalls:
 
 
 class ByFamily:
-    """Reads reasoning, content and calls in the form of the model's family, with a parser of transformers.
+    """Parses reasoning, content and calls in the format of the model's family, with a parser of transformers.
 
-    The parser looks for marks that may be special tokens, so `decode` writes those too.
+    The parser looks for marks that may be special tokens, so `decode` has to include those.
     """
 
     def __init__(self, parser: Any, decode: Decode) -> None:
         self._parser, self._texts, self._count = parser, Detokenizer(decode), 0
 
     def read(self, piece: Piece) -> list[answers.Delta]:
-        """What the parser is certain of."""
+        """Return the parts of the message that the parser has completed."""
         text = self._texts.push(piece.token) if piece.token is not None else ""
         events = self._parser.feed(text + (self._texts.flush() if piece.completion else ""))
         if piece.completion:
@@ -111,7 +112,7 @@ class ByFamily:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request and what the model has to do with them: "none", "auto", "required", or one by name."""
+    """The tools of a request and how the model may use them: "none", "auto", "required", or one by name."""
 
     tools: tuple[Tool, ...]
     choice: str | ToolChoice
@@ -120,7 +121,7 @@ class Tools:
 
     @staticmethod
     def of(body: ChatRequest, state: ServerState) -> Tools:
-        """Read the fields of a request. Raises BadRequest for a choice among tools that are not there."""
+        """Read the fields of a request. Raises BadRequest for a choice that its tools or its format do not allow."""
         tools = tuple(body.tools or ())
         choice = body.tool_choice or ("auto" if tools else "none")
         if choice != "none" and not tools:
@@ -132,13 +133,13 @@ class Tools:
         return Tools(tools, choice, body.parallel_tool_calls is not False, state)
 
     def for_template(self) -> list[dict[str, Any]] | None:
-        """The tools as chat templates take them; None if the model is not to know of any."""
+        """Return the tools as chat templates take them; None if the template gets no tools."""
         if self.choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools] or None
 
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of an answer that has to be a call; None where it need not be."""
+        """Return the JSON schema of an answer that must be a call; None if it may be text."""
         if isinstance(self.choice, ToolChoice):
             name = self.choice.function.name
             return next(_parameters(tool) for tool in self.tools if tool.function.name == name)
@@ -157,7 +158,7 @@ class Tools:
         return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
     def reader(self, prompt: Sequence[int]) -> Reader:
-        """What reads the answer to a prompt of these token ids."""
+        """Return the parser for the answer to a prompt of these token ids."""
         if isinstance(self.choice, ToolChoice):
             return OneCall(self.choice.function.name)
         if self.choice == "required":
@@ -182,7 +183,7 @@ def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
 
 
 def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:
-    """A whole message from what its pieces added."""
+    """Return a whole message, merged from its deltas."""
     content = [delta.content for delta in deltas if delta.content is not None]
     reasoning = [delta.reasoning_content for delta in deltas if delta.reasoning_content is not None]
     calls: dict[int, answers.ToolCallAnswer] = {}

@@ -1,4 +1,4 @@
-"""The worker: the thread that owns the models, and the tickets by which everybody else speaks with it."""
+"""The worker: the thread that owns the models, and the tickets through which the event loop uses it."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from slipstream.serve.faults import QueueFull, Unavailable
 from slipstream.serve.settings import Room
 
 EVERY_KIND = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
-"""Sampling of every kind that has graphs of its own: greedy, at a temperature, and with more than that."""
+"""One `Sampling` for every kind of graph: greedy, at a temperature, and with more settings than that."""
 
 CPU_CHUNK, CPU_GROWTH = 64, 4
-"""Tokens of prompts that a processor reads between two rounds, and how many times as many where many prompts wait or no
-text runs. Running texts wait so long; 256 take little more than twice the time of 64."""
+"""The tokens of prompts that a CPU reads between two rounds, and the factor by which they grow where many prompts wait
+or no text runs. Running texts wait for that long; 256 tokens take little more than twice the time of 64."""
 
 
 @dataclass
 class Times:
-    """When things happened to a request, in seconds of `time.monotonic`; None for what has not happened yet."""
+    """Times of a request's events, in seconds of `time.monotonic`; None for what has not happened yet."""
 
     arrived: float
     started: float | None = None  # its row got a place in the batch
-    first: float | None = None  # its first token was there
-    last: float | None = None  # its latest token was there
+    first: float | None = None  # its first token was emitted
+    last: float | None = None  # its latest token was emitted
 
 
 class Listener(Protocol):
-    """What is told of everything that happens on the worker's thread, such as the metrics."""
+    """Receives the events of the worker, on its thread, such as the metrics do."""
 
     def on_round(self, round: Round, worker: Worker) -> None:
-        """A round was played."""
+        """Called after every round."""
         ...
 
     def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
-        """A request gets so many tokens; its times are still those of before."""
+        """Called when a request gets `count` tokens, before its times are updated."""
         ...
 
     def on_end(self, ticket: Ticket, now: float) -> None:
-        """A request has ended."""
+        """Called when a request has ended."""
         ...
 
 
 Delivery = tuple[int, list[Piece]] | Unavailable
-"""The place of a ticket in its call and what a round has given it; or the end of everything."""
+"""The place of a ticket in its call and the pieces of a round; or the error that ends all tickets."""
 
 
 @dataclass(eq=False)
 class Ticket:
     """A generation that was submitted to the worker, the one at `place` in its call; `cancel` ends it.
 
-    What it gets is put into `deliveries`, the queue of the call, in the event loop.
+    Its pieces are put into `deliveries`, the queue of the call, in the event loop.
     """
 
     generation: Generation
@@ -75,23 +75,23 @@ class Ticket:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt; of an encoder-decoder, of the source."""
+        """The number of tokens of the prompt; for an encoder-decoder, of the source."""
         request = self.generation.request
         return len(request.prompt if request.source is None else request.source)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that were written so far."""
+        """The number of tokens written so far."""
         return len(self.generation.row.output) if self.generation.row else 0
 
     @property
     def stats(self) -> Stats:
-        """What was counted so far."""
+        """The statistics of the request so far."""
         return self.generation.row.stats if self.generation.row else Stats()
 
     @property
     def predicted(self) -> tuple[int, int]:
-        """Tokens that were drafted from the request's prediction: accepted ones, and refused ones."""
+        """The tokens drafted from the request's prediction: how many were accepted, and how many rejected."""
         return self.stats.predicted_accepted, self.stats.predicted - self.stats.predicted_accepted
 
     @property
@@ -100,15 +100,15 @@ class Ticket:
         return self.generation.row is not None and self.generation.row.finish_reason is not None
 
     def cancel(self) -> None:
-        """End the request, wherever it is; nothing happens to one that has ended."""
+        """End the request, waiting or running; nothing happens if it has ended."""
         self.worker.cancel(self)
 
 
 class Worker:
     """Runs an engine in a thread of its own, for requests that come from an event loop.
 
-    `submit` and `cancel` are called in the event loop `loop`; nothing but the thread touches the models. `on_death` is
-    called in the event loop if the thread ends by an error, `on_ready` as soon as requests can be taken.
+    `submit` and `cancel` are called in the event loop; only the thread touches the models. `on_death` is called
+    in the event loop if the thread ends by an error, `on_ready` as soon as requests can be taken.
     """
 
     def __init__(self, engine: Engine, room: Room, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
@@ -117,7 +117,7 @@ class Worker:
         self.on_ready: Callable[[], object] = lambda: None
         self.on_death: Callable[[], object] = lambda: None
         self.ready = False
-        self._tickets: dict[int, Ticket] = {}  # of what has not ended, by the index of the row
+        self._tickets: dict[int, Ticket] = {}  # those that have not ended, by the index of the row
         self._numbers = count()
         self._scheduler = self._new_scheduler()
         self._wake, self._ending, self._draining = threading.Event(), False, False
@@ -127,7 +127,7 @@ class Worker:
     # ---- from the event loop ----
 
     def start(self) -> None:
-        """Start the thread, which warms the engine up first; `ready` tells when it is done."""
+        """Start the thread, which warms the engine up first; `ready` is True when that is done."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -145,13 +145,13 @@ class Worker:
         tickets = [Ticket(each, place, self, Times(now), deliveries) for place, each in enumerate(generations)]
         for ticket in tickets:
             number = next(self._numbers)
-            self._tickets[number] = ticket  # first, for the thread may run the row at once
+            self._tickets[number] = ticket  # before `add`, since the thread may run the row at once
             ticket.generation.row = self._scheduler.add(ticket.generation.request, number)
         self._wake.set()
         return tickets
 
     def check(self) -> None:
-        """Raises Unavailable unless requests can be taken."""
+        """Raise Unavailable unless requests can be taken."""
         if self.failure is not None:
             raise Unavailable("the thread that runs the models has failed: the server has to be started again.")
         if self._draining:
@@ -168,25 +168,25 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Requests whose rows have a place in the batch."""
+        """The number of requests whose rows have a place in the batch."""
         return len(self._scheduler.running) + len(self._scheduler.reading)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """The number of requests that wait for a place."""
         return max(0, len(self._tickets) - self.running)
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     def halt(self) -> None:
-        """Abort what has not ended, and end the thread after the present round."""
+        """Abort the requests that have not ended, and end the thread after the present round."""
         self._draining = self._ending = True
         self._wake.set()
 
     def stop(self) -> None:
-        """Halt, and wait for the thread."""
+        """Call `halt`, and wait for the thread to end."""
         self.halt()
         if self._thread.is_alive():
             self._thread.join()
@@ -204,8 +204,8 @@ class Worker:
     def _run(self) -> None:
         try:
             batches = (1, 2) if self.engine.decoder.batch_size > 1 else (1,)
-            self.engine.warm_up(batches, EVERY_KIND)  # no graph is to be made while requests wait
-            self._scheduler = self._new_scheduler()  # warming up had schedulers of its own
+            self.engine.warm_up(batches, EVERY_KIND)  # so that no graph is compiled while requests wait
+            self._scheduler = self._new_scheduler()  # warming up used schedulers of its own
             self.ready = True
             self._call(self.on_ready)
             ranks = self._ranks()
@@ -222,7 +222,8 @@ class Worker:
             self._die(error)
 
     def _ranks(self) -> LiesOnRanks | None:
-        """The target, if it lies on several processes: a lost one is noticed while nobody asks for anything."""
+        """Return the target if it lies on several processes, so that a lost one is noticed while no request runs;
+        else None."""
         target = self.engine.decoder.target
         if not isinstance(target, LiesOnRanks):
             return None
@@ -260,7 +261,7 @@ class Worker:
         return ticket, pieces
 
     def _aborted(self, now: float) -> list[tuple[Ticket, list[Piece]]]:
-        """The ends of requests that were aborted, also such as never ran."""
+        """Return the last pieces of requests that were aborted, including those that never ran."""
         gone = [(number, ticket) for number, ticket in list(self._tickets.items()) if ticket.ended]
         for number, _ in gone:
             self._end(number, now)
@@ -272,7 +273,7 @@ class Worker:
             listener.on_end(ticket, now)
 
     def _send(self, found: Sequence[tuple[Ticket, list[Piece]]]) -> None:
-        """Hand pieces over to the event loop, all of a round at once."""
+        """Put pieces into the queues of their calls, in the event loop, all of a round at once."""
 
         def deliver() -> None:
             for ticket, pieces in found:
@@ -281,7 +282,7 @@ class Worker:
         self._call(deliver)
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Call a function in the event loop."""
+        """Schedule a function to run in the event loop."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function)
 

@@ -23,11 +23,11 @@ router = APIRouter(tags=["audio"])
 PLAIN: dict[str, Any] = {"description": "The text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 STAMPED = ("srt", "verbose_json", "vtt")
-"""Forms of answers that tell times."""
+"""The formats of answers that have times."""
 
 
 class AudioForm(BaseModel):
-    """The fields of both forms."""
+    """The fields of both endpoints: transcriptions and translations."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ Asked = Annotated[AudioForm, Form(media_type="multipart/form-data")]
     response_model=answers.Transcription | answers.VerboseTranscription,
 )
 async def transcriptions(request: Request, form: Asked) -> Response:
-    """Write down what is said."""
+    """Transcribe speech."""
     return await _written(request, form, TRANSCRIBE)
 
 
@@ -60,7 +60,7 @@ async def transcriptions(request: Request, form: Asked) -> Response:
     response_model=answers.Transcription | answers.VerboseTranscription,
 )
 async def translations(request: Request, form: Asked) -> Response:
-    """Write down in English what is said in another language."""
+    """Translate speech in another language to English text."""
     return await _written(request, form, TRANSLATE)
 
 
@@ -86,7 +86,7 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
 
 
 def _answer(found: Transcript, form: AudioForm, task: str) -> Response:
-    """A transcript in the form that was asked for."""
+    """Return a transcript in the requested format."""
     texts = {"text": lambda: found.text, "srt": found.srt, "vtt": found.vtt}
     if form.response_format in texts:
         return Response(texts[form.response_format](), media_type="text/plain")

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the messages of a chat in, what the assistant says out."""
+"""/v1/chat/completions: the messages of a chat in, the assistant's message out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from slipstream.serve.tools import Tools, as_message, joined
 router = APIRouter(tags=["text"])
 
 BEGIN = answers.Delta(role="assistant", content="")
-"""What the first chunk of an answer says. It comes with the first token: of what waits, nothing is sent, so that it can
-be asked elsewhere if the server ends."""
+"""The first chunk of an answer. It is sent with the first token: nothing is sent for requests that wait, so that
+they can be sent to another server if this one ends."""
 
 OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 
@@ -68,7 +68,7 @@ def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -
 
 
 class _Answer:
-    """Writes what became of a call, as a whole or in chunks."""
+    """Makes the answer from a call, as a whole or in chunks."""
 
     def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:
         self.state, self.body, self.call = state, body, call
@@ -78,7 +78,7 @@ class _Answer:
         self.called = [False] * len(call.tickets)  # whether the answer has a call so far
 
     async def whole(self) -> answers.ChatAnswer:
-        """Wait for all answers."""
+        """Wait for all texts -> the whole answer."""
         choices = []
         for index, pieces in enumerate(await self.call.collect()):
             completion = completed(pieces)
@@ -95,7 +95,7 @@ class _Answer:
         return answers.ChatAnswer(**self.heading.fields, choices=choices, **self.call.about(speculation(self.body)))
 
     async def events(self) -> AsyncIterator[str]:
-        """Chunks as tokens come, then the usage if it was asked for."""
+        """Yield chunks as tokens come, then the usage if it was requested."""
         asked = self.body.stream_options or StreamOptions()
         begun = set[int]()
         async for index, pieces in self.call.rounds():

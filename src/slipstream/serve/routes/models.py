@@ -1,4 +1,4 @@
-"""What runs here, and whether it is well: models, health, version, properties, metrics; and tokens of texts."""
+"""Models, health, version, properties and metrics of the server; and tokens of texts."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ async def health(request: Request) -> Response:
 
 @router.get("/version", response_model=answers.Version)
 async def version() -> Response:
-    """The version of the server."""
+    """Return the version of the server."""
     return answered(answers.Version(version=__version__))
 
 
 @router.get("/v1/models", responses={401: ERRORS[401]}, response_model=answers.Models)
 async def models(request: Request) -> Response:
-    """All names under which the model is served."""
+    """List all names under which the model is served."""
     state = state_of(request)
     return answered(answers.Models(data=[_model(state, name) for name in state.settings.names]))
 
 
 @router.get("/v1/models/{name:path}", responses={s: ERRORS[s] for s in (401, 404)}, response_model=answers.Model)
 async def model(name: str, request: Request) -> Response:
-    """A name under which the model is served, as /v1/models lists it."""
+    """Return one name under which the model is served, as /v1/models lists it."""
     state = state_of(request)
     if name not in state.settings.names:
         raise NotServed(f"the model {name!r} is not served here; served is {state.model!r}.", "model")
@@ -49,20 +49,20 @@ async def model(name: str, request: Request) -> Response:
 
 @router.get("/props", responses={s: ERRORS[s] for s in (401, 503)}, response_model=answers.Properties)
 async def properties(request: Request) -> Response:
-    """What runs: target, draft, rule, gamma, notes; and what the drafts were worth so far."""
+    """Return the server's properties: target, draft, rule, gamma, notes; and the acceptance of drafts so far."""
     return answered(state_of(request).properties())
 
 
 @router.get("/metrics", responses={401: ERRORS[401], 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
 async def metrics(request: Request) -> Response:
-    """Counters and times for Prometheus."""
+    """Return counters and times for Prometheus."""
     text = await run_in_threadpool(state_of(request).metrics.text)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @router.post("/tokenize", responses=ERRORS, response_model=answers.Tokenized)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The tokens of a text, or of a chat as the model is shown it."""
+    """Return the tokens of a text, or of a chat in the model's chat template."""
     state = state_of(request)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -85,7 +85,7 @@ def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
 
 @router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of tokens, with special ones."""
+    """Return the text of tokens, with special ones."""
     state = state_of(request)
     state.check_model(body.model)
     vocabulary = state.engine.decoder.target.vocab

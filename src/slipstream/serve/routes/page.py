@@ -1,4 +1,5 @@
-"""The page: a chat in the browser that shows what the draft did. Its files lie in the package."""
+"""The web page: a chat in the browser that shows which tokens came from the draft. Its files are part of the
+package."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ def _file(name: str, kind: str) -> Response:
 
 @router.get("/")
 def page() -> Response:
-    """The page itself."""
+    """Return the page."""
     return _file("page.html", "text/html")
 
 
 @router.get("/page.js")
 def script() -> Response:
-    """Its script."""
+    """Return the page's script."""
     return _file("page.js", "text/javascript")
 
 
 @router.get("/page.css")
 def style() -> Response:
-    """Its style."""
+    """Return the page's style sheet."""
     return _file("page.css", "text/css")

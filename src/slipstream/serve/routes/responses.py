@@ -48,7 +48,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 
 
 def _decoding(body: ResponsesRequest) -> Decoding:
-    """The fields that all requests for text have, under their usual names."""
+    """Return the fields that all requests for text have, under their usual names."""
     form = body.text.format if body.text else None
     response_format = None
     if form is not None:
@@ -63,7 +63,7 @@ def _decoding(body: ResponsesRequest) -> Decoding:
 
 
 def _prompt(body: ResponsesRequest, state: ServerState) -> Any:
-    """A chat; or the text itself where the model has no chat template and only a text was given."""
+    """Return a chat; or the text itself if the model has no chat template and only a text was given."""
     plain = isinstance(body.input, str) and not body.instructions
     if plain and not state.chats:
         return body.input
@@ -77,7 +77,7 @@ def _prompt(body: ResponsesRequest, state: ServerState) -> Any:
 
 
 class _Answer:
-    """Writes what became of a call, as a whole or in events."""
+    """Makes the answer from a call, as a whole or in events."""
 
     def __init__(self, state: ServerState, body: ResponsesRequest, call: Call) -> None:
         self.state, self.body, self.call = state, body, call
@@ -86,7 +86,7 @@ class _Answer:
         self.count = 0  # of events so far
 
     async def whole(self) -> ResponseAnswer:
-        """Wait for the answer."""
+        """Wait for the text -> the whole answer."""
         [pieces] = await self.call.collect()
         return self._done(completed(pieces))
 
@@ -129,7 +129,7 @@ class _Answer:
         return OutputMessage(id=self.item, status=status, content=content)
 
     async def events(self) -> AsyncIterator[str]:
-        """The events of one message, as its text is written."""
+        """Yield the events of one message, as its text is written."""
         place: dict[str, Any] = {"item_id": self.item, "output_index": 0, "content_index": 0}
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._response("in_progress").as_json())
