@@ -1,4 +1,4 @@
-"""The planner: measures acceptance and costs, predicts what speculation will bring, chooses, and proves itself.
+"""The planner: measures acceptance and costs, predicts the speed of speculation, chooses a gamma, and verifies it.
 
-`slipstream.plan.planner.make` does it all; `slipstream.plan.from_figures` needs no model; docs/planning.md explains it.
+`slipstream.plan.planner.make` runs all of it; `slipstream.plan.from_figures` needs no model; docs/planning.md explains.
 """

@@ -1,7 +1,7 @@
-"""A plan in the words of other engines: exactly what to paste.
+"""A plan as code, options or a command line for other engines, ready to paste.
 
 Names are those of transformers 5, vLLM (`--speculative-config`), SGLang (`--speculative-*`) and llama.cpp
-(`--spec-*`). Their engines draft with models and by looking up the prompt; the other drafts are ours alone.
+(`--spec-*`). Their engines draft with models and by looking up the prompt; all other drafts only exist here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from slipstream.text.jsontext import json_text
 LOOKUP = "lookup"
 
 THEIRS = ("model", LOOKUP)
-"""Kinds of drafts that others have, too."""
+"""The kinds of drafts that other engines have too."""
 
 
 def export(plan: Plan, engine: str) -> str:
-    """The plan for one of `ENGINES`, as text. Raises ValueError for another one, or for a draft they do not have."""
+    """Return the plan for one of `ENGINES`, as text. Raises ValueError for others, and for a draft that they do not
+    have."""
     check_export(engine, plan.target)
     if plan.draft is not None and _part(plan.draft).kind not in THEIRS:
         raise ValueError(f"a draft like {plan.draft} is ours alone: {engine} drafts with models and by prompt lookup.")
@@ -30,7 +31,7 @@ def export(plan: Plan, engine: str) -> str:
 
 
 def check_export(engine: str, target: str | None) -> None:
-    """Raises ValueError if no plan for this target can be written for that engine."""
+    """Raise ValueError if no plan for this target can be written for that engine."""
     if engine not in ENGINES:
         raise ValueError(f"--export {engine} is not known: use {', '.join(ENGINES)}.")
     if target is None:
@@ -38,7 +39,7 @@ def check_export(engine: str, target: str | None) -> None:
 
 
 def _gamma(plan: Plan) -> int:
-    """The greatest planned: engines that take one number get this one, which is that of the fewest rows."""
+    """Return the greatest planned gamma, usually that of the fewest rows, for engines that take a single one."""
     return max(plan.gammas.values())
 
 
@@ -51,13 +52,13 @@ def _model(plan: Plan) -> str:
 
 
 def _part(draft: str) -> Part:
-    """The draft, if it is a single one; chains and choices are a kind that no other engine has."""
+    """Return the draft's part of the specification; chains and choices become a kind that no other engine has."""
     syntax = parse(draft)
     return syntax if isinstance(syntax, Part) else Part(type(syntax).__name__)
 
 
 def _transformers(plan: Plan) -> str:
-    """Batch size 1 is all that its assisted generation takes. The assistant's own configuration sets the length."""
+    """Return Python code for assisted generation, whose batch size is 1; the draft's own config sets the gamma."""
     sampling = "do_sample=False"
     if plan.temperature:
         sampling = f"do_sample=True, temperature={plan.temperature:g}, top_k=0, top_p=1.0"
@@ -83,7 +84,7 @@ def _transformers(plan: Plan) -> str:
 
 
 def _vllm(plan: Plan) -> str:
-    """The table of gammas by batch size goes along if there is more than one entry."""
+    """Return the command for vLLM, with the table of gammas by batch size if they differ."""
     command = f"vllm serve {_quoted(plan.target)} --dtype {plan.dtype}"
     if not plan.speculates:
         return f"{command}  # do not speculate"
@@ -101,7 +102,7 @@ def _vllm(plan: Plan) -> str:
 
 
 def _sglang(plan: Plan) -> str:
-    """A chain of gamma tokens is gamma steps of one candidate; the pending token counts among its draft tokens."""
+    """Return the command for SGLang: gamma steps of one candidate each; its draft tokens include the pending token."""
     command = f"python -m sglang.launch_server --model-path {_quoted(plan.target)} --dtype {plan.dtype}"
     if not plan.speculates:
         return f"{command}  # do not speculate"
@@ -115,7 +116,7 @@ def _sglang(plan: Plan) -> str:
 
 
 def _llama_cpp(plan: Plan) -> str:
-    """Both models as GGUF files, made by its convert_hf_to_gguf.py."""
+    """Return the command for llama.cpp, with both models as GGUF files, made by its convert_hf_to_gguf.py."""
     command = f"llama-server -m {_quoted(f'{plan.target}.gguf')}"
     if not plan.speculates:
         return f"{command}  # do not speculate"

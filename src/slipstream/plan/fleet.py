@@ -1,8 +1,9 @@
-"""What a fleet of replicas would do under a load curve: a simulation by events, from costs that a plan has measured.
+"""A simulation by events of a fleet of replicas under a load curve, from costs that a plan has measured.
 
-Between two events (a request comes, a prompt is read, a text ends) the rows of a replica all write at one pace, which
-depends on how many they are: the seconds per token that were measured for so many rows. While a prompt is read, the
-rows wait, as long as reading it was measured to take. A request goes to the shorter one of two replicas' queues.
+Between two events (a request comes, a prompt is read, a text ends) all rows of a replica decode at the same pace, which
+depends on their number: the seconds per token that were measured for so many rows. While a prompt is read, the rows
+wait, for as long as reading it was measured to take. Of two replicas drawn at random, a request goes to the one with
+the shorter queue.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast one replica works, as measured: `seconds` per token of a row, by the numbers of `rows` that ran together
+    """The measured pace of one replica: `seconds` per token of a row, by the numbers of `rows` that ran together
     (ascending), and seconds of `reading` a token of a prompt. At most the last number of rows runs."""
 
     rows: tuple[int, ...]
@@ -31,7 +32,7 @@ class Pace:
     reading: float
 
     def per_token(self, rows: int) -> float:
-        """Seconds per token of each of so many rows, between two measured numbers on a straight line."""
+        """Return the seconds per token of each of `rows` rows, interpolated linearly between two measured numbers."""
         place = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
         if rows <= self.rows[0] or len(self.rows) == 1:
             return self.seconds[0]
@@ -40,9 +41,9 @@ class Pace:
 
 
 def paces(plan: Plan) -> dict[str, Pace]:
-    """The paces that a plan has measured: of plain decoding, and of the draft and the gammas that it chose.
+    """Return the paces that a plan has measured: of plain decoding, and of the draft and the gammas that it chose.
 
-    Raises ValueError if the plan lacks a figure, as those that older releases made do.
+    Raises ValueError if the plan lacks a figure, as plans made by older releases do.
     """
     try:
         figures = plan.figures
@@ -58,7 +59,7 @@ def paces(plan: Plan) -> dict[str, Pace]:
 
 
 def _share(outlook: Mapping[str, Any], gamma: int) -> float:
-    """The time of a token over that of a plain one."""
+    """Return the predicted time of a token over that of plain decoding, for a gamma of the outlook; 1 for gamma 0."""
     if not gamma:
         return 1.0
     chosen = next(each for each in outlook["predictions"] if each["gamma"] == gamma)
@@ -67,7 +68,7 @@ def _share(outlook: Mapping[str, Any], gamma: int) -> float:
 
 @dataclass
 class Fate:
-    """What became of a request: when it came, when its first token was there, and when it ended; in seconds."""
+    """The times of a simulated request: when it arrived, when its first token came, and when it ended; in seconds."""
 
     arrival: Arrival
     first: float = 0.0
@@ -76,29 +77,30 @@ class Fate:
 
 @dataclass
 class Replica:
-    """A simulated replica at time `now`: the rows that run, the prompt that is read, the requests that wait."""
+    """A simulated replica at time `now`: the rows that run, the prompt that is being read, and the requests that
+    wait."""
 
     pace: Pace
     now: float = 0.0
     busy: float = 0.0
-    _written: float = 0.0  # tokens that a row has got that has been there from the beginning
-    _running: list[tuple[float, int, Fate]] = field(default_factory=list)  # by `_written` at their end
-    _reading: tuple[float, Fate] | None = None  # until when
+    _written: float = 0.0  # tokens that a row would have if it had run from the beginning
+    _running: list[tuple[float, int, Fate]] = field(default_factory=list)  # a heap: `_written` at each row's end
+    _reading: tuple[float, Fate] | None = None  # the time at which the prompt will have been read
     _waiting: deque[Fate] = field(default_factory=deque)
     _count: int = 0
 
     @property
     def load(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._running) + len(self._waiting) + (self._reading is not None)
 
     def add(self, fate: Fate) -> None:
-        """Queue a request, which comes now."""
+        """Queue a request that arrives at `now`."""
         self._waiting.append(fate)
         self._admit()
 
     def advance(self, time: float) -> None:
-        """Go on until a time."""
+        """Simulate the replica until this time."""
         while (event := self._next()) <= time and event < float("inf"):
             self._pass(event)
             if self._reading is not None:
@@ -111,7 +113,7 @@ class Replica:
             self._pass(time)
 
     def _next(self) -> float:
-        """When something happens."""
+        """Return the time of the next event; infinity if there is none."""
         if self._reading is not None:
             return self._reading[0]
         if not self._running:
@@ -120,7 +122,7 @@ class Replica:
         return self.now + left * self.pace.per_token(len(self._running))
 
     def _pass(self, time: float) -> None:
-        """Let time go by in which nothing begins or ends."""
+        """Advance the clock to a time before or at the next event."""
         if self._reading is None and self._running:
             self._written += (time - self.now) / self.pace.per_token(len(self._running))
         if self.load:
@@ -128,7 +130,7 @@ class Replica:
         self.now = time
 
     def _begin(self, fate: Fate) -> None:
-        """A prompt has been read: its row runs."""
+        """Start the row of a request whose prompt has been read."""
         self._reading = None
         self._count += 1
         fate.first = self.now + self.pace.per_token(len(self._running) + 1)
@@ -142,8 +144,9 @@ class Replica:
 
 @dataclass(frozen=True)
 class Service:
-    """How a fleet served a load: requests and tokens in so many seconds, the share of time that replicas worked, and
-    quantiles in seconds of the time to the first token, to the end (with its mean), and between tokens."""
+    """The figures of a simulated fleet: requests and tokens in so many seconds, the share of time that replicas
+    worked, and quantiles in seconds of the time to first token, of the time to the end (with its mean), and between
+    tokens."""
 
     replicas: int
     requests: int
@@ -155,19 +158,19 @@ class Service:
     end_mean: float
     between: dict[str, float]
     behind: float
-    """Seconds after the last request until everything was answered: large where the fleet is too small."""
+    """Seconds from the last arrival until all requests are answered: large where the fleet is too small."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that were written, over the whole time."""
+        """The number of written tokens per second, over the whole time."""
         return self.tokens / self.seconds
 
     def cost(self, price: float) -> float:
-        """What a million tokens cost, written ones, if a replica costs `price` an hour."""
+        """Return the price of a million written tokens, if a replica costs `price` an hour."""
         return price * self.replicas * self.seconds / 3600 / self.tokens * 1e6
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as a dictionary for JSON."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
@@ -178,7 +181,7 @@ def simulate(
     seed: int = 0,
     on_step: Callable[[int], object] = lambda number: None,
 ) -> Service:
-    """Let a fleet serve requests, which are in the order of their times; `on_step` is told how many have come.
+    """Simulate a fleet on requests in order of their times; `on_step` is called with the index of each that arrives.
 
     Raises ValueError if there are no replicas or no requests.
     """

@@ -1,4 +1,5 @@
-"""Predictions from known figures: alpha and costs -> gamma, tokens per target call, speed. No model, no torch."""
+"""Predictions from known figures: alpha and costs -> gamma, tokens per target call, speed. Needs no model and no
+torch."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from slipstream.theory import (
 )
 
 AROUND = 4
-"""Lines shown on each side of the best gamma."""
+"""The number of lines shown on each side of the best gamma."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One gamma: Equation 1, Theorem 3.8 and Theorem 3.11."""
+    """The figures of one gamma: Equation 1, Theorem 3.8 and Theorem 3.11."""
 
     gamma: int
     tokens_per_call: float
@@ -35,10 +36,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Figures:
-    """All that follows from alpha, c and c_hat; `best` is 0 if plain decoding is fastest.
+    """The figures that follow from alpha, c and c_hat; `best` is that of gamma 0 if plain decoding is fastest.
 
-    `guaranteed` is what Corollary 3.9 promises and `oracle` what drafting just the tokens that will be kept would
-    reach (section 3.5); both take the verify cost to be flat. For a draft on another machine, `delay` (there and back)
+    `guaranteed` is the factor of Corollary 3.9, and `oracle` that of drafting only tokens that will be accepted
+    (section 3.5); both take the verify cost to be flat. For a draft on another machine, `delay` (there and back)
     away, `longest_delay` is the one at which it stops being a gain; both in target steps.
     """
 
@@ -61,10 +62,10 @@ def promise(
     curve: Sequence[float] = (),
     delay: float | None = None,
 ) -> Figures:
-    """The table for `gammas`, or for those around the best one.
+    """Return the figures for `gammas`, or for those around the best one.
 
     `c` is the time of a draft step over that of a target step, `c_hat` the same for operations (without: c), `curve`
-    holds T(1)/T(1), T(2)/T(1), ... as measured; beyond its end it goes on as between its last two entries. `delay`, in
+    holds T(1)/T(1), T(2)/T(1), ... as measured; beyond its end it grows as between its last two entries. `delay`, in
     target steps there and back, is for a draft on another machine. Raises ValueError for alpha outside [0, 1], negative
     costs, and a curve that does not begin with 1.
     """
@@ -88,7 +89,10 @@ def promise(
 
 
 def as_curve(points: Sequence[float]) -> Curve:
-    """T(1)/T(1), T(2)/T(1), ... -> rows -> T(rows)/T(1). Raises ValueError unless the first is 1, all positive."""
+    """Return the function rows -> T(rows)/T(1) of the points T(1)/T(1), T(2)/T(1), ...
+
+    Raises ValueError unless the first is 1 and all are positive.
+    """
     if not points or abs(points[0] - 1) > 1e-9 or min(points) <= 0:
         raise ValueError(f"the curve {list(points)} is not possible: it begins with 1 and has positive entries.")
     slope = max(0.0, points[-1] - points[-2]) if len(points) > 1 else 0.0

@@ -1,11 +1,11 @@
-"""Which layers of a target should draft for it: every choice is measured, and so is decoding without a draft.
+"""Search for the layers of a target that should draft for it: every choice is measured, and so is plain decoding.
 
-1. `first_layers` and `thinned` name the choices: exits after the first layers, and sets from which layers are left out,
-   one after the other, always the one that alpha misses least.
+1. `first_layers` and `thinned` list the choices: exits after the first layers, and sets from which layers are left out,
+   one after the other, always the one whose loss lowers alpha least.
 2. Every choice decodes the prompts at one gamma; its alpha and its times predict its best gamma and speed (Theorem 3.8
    of arXiv 2211.17192 with a measured verify cost).
-3. The best of them race at their own gamma against plain decoding. What wins is measured; if plain decoding wins, the
-   answer is not to draft.
+3. The best of them race at their own gamma against plain decoding. The winner is decided by measured speed; if plain
+   decoding wins, the result is not to draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.models.layers import find_layers, part_of, spell
 from slipstream.theory import best_gamma, walltime_factor
 
 FINALISTS, LAPS, MOST = 3, 3, 8
-"""How many choices race against plain decoding, how often, and the largest gamma."""
+"""The number of choices that race against plain decoding, the laps of the race, and the largest gamma."""
 
 Layers = tuple[int, ...]
 
@@ -40,14 +40,14 @@ Watch = Callable[[str], None]
 """Called with a line about each piece of work done."""
 
 
-# ---- what is found ---------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A choice of layers at a gamma: what was measured, and what that predicts for its best gamma.
+    """A choice of layers at a gamma: the measurements, and the best gamma and speed that they predict.
 
-    `factor` is the predicted speed over plain decoding at `best_gamma`; 0 as the best gamma says not to draft.
+    `factor` is the predicted speed over plain decoding at `best_gamma`; both are 0 if drafting is predicted not to pay.
     """
 
     layers: Layers
@@ -62,7 +62,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Finish:
-    """A choice in the race: median over the laps of its speed, and of its ratio to plain decoding in the same lap."""
+    """The result of a choice in the race: median over the laps of its speed, and of its ratio to plain decoding in
+    each lap."""
 
     layers: Layers
     gamma: int
@@ -80,17 +81,17 @@ class Search:
 
     @property
     def best(self) -> Finish | None:
-        """The fastest choice, if it is faster than plain decoding."""
+        """The fastest choice, if it is faster than plain decoding; else None."""
         first = max(self.race, key=lambda finish: finish.over_plain, default=None)
         return first if first and first.over_plain > 1 else None
 
     @property
     def layers(self) -> Layers:
-        """The layers of the best choice; none means not to draft."""
+        """The layers of the best choice; () means not to draft."""
         return self.best.layers if self.best else ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: layers are spelled as `--draft exit:LAYERS` takes them."""
+        """Return the result as a dictionary for JSON, with layers spelled as `--draft exit:LAYERS` takes them."""
 
         def shown(found: Trial | Finish) -> dict[str, Any]:
             return {**asdict(found), "layers": spell(found.layers)}
@@ -133,14 +134,15 @@ def search_exit(
 
 
 def first_layers(target: HasModel) -> list[Layers]:
-    """An exit after each layer but the last."""
+    """Return the exits after each layer but the last."""
     return [tuple(range(count)) for count in range(1, _count(target))]
 
 
 def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
-    """Sets of ever fewer layers, down to a quarter. `texts` are tokens, judged behind their first ones (a prompt).
+    """Return sets of ever fewer layers, down to a quarter. `texts` are tokens, compared after their first ones (a
+    prompt).
 
-    Left out is what alpha misses least, one layer after the other: greedy, so not the best set of a size.
+    Each step leaves out the layer whose loss lowers alpha least: greedy, so not always the best set of a size.
     """
     laws = [(start, torch.tensor([text], device=target.device)) for start, text in texts]
     wanted = [_laws_behind(target, start, tokens) for start, tokens in laws]
@@ -151,13 +153,13 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
         best = max(range(len(smaller)), key=alphas.__getitem__)
         kept = smaller[best]
         watch(f"layers {spell(kept)}: alpha about {alphas[best]:.3f}")
-        if spell(kept) != str(len(kept)):  # else it is an exit
+        if spell(kept) != str(len(kept)):  # otherwise it is the exit of `first_layers`
             found.append(kept)
     return found
 
 
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
-    """Let the target write -> the length of each prompt, and the whole text."""
+    """Decode the requests plainly -> the length of each prompt, and the whole text."""
     return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
 
 
@@ -175,13 +177,15 @@ def _laws_behind(scorer: HasModel, start: int, tokens: Tensor) -> Tensor:
 
 
 def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
-    """Mean of sum_x min(p(x), q(x)) over the texts, each read once; drafting sees the target's keys behind a gap."""
+    """Return the mean of sum_x min(p(x), q(x)) over texts, each read once by the part alone; a real draft is in part
+    fed by the target's keys."""
     kept = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(texts, wanted, strict=True)]
     return float(torch.cat(kept).mean())
 
 
 def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
-    """Run the texts once -> the statistics of all rows together. Raises ValueError if there was nothing to measure."""
+    """Decode the texts once -> the statistics of all rows together. Raises ValueError if there was nothing to
+    measure."""
     if layers is None:
         rows = sound(plain(decoder, requests))
     else:
@@ -194,7 +198,7 @@ def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers |
 
 
 def try_layers(decoder: Decoder, requests: Sequence[Request], layers: Layers, gamma: int, base: Stats) -> Trial:
-    """Run once at `gamma`: draft and verify times over a plain step give the best gamma and its speed."""
+    """Decode once at `gamma`: draft and verify times over a plain step give the best gamma and its speed."""
     stats = pooled_stats(replace(decoder, controller=Fixed(gamma)), requests, layers)
     step = _seconds(base) / base.target_calls
     c = stats.seconds["draft"] / max(1, stats.drafted) / step
@@ -218,14 +222,14 @@ def try_layers(decoder: Decoder, requests: Sequence[Request], layers: Layers, ga
 
 
 def _seconds(stats: Stats) -> float:
-    """Statistics of all rounds together."""
+    """Return the seconds of all rounds, without prefill."""
     return stats.total_seconds - stats.seconds.get("prefill", 0.0)
 
 
 def _race(
     decoder: Decoder, requests: Sequence[Request], trials: Sequence[Trial], watch: Watch
 ) -> tuple[float, tuple[Finish, ...]]:
-    """Race the trials and plain decoding -> the speed of plain decoding, and how the trials finished."""
+    """Race the trials and plain decoding -> the speed of plain decoding, and the results of the trials."""
 
     def run(trial: Trial | None, lap: int) -> float:
         if trial is None:

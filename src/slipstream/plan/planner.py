@@ -1,4 +1,4 @@
-"""The whole of planning: measure, predict, choose, run the choice against plain decoding, and report."""
+"""The whole of planning: measure, predict, choose, verify the choice against plain decoding, and report."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from slipstream.plan.predict import Outline, Outlook, Prediction, predict
 from slipstream.text.jsontext import json_text
 
 TOLERANCE = 0.1
-"""A measured speed-up further than this from the predicted one is said to be off."""
+"""The relative difference between measured and predicted speed-up above which a prediction counts as off."""
 
 Progress = Callable[[int, int, str], None]
-"""Told before every run: how many are done, how many there are, and what begins."""
+"""Called before every run with the number of finished runs, the number of all, and the name of the one that begins."""
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -61,12 +61,13 @@ class PlanSettings:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of chains that a compiled draft makes in one graph: few, for each takes time to make."""
+        """The lengths of chains that a compiled draft makes in one graph: only a few, since compiling each takes
+        time."""
         return self.gammas or tuple(sorted({-(-self.most // part) for part in (1, 2, 4)}))
 
     @property
     def delay(self) -> float | None:
-        """Seconds between question and draft, there and back; None for a draft on this machine."""
+        """Seconds to the draft on another machine and back; None for a draft on this machine."""
         return None if self.network_ms is None else self.network_ms / 1000
 
     @property
@@ -77,7 +78,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class Verification:
-    """The choice against plain decoding: medians over repetitions of ratios taken within one.
+    """The measured comparison of the choice with plain decoding: medians over repetitions of ratios within one.
 
     `factor` is speed over plain speed, `tokens_per_call` and `round` (seconds of a round over those of a plain step)
     are its two parts; each as predicted and as measured.
@@ -93,12 +94,12 @@ class Verification:
 
     @property
     def factor(self) -> float:
-        """The measured speed-up."""
+        """The measured speed-up over plain decoding."""
         return median(self.factors)
 
     @property
     def difference(self) -> float:
-        """Measured over predicted, minus 1."""
+        """The measured speed-up over the predicted one, minus 1."""
         return self.factor / self.predicted.factor - 1
 
     @property
@@ -107,13 +108,14 @@ class Verification:
         return abs(self.difference) > TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as a dictionary for JSON."""
         return {**asdict(self), "factor": self.factor, "difference": self.difference, "off": self.off}
 
 
 @dataclass
 class PlanReport:
-    """A report of what was measured, what follows, and how it went. `outlooks` has one Outlook per rows and draft."""
+    """The report of a plan: measurements, predictions and verifications. `outlooks` has one Outlook per rows and
+    draft."""
 
     environment: dict[str, Any]
     settings: PlanSettings
@@ -126,7 +128,7 @@ class PlanReport:
 
     @property
     def draft(self) -> str:
-        """The draft with the largest factor over all numbers of rows, where 1 is plain decoding."""
+        """The draft with the largest factor, multiplied over all numbers of rows; 1 where plain decoding is chosen."""
         names = list(next(iter(self.outlooks.values())))
         return max(names, key=lambda name: (self._gain(name), self._factor(name)))
 
@@ -138,13 +140,13 @@ class PlanReport:
 
     @property
     def gammas(self) -> dict[int, int]:
-        """Number of rows -> gamma of the chosen draft; 0: do not speculate."""
+        """The number of rows -> gamma of the chosen draft; 0: do not speculate."""
         return {rows: found[self.draft].gamma for rows, found in self.outlooks.items()}
 
     def plan(
         self, target: str | None, vocab: int, dtype: str, compile: bool = False, quantize: str | None = None
     ) -> Plan:
-        """The choice as a plan for the target as it was given to `load`."""
+        """Return the choice as a plan for the target, which is named as it was given to `load`."""
         draft = self.draft if any(self.gammas.values()) else None
         how: dict[str, Any] = {
             "verify": self.environment["rule"],
@@ -156,7 +158,7 @@ class PlanReport:
         return Plan(target, draft, self.gammas, vocab, figures=self.figures(), **how)
 
     def figures(self) -> dict[str, Any]:
-        """All that was measured, predicted and verified, as JSON knows it."""
+        """Return all measured, predicted and verified figures as a dictionary for JSON."""
         settings = {**asdict(replace(self.settings, sampling=Sampling()))}
         settings["sampling"] = {"temperature": self.settings.sampling.temperature}
         outlooks = {
@@ -219,7 +221,7 @@ def make(
 def verify(
     decoder: Decoder, drafter: Drafter, task: PlanTask, report: PlanReport, step: Callable[[str], None]
 ) -> Verification:
-    """Run the best gamma of the chosen draft and plain decoding by turns, also where the plan is not to speculate."""
+    """Run the best gamma of the chosen draft and plain decoding in turn, also where the plan is not to speculate."""
     best = report.outlooks[task.rows][report.draft].best
     decoders = [using(decoder, NoDraft(), Fixed(0), task.rows), using(decoder, drafter, Fixed(best.gamma), task.rows)]
     pairs = []
@@ -254,7 +256,7 @@ def _check(
 def _steps(
     tasks: Sequence[PlanTask], drafters: int, settings: PlanSettings, on_step: Progress | None
 ) -> Callable[[str], None]:
-    """A counter of everything that will run."""
+    """Return a function that counts every run and reports it to `on_step`."""
     repetitions = settings.repetitions if settings.network_ms is None else 0
     count = sum((1 + drafters) * (1 + len(task.parts())) + repetitions for task in tasks)
     done = iter(range(count))

@@ -1,4 +1,4 @@
-"""The plan as a picture: predicted speed by gamma with its interval, and what a pass over more tokens costs."""
+"""The plan as a picture: predicted speed by gamma with its interval, and the cost of a pass by its number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.plan.predict import Outlook
 
 
 def draw(report: PlanReport, file: str) -> None:
-    """Write a PNG, SVG or PDF file, which `check_plot` allows. Raises OSError if it cannot be written."""
+    """Write a PNG, SVG or PDF file, checked before by `check_plot`. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,6 +1,6 @@
 """From measured acceptance and costs to a choice. Pure Python; every formula is in docs/planning.md.
 
-Acceptance is kept per prompt, so that a bootstrap over prompts tells how far other prompts may differ. Costs are those
+Acceptance is kept per prompt, so that a bootstrap over prompts shows how far other prompts may differ. Costs are those
 of whole rounds as they really ran, by the width of the target's pass; times are in seconds.
 """
 
@@ -27,7 +27,7 @@ LEVEL, REPLICATES = 0.95, 1000
 
 @dataclass(frozen=True)
 class Tally:
-    """The counts of what one prompt's rounds kept.
+    """Counts of accepted tokens over the rounds of one prompt.
 
     Entry i - 1 of `tested` counts the rounds that had room for i tokens and kept i - 1, of `kept` those of them that
     kept i; a drafter that offers fewer tokens counts as refused there. `flow_tested` and `flow_kept` count the part of
@@ -46,7 +46,7 @@ class Tally:
 class Survival:
     """S_i = chance that at least i drafted tokens stand, i = 1..gamma, in two states of the text.
 
-    `pause` holds after a round that refused something (and at the start), `flow` after one that kept all it asked for.
+    `pause` holds after a round that refused a token (and at the start), `flow` after one that kept all it asked for.
     Easy stretches of text make the second larger. How often a round begins in flow depends on gamma, so a figure pooled
     over gammas fits none of them.
     """
@@ -55,20 +55,21 @@ class Survival:
     flow: tuple[float, ...]
 
     def mixed(self, gamma: int) -> list[float]:
-        """S_1..S_gamma of an endless text that is decoded with gamma: the share of rounds in flow is stationary."""
+        """Return S_1..S_gamma of an endless text that is decoded with gamma: the share of rounds in flow is
+        stationary."""
         pause, flow = self.upto(gamma)
         into, leaving = pause[-1], 1 - flow[-1]
         share = into / (into + leaving) if into + leaving > 0 else 0.0
         return [min(1.0, (1 - share) * p + share * f) for p, f in zip(pause, flow, strict=True)]
 
     def upto(self, gamma: int) -> tuple[list[float], list[float]]:
-        """Both, of exactly gamma entries."""
+        """Return `pause` and `flow`, cut or filled with zeros to exactly gamma entries."""
         pause, flow = ([*chances, *[0.0] * gamma][:gamma] for chances in (self.pause, self.flow))
         return pause, flow
 
 
 def survival(tallies: Sequence[Tally]) -> list[float]:
-    """S_i pooled over prompts and states: prod_{j<=i} kept_j / tested_j.
+    """Return S_i pooled over prompts and states: prod_{j<=i} kept_j / tested_j.
 
     That is the product-limit estimate, so rounds that were given less room count as far as they went. No independence
     of positions is assumed.
@@ -77,10 +78,10 @@ def survival(tallies: Sequence[Tally]) -> list[float]:
 
 
 def states(tallies: Sequence[Tally]) -> Survival:
-    """Estimate the acceptance of each state of the drafter, the same in both.
+    """Estimate S_i in each of the two states of the text.
 
-    Each share is drawn to the pooled one with the weight of a single round, so that a state which hardly occurred is
-    no wild guess.
+    Each share is drawn to the pooled one with the weight of a single round, so that the estimate of a state that hardly
+    occurred stays near it.
     """
     pooled, size = _shares(tallies), range(_size(tallies))
     tested, kept = (_total(tallies, name) for name in ("tested", "kept"))
@@ -100,13 +101,13 @@ def _size(tallies: Sequence[Tally]) -> int:
 
 
 def _total(tallies: Sequence[Tally], name: str) -> list[int]:
-    """Sum a count over all rounds, position by position."""
+    """Return the sum of a count over all prompts, position by position."""
     counts = [getattr(tally, name) for tally in tallies]
     return [sum(column) for column in zip_longest(*counts, [0] * _size(tallies), fillvalue=0)]
 
 
 def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], float]) -> tuple[float, float]:
-    """Rounds and seconds that `length` tokens take, expected, when each round drafts up to gamma.
+    """Return the expected rounds and seconds for `length` tokens, when each round drafts up to gamma.
 
     Renewal equation: R(n) = 1 + sum_k P(k tokens kept) R(n - k - 1), R(0) = 0, in both states, and the same with
     `cost(drafted)` in place of 1. The last rounds have room for n - 1 drafted tokens only, as in decoding.
@@ -131,11 +132,11 @@ def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], 
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Rounds of one drafter at one number of rows, and those of plain decoding beside them.
+    """The measured rounds of one drafter at one number of rows, and those of plain decoding.
 
-    `lengths` are the drafts it made when it was asked for the most; `startup` is what a new row costs the drafter once
-    (its prefill), beyond an ordinary round. With a `delay`, seconds there and back, the drafter is to run on another
-    machine; what was measured ran here.
+    `lengths` are the drafts it made when it was asked for the most; `startup` is the drafter's one-time cost of a new
+    row (its prefill), beyond an ordinary round. With a `delay`, seconds there and back, the drafter is to run on
+    another machine; the measured one ran here.
     """
 
     rows: int
@@ -147,7 +148,7 @@ class PlanCosts:
 
     @cached_property
     def by_width(self) -> Mapping[int, list[Beat]]:
-        """The speculative rounds, without those that prefill the draft."""
+        """The speculative rounds by width of the target's pass, without those that prefill the draft."""
         found: dict[int, list[Beat]] = {}
         for beat in self.speculative:
             if not beat.new:
@@ -156,21 +157,24 @@ class PlanCosts:
 
     @cached_property
     def step(self) -> float:
-        """A plain round: median seconds."""
+        """The median seconds of a plain round."""
         return median(beat.seconds for beat in self.plain)
 
     @cached_property
     def single(self) -> float:
-        """T(1): median seconds of the target's pass over one token per row."""
+        """T(1): the median seconds of the target's pass over one token per row."""
         return median(beat.target for beat in self.plain)
 
     def round(self, gamma: int) -> float:
-        """Expected seconds of a round that asks for gamma tokens; the widest row decides the width."""
+        """Return the expected seconds of a round that asks for gamma tokens; the widest row decides the width."""
         return self._expected(self.widths(gamma), self._round)
 
     def lasting(self, gamma: int, kept: Survival, asked: int | None = None) -> float:
-        """`round`, or with a delay that of a draft elsewhere, ready where all and the bonus token were guessed, that
-        one with the chance of a first token. `asked`: gamma where texts do not end."""
+        """Return the expected seconds of a round: `round`, or with a delay those of a draft on another machine.
+
+        Such a draft is ready at once if all tokens and the bonus were guessed, that one with the chance of a first
+        token. `asked` is the gamma that rounds ask for where texts do not end.
+        """
         if self.delay is None or not gamma:
             return self.round(gamma)
         chances, drafting = kept.mixed(asked or gamma), self.draft(gamma)
@@ -178,15 +182,15 @@ class PlanCosts:
         return remote_round_cost(gamma, drafting / gamma, self.delay, chances[0] * chances[-1], lambda rows: rest)
 
     def target(self, gamma: int) -> float:
-        """Seconds of the target's pass by its width, fitted likewise."""
+        """Return the expected seconds of the target's pass in a round that asks for gamma tokens."""
         return self._expected(self.widths(gamma), self._target)
 
     def draft(self, gamma: int) -> float:
-        """Seconds of drafting by the number of tokens, fitted likewise."""
+        """Return the expected seconds of drafting in a round that asks for gamma tokens."""
         return self._expected(self.widths(gamma), self._draft)
 
     def widths(self, gamma: int) -> dict[int, float]:
-        """Width -> its chance, when every row drafts the lesser of gamma and what the drafter offers."""
+        """Return width -> its chance, when every row drafts the lesser of gamma and what the drafter offers."""
         sizes = sorted(self.lengths)
 
         def within(length: int) -> float:
@@ -212,14 +216,15 @@ class PlanCosts:
         return sum(chance * between(measured, width) for width, chance in chances.items())
 
     def resampled(self, rng: random.Random) -> PlanCosts:
-        """Rounds drawn anew with replacement, among those of the same width."""
+        """Return a bootstrap sample: rounds drawn with replacement, among those of the same width."""
         again = [beat for beats in self.by_width.values() for beat in rng.choices(beats, k=len(beats))]
         plain = tuple(rng.choices(self.plain, k=len(self.plain)))
         return replace(self, plain=plain, speculative=tuple(again))
 
 
 def between(measured: Mapping[int, float], width: int) -> float:
-    """The cost of a width; one that did not occur lies on the line between its neighbours, or is the nearest's."""
+    """Return the cost of a width; for one that was not measured, interpolate its neighbours, or take the nearest
+    one's."""
     if width in measured:
         return measured[width]
     below = max((known for known in measured if known < width), default=None)
@@ -235,7 +240,7 @@ def between(measured: Mapping[int, float], width: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction of what one gamma will bring.
+    """A prediction of the speed at one gamma.
 
     `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for endless texts; `tokens_per_call` is for texts
     of the planned length. `curve` is T(gamma + 1) / T(1), `c` the time of drafting a token over T(1), and `round` the
@@ -260,7 +265,7 @@ class Prediction:
 class Outlook:
     """One drafter at one number of rows: its acceptance, its costs, and a prediction for every gamma.
 
-    Nobody should speculate unless even the low end of the best gamma's interval is above 1.
+    Speculation is recommended only if even the low end of the best gamma's interval is above 1.
     """
 
     rows: int
@@ -273,21 +278,21 @@ class Outlook:
 
     @property
     def best(self) -> Prediction:
-        """The gamma with the largest predicted factor."""
+        """The prediction of the gamma with the largest factor."""
         return max(self.predictions, key=lambda each: each.factor)
 
     @property
     def worth(self) -> bool:
-        """Whether to speculate."""
+        """Whether speculation is recommended."""
         return self.best.low > 1
 
     @property
     def gamma(self) -> int:
-        """Return the gamma to plan: the best one, or 0."""
+        """The gamma to plan: the best one, or 0."""
         return self.best.gamma if self.worth else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures for JSON."""
+        """Return the figures as a dictionary for JSON."""
         costs, milliseconds = self.costs, dict[str, Any]()
         for width, beats in {0: costs.plain, **costs.by_width}.items():
             phases = {name: spread([1000 * getattr(beat, name) for beat in beats]) for name in PHASES}
@@ -310,7 +315,7 @@ PHASES = ("draft", "target", "rest", "seconds")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Return median and quartiles of values."""
     if len(values) < 2:
         return dict.fromkeys(("median", "quartile_1", "quartile_3"), values[0] if values else 0.0)
     first, middle, third = quantiles(values, n=4, method="inclusive")
@@ -329,12 +334,12 @@ class Outline:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The gammas that are predicted."""
+        """The gammas to predict."""
         return self.gammas or tuple(range(1, self.most + 1))
 
 
 def predict(tallies: Sequence[Tally], costs: PlanCosts, outline: Outline) -> Outlook:
-    """Acceptance per prompt and costs -> what every gamma will bring.
+    """Predict from acceptance per prompt and costs -> the speed at every gamma.
 
     Raises ValueError for fewer than 2 prompts, and if nothing was measured.
     """
@@ -351,13 +356,13 @@ def predict(tallies: Sequence[Tally], costs: PlanCosts, outline: Outline) -> Out
 
 
 def _best_long(kept: Survival, costs: PlanCosts, outline: Outline, delay: float) -> float:
-    """The largest speed-up for endless texts, with the draft so far away."""
+    """Return the largest speed-up for endless texts, with the draft this delay (seconds) away."""
     there = replace(costs, delay=delay)
     return max(_long(gamma, kept, there) for gamma in outline.wanted)
 
 
 def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> Prediction:
-    alone = costs.rows == 1  # beside others, a row that nears its end does not make the round narrower
+    alone = costs.rows == 1  # in a batch, a row that nears its end does not make the round narrower
     rounds = [costs.lasting(drafted if alone else gamma, kept, gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
     tokens, times = expected_tokens(kept.mixed(gamma)), costs.lasting(gamma, kept) / costs.step
@@ -377,7 +382,10 @@ def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: i
 def _with_intervals(
     points: Sequence[Prediction], tallies: Sequence[Tally], costs: PlanCosts, outline: Outline
 ) -> list[Prediction]:
-    """Percentiles over prompts and rounds drawn anew; what the end of the texts costs is taken as in the point."""
+    """Return the points with percentiles over resampled prompts and rounds.
+
+    The effect of the texts' end is taken from the point itself.
+    """
     rng, factors = random.Random(outline.seed), list[list[float]]()
     for _ in range(outline.replicates):
         kept = states(rng.choices(tallies, k=len(tallies)))

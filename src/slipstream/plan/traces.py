@@ -1,4 +1,4 @@
-"""Load curves: when requests came, how long their prompts were and how much was written, as clusters publish them."""
+"""Load curves: the times of requests, the lengths of prompts and outputs, from traces that clusters publish."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NAMES = {
     "prompt": ("ContextTokens", "num_prefill_tokens", "prompt_tokens", "input_tokens"),
     "tokens": ("GeneratedTokens", "num_decode_tokens", "completion_tokens", "output_tokens"),
 }
-"""What the columns of a trace may be called: Azure's traces of 2023 and 2024, Vidur's, and plain words."""
+"""The possible names of a trace's columns: Azure's traces of 2023 and 2024, Vidur's, and plain words."""
 
 JITTER = 5.0
-"""Seconds around a request's time in which its copies come, where a trace is taken several times."""
+"""Copies of a request arrive within this many seconds of it, where a trace is taken several times."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes, in seconds from the beginning, and its tokens, read and written."""
+    """A request: its arrival, in seconds from the beginning, and its numbers of prompt and output tokens."""
 
     time: float
     prompt: int
@@ -31,7 +31,7 @@ class Arrival:
 
 
 def read_trace(path: str | Path) -> list[Arrival]:
-    """Read a trace, a CSV file with names in its first line (or that, packed as .gz) -> its requests by time.
+    """Read a trace, a CSV file with names in its first line, possibly packed as .gz -> its requests by time.
 
     Times are dates or seconds. Raises ValueError if columns are missing or a line is not possible.
     """
@@ -50,7 +50,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 
 def multiplied(arrivals: Sequence[Arrival], load: float, seed: int = 0) -> list[Arrival]:
-    """The requests `load` times: some of them left out below 1, and copies some seconds apart above.
+    """Return `load` times the requests: below 1, some are left out; above 1, copies arrive some seconds apart.
 
     Raises ValueError unless the load is positive.
     """
