@@ -1,4 +1,4 @@
-"""The command line: the only place where strings become objects. Parse, build, call, print.
+"""The command line: the only place where strings become objects. Commands parse, build, call and print.
 
 A command imports what it needs of the library when it runs, so that `--help` and wrong options answer at once.
 """

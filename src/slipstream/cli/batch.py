@@ -77,13 +77,13 @@ Actors = Annotated[
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts that are texts in the target's chat template.")]
 
 FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""Options of the command whose fields in a request have other names."""
+"""The command's options whose fields in a request are called differently -> those fields."""
 
 FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """The fields of `structured_outputs` for the methods of `Grammars`."""
 
 LAW = ("target", "dtype", "task", "plan", "quantize", "chat", "seed")
-"""What decides the law of the answers beside the fields of requests; a draft, the device and the batch do not."""
+"""The options that decide the law of the answers, besides fields of requests; draft, device and batch do not."""
 
 
 @app.command()
@@ -147,9 +147,10 @@ def batch(
 
 @dataclass
 class Tally:
-    """What became of the prompts of a batch: `resumed` were answered by an earlier run, and `answered` by this one.
-    `failed` counts those of both that have an error; tokens and seconds, loading included, are this
-    run's."""
+    """The counts of a batch: `resumed` prompts were answered by an earlier run, and `answered` ones by this one.
+
+    `failed` counts those of both that have an error; tokens and seconds, loading included, are this run's.
+    """
 
     prompts: int
     resumed: int = 0
@@ -168,7 +169,7 @@ class Tally:
 
     @property
     def done(self) -> int:
-        """Prompts that are answered, by this run or by an earlier one."""
+        """The number of prompts that are answered, by this run or an earlier one."""
         return self.resumed + self.answered
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,7 +178,7 @@ class Tally:
 
     @property
     def sentence(self) -> str:
-        """The figures for people."""
+        """The figures as a sentence for the terminal."""
         failed = f", {self.failed} of them with an error" if self.failed else ""
         return (
             f"{self.done} of {self.prompts} prompts are answered{failed}: {self.tokens} tokens in {self.seconds:.1f} s."
@@ -185,7 +186,7 @@ class Tally:
 
 
 def _recipe(context: typer.Context) -> Recipe:
-    """From which the application is made that answers."""
+    """Return the recipe of the application that answers the batch."""
     from slipstream.serve.batch.run import batch_settings
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Room
@@ -198,7 +199,8 @@ def _recipe(context: typer.Context) -> Recipe:
 
 
 def _defaults(context: typer.Context) -> Defaults:
-    """What the options say that lines do not. Raises ValueError for what cannot be."""
+    """Return the request fields that the options set, for lines without them. Raises ValueError for impossible
+    values."""
     from slipstream.serve.batch.lines import Defaults
 
     params, written = context.params, given(context)
@@ -216,7 +218,7 @@ def _defaults(context: typer.Context) -> Defaults:
 
 
 def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lines: list[Line]) -> dict[str, str]:
-    """Digests of the settings and of the prompts: a run goes on only with answers to the same."""
+    """Return digests of the settings and of the prompts: a run resumes only a journal with the same ones."""
     from slipstream.serve.batch.lines import fingerprint
 
     law = {name: params[name] for name in LAW}
@@ -225,7 +227,7 @@ def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lin
 
 
 def _check_out(file: str, out: str, force: bool) -> None:
-    """Raises ValueError, before anything is loaded, if the file of answers cannot be written."""
+    """Raise ValueError, before anything is loaded, if the file of answers cannot be written."""
     from slipstream.serve.batch.journal import ENDING, MARK
 
     if out == "-":
@@ -234,7 +236,7 @@ def _check_out(file: str, out: str, force: bool) -> None:
         raise ValueError(f"{out}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
     inputs = [] if file == "-" else [file]
     check_writable(out, Text("file of answers", '"'), force, inputs)
-    check_writable(f"{out}{ENDING}", Text("journal of a batch", MARK), True, inputs)  # which knows its own
+    check_writable(f"{out}{ENDING}", Text("journal of a batch", MARK), True, inputs)  # replaced only if it is one
 
 
 def _sink(out: str, facts: dict[str, str], lines: list[Line], force: bool) -> Any:
@@ -249,7 +251,7 @@ def _sink(out: str, facts: dict[str, str], lines: list[Line], force: bool) -> An
 
 
 def _place(params: dict[str, Any]) -> Local | Cluster:
-    """Where the models run. Raises ValueError for options that say nothing without --ray."""
+    """Return where the models run: this process or a Ray cluster. Raises ValueError for Ray's options without --ray."""
     from slipstream.serve.batch.cluster import Cluster
     from slipstream.serve.batch.run import Local
 
@@ -263,7 +265,7 @@ def _place(params: dict[str, Any]) -> Local | Cluster:
 
 
 def _run(place: Local | Cluster, recipe: Recipe, lines: list[Line], sink: Any, tally: Tally) -> int:
-    """Answer the lines while somebody may watch -> the exit code."""
+    """Answer the lines, with a progress bar on a terminal -> the exit code."""
     if tally.done == tally.prompts:
         sink.finish()
         return 0

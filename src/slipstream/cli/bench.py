@@ -106,8 +106,10 @@ def bench(
 def _engines(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **where: Any
 ) -> tuple[Engine, list[Side]]:
-    """The engine with the first draft, and those with the other drafts, around the same target; with `sizes` a compiled
-    one too, whose draft has a graph for chains of each."""
+    """Return the engine with the first draft, and those with the other drafts, around the same target.
+
+    With `sizes` there is a compiled one too, whose draft has a graph for chains of each size.
+    """
     from slipstream.bench import Side
     from slipstream.bench.records import COMPILED
     from slipstream.engine.load import embedded, load
@@ -116,7 +118,7 @@ def _engines(
 
     engine = load(target, drafts[0] if drafts else None, **where)
     shared = getattr(engine.decoder.target, "model", None)
-    where.pop("quantize")  # which the shared target is already
+    where.pop("quantize")  # the shared target is quantized already
     where |= {"dtype": embedded(target, where["dtype"])[1], "tokenizer": engine.tokenizer}
     others = [Side(load(shared, each, **where), each) for each in drafts[1:]]
     if sizes:
@@ -130,7 +132,7 @@ def _engines(
 
 
 def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
-    """Print the report, draw it, and exit as interrupted if it is not whole."""
+    """Print the report, draw it, and exit with INTERRUPTED if it was interrupted."""
     from slipstream.bench.plot import plot
 
     if as_json:
@@ -146,7 +148,7 @@ def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
 
 
 def _prompts(file: str | None, most: int | None) -> list[Any]:
-    """The prompts of the file, or the built-in ones. Raises ValueError if one cannot be read."""
+    """Return the prompts of the file, or the built-in ones. Raises ValueError if one cannot be read."""
     from slipstream.bench import PROMPTS
 
     items = sound(gather([], file, chat=False)[:most]) if file else []
@@ -167,7 +169,7 @@ LEGEND = (
 
 
 def _show(report: BenchReport, screen: Console) -> None:
-    """Two tables per batch and temperature, speed and what happens in a round, and what they were measured on."""
+    """Print two tables per batch and temperature, of speeds and of rounds, and the machine they were measured on."""
     name = row_names(report.rows)
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
         rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
@@ -207,7 +209,7 @@ def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
 
 
 def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:
-    """What to call each row: contender and gamma, and of draft, rule and execution what differs between ours."""
+    """Return a function that names rows: contender and gamma, and draft, rule and execution where those differ."""
     varying = [
         what for what in ("draft", "rule", "execution") if len({getattr(row, what) for row in rows} - {None}) > 1
     ]

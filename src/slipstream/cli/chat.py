@@ -94,27 +94,27 @@ def chat(
     conversation = Conversation(talk, options, _JsonScreen() if as_json else _TextScreen(console()))
     with _ended_by_sigterm():
         converse(conversation)
-    # Whoever types has seen what failed; a program looks at the exit code.
+    # A user at a terminal has seen the errors; a program checks the exit code.
     raise typer.Exit(WRONG if conversation.failed and not sys.stdin.isatty() else 0)
 
 
 class Messages:
-    """The turns of a chat, as its template takes them."""
+    """The turns of a chat, in the form that the chat template takes."""
 
     def __init__(self, engine: Engine, system: str | None) -> None:
         self.engine, self.system = engine, system
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Drop all turns."""
         self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def prompt(self, line: str) -> Any:
-        """The prompt for the answer to a line."""
+        """Return the prompt for the answer to a line."""
         return [*self.turns, {"role": "user", "content": line}]
 
     def keep(self, line: str, answer: str) -> None:
-        """Remember a turn, also one whose answer was interrupted."""
+        """Append a turn, also one whose answer was interrupted."""
         self.turns = [*self.prompt(line), {"role": "assistant", "content": answer}]
 
 
@@ -125,20 +125,20 @@ class Lines:
         self.engine, self.text = engine, ""
 
     def reset(self) -> None:
-        """Forget the text."""
+        """Drop the text."""
         self.text = ""
 
     def prompt(self, line: str) -> str:
-        """The prompt for the continuation of a line."""
+        """Return the prompt for the continuation of a line."""
         return f"{self.text}{line}"
 
     def keep(self, line: str, answer: str) -> None:
-        """Remember a turn, also one whose answer was interrupted."""
+        """Append a turn, also one whose answer was interrupted."""
         self.text = "" if self.engine.frame else f"{self.text}{line}{answer}\n"
 
 
 class _TextScreen:
-    """Shows answers as they are written: with colours where there are any, else the text alone."""
+    """Prints answers as they are written, in colours on a terminal that has them, else as plain text."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen
@@ -148,29 +148,29 @@ class _TextScreen:
             screen.print(Text("   ").join(Text(LOOKS[kind].meaning, LOOKS[kind].style) for kind in kinds))
 
     def piece(self, piece: Piece) -> None:
-        """Show a piece of an answer."""
+        """Print a piece of an answer."""
         if self._coloured and piece.source in LOOKS:
             self._screen.print(Text(tame(piece.text), LOOKS[piece.source].style), end="", soft_wrap=True)
         else:
             print(piece.text, end="", flush=True)
 
     def end(self, completion: Completion | None) -> None:
-        """Show the end of an answer; None for one that was interrupted."""
+        """Print the end of an answer; None for one that was interrupted."""
         print(flush=True)
 
 
 class _JsonScreen:
-    """Writes a JSON line per answer."""
+    """Prints a JSON line per answer."""
 
     def __init__(self) -> None:
         self._answers, self._pieces = Answers(sys.stdout), list[Any]()
 
     def piece(self, piece: Piece) -> None:
-        """Take in a piece of an answer."""
+        """Store a piece of an answer."""
         self._pieces.append(piece)
 
     def end(self, completion: Completion | None) -> None:
-        """Write an answer; of one that was interrupted, what there is of it."""
+        """Print an answer; if it was interrupted, the pieces so far."""
         text = "".join(piece.text for piece in self._pieces)
         tokens = [piece.token for piece in self._pieces]
         cut = {"text": text, "tokens": tokens, "finish_reason": "interrupted"}
@@ -180,7 +180,7 @@ class _JsonScreen:
 
 @dataclass
 class Conversation:
-    """A conversation in progress: what was said, how answers are made and shown, and the figures so far."""
+    """A conversation in progress: its turns, the options and the screen for answers, and the figures so far."""
 
     talk: Messages | Lines
     options: dict[str, Any]
@@ -189,7 +189,7 @@ class Conversation:
     failed: bool = False  # an answer could not be made, or not to its end
 
     def answer(self, line: str) -> None:
-        """Answer a message; Ctrl-C ends the answer, of which the conversation keeps what there is."""
+        """Answer a message; Ctrl-C ends the answer, and the conversation keeps the part that was written."""
         text, completion = "", None
         try:
             with closing(self.talk.engine.stream(self.talk.prompt(line), **self.options)) as pieces:  # type: ignore[type-var]
@@ -211,7 +211,7 @@ class Conversation:
                 say(completion.error)
 
     def obey(self, command: str) -> None:
-        """Do what a line that begins with a slash says."""
+        """Run a command, a line that begins with a slash."""
         if command == "/reset":
             self.talk.reset()
             self.stats = Stats()
@@ -228,7 +228,7 @@ class Conversation:
 
 
 def converse(conversation: Conversation) -> None:
-    """Answer the lines of standard input until it ends, or says /quit."""
+    """Answer the lines of standard input until it ends, or a line is /quit."""
     for line in _lines():
         if line.strip() == "/quit":
             return
@@ -239,7 +239,7 @@ def converse(conversation: Conversation) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The lines that somebody types, or that a file or a pipe holds."""
+    """Yield the lines of standard input: typed ones with a prompt, or those of a file or a pipe."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\r\n")
@@ -249,7 +249,7 @@ def _lines() -> Iterator[str]:
     while True:
         try:
             line = input("> ")
-        except KeyboardInterrupt:  # nothing is being answered: Ctrl-C drops the line, as in a shell
+        except KeyboardInterrupt:  # no answer is running: Ctrl-C drops the line, as in a shell
             print()
             continue
         except EOFError:
@@ -260,14 +260,15 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Ctrl-C ends answers here, but SIGTERM, which otherwise is the same to us, still ends the command."""
+    """Let SIGTERM end the command inside the block, though the handler of Ctrl-C, usually the same, ends answers
+    only."""
 
     def end(*_: Any) -> NoReturn:
         raise SystemExit(INTERRUPTED)
 
     try:
         before = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # only the main thread may ask for signals
+    except ValueError:  # only the main thread may set signal handlers
         yield
         return
     try:

@@ -114,9 +114,9 @@ def check(
 
 
 def _options(params: dict[str, Any]) -> dict[str, Any]:
-    """Select the parameters that are settings of a check or of `Sampling`, and differ from their defaults.
+    """Return the parameters that are settings of a check or of `Sampling`, and differ from their defaults.
 
-    They are tried before anything is loaded. A tree's depth is its gamma, and what auto does is the engine's.
+    They are checked before anything is loaded. A tree's depth is its gamma, and for auto the engine's gamma counts.
     """
     from slipstream.check import CheckSettings
     from slipstream.decoding.sampling import Sampling

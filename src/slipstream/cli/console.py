@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 
 def console(stderr: bool = False) -> Console:
-    """A Console that prints text as it is: no markup, and no styles if NO_COLOR is set or nobody watches."""
+    """Return a Console that prints text as it is: no markup, and no styles with NO_COLOR or outside a terminal."""
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Console(stderr=stderr, color_system=colours, highlight=False, markup=False, emoji=False)
 
 
 def busy(console: Console, text: str) -> AbstractContextManager[Any]:
-    """A sign of life, if somebody watches."""
+    """Return a context manager that shows a spinner with this text, on a terminal only."""
     return console.status(text) if console.is_terminal else nullcontext()
 
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar of steps, if somebody watches -> told how many are done, how many there are, and what begins."""
+    """Show a progress bar of steps, on a terminal only -> a function of the number done, of all, and the next step's
+    name."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("")
@@ -40,9 +41,9 @@ def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
 def countdown(
     console: Console, total: int, say: Callable[[str], object], every: float = 30.0
 ) -> Iterator[Callable[[int, int], None]]:
-    """How many of the prompts are answered, how many failed and how long the rest will take -> told both numbers.
+    """Show how many prompts are answered, how many failed and the time left -> a function of the first two numbers.
 
-    A bar if somebody watches, else a line now and then, every so many seconds, by `say`.
+    On a terminal this is a bar; elsewhere, a line by `say` every `every` seconds.
     """
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))
@@ -65,7 +66,7 @@ def countdown(
 
 @contextmanager
 def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Callable[[Round], None]]:
-    """A bar of the tokens of `count` texts, if somebody watches -> its listener to rounds."""
+    """Show a bar of the tokens of `count` texts, on a terminal only -> a function to call with every round."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
     ended, total = 0, count * max_new_tokens
     with Progress(
@@ -88,7 +89,7 @@ def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Call
 
 
 def human_size(count: int) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes in readable units."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if value < 1024:

@@ -105,7 +105,7 @@ def forget(folder: Folder, namespace: Name, as_json: Json = False) -> None:
 
 
 def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any) -> Iterator[Any]:
-    """The token ids of documents."""
+    """Yield the token ids of documents, and show their number in `status`."""
     from slipstream.drafters.datastore.corpus import as_ids
 
     total = 0
@@ -120,7 +120,8 @@ def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any)
 
 
 def _show(folder: str, as_json: bool) -> None:
-    """The contents, as a few lines or as one object."""
+    """Print the contents of a datastore's folder, as a few lines or as one JSON object. Raises ValueError if it is
+    none."""
     from slipstream.drafters.datastore.corpus import Corpus
     from slipstream.drafters.datastore.drafter import CORPUS, MEMORY
     from slipstream.drafters.datastore.memory import read_totals

@@ -1,4 +1,4 @@
-"""`slipstream exits`: which layers of the target should draft for it, by measured speed."""
+"""`slipstream exits`: search for the layers of the target that should draft for it, by measured speed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def exits(
 
 
 def _table(found: Search) -> str:
-    """Every choice, and the answer."""
+    """Return a table of every choice, and the recommended options."""
     shown = found.as_dict()
     rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]
     for trial in shown["trials"]:

@@ -104,7 +104,10 @@ def train(
 
 
 def read_texts(paths: Sequence[Path], skipped: list[Path]) -> list[str]:
-    """What is in files, and in those below folders that are text; others go to `skipped`. ValueError without text."""
+    """Return the text of files, and of all text files below folders; other files are added to `skipped`.
+
+    Raises ValueError for a named file that is no text, and if there is no text at all.
+    """
     texts = list[str]()
     for path in paths:
         if path.is_dir():
@@ -121,7 +124,7 @@ def read_texts(paths: Sequence[Path], skipped: list[Path]) -> list[str]:
 
 
 def _text(file: Path) -> str | None:
-    """None for a file that is no text; OSError if it cannot be read."""
+    """Return a file's text; None for a file that is not UTF-8. Raises OSError if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -129,7 +132,7 @@ def _text(file: Path) -> str | None:
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Any) -> list[int]:
-    """All texts in a row, each behind the token that ends a text, if there is one."""
+    """Return all texts as one list of token ids, each after the end-of-text token, if the tokenizer has one."""
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return [token for one in ids for token in (*between, *one)]
@@ -137,7 +140,7 @@ def tokens_of(texts: Sequence[str], tokenizer: Any) -> list[int]:
 
 @contextmanager
 def _bar(done: int, steps: int) -> Iterator[Watch]:
-    """A bar of the steps, if somebody watches."""
+    """Show a progress bar of training steps, on a terminal only -> a function to call with progress and loss."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=screen, disable=not screen.is_terminal) as bar:

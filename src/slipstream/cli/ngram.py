@@ -1,4 +1,4 @@
-"""`slipstream ngram`: build n-gram models to draft with, and look at them."""
+"""`slipstream ngram`: build n-gram models to draft with, and show what they hold."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Vocab = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]
 
 BATCH = 1 << 20
-"""Bytes of text that are tokenized together."""
+"""The bytes of text that are tokenized together."""
 
 
 @ngram.callback()
@@ -107,7 +107,7 @@ def info(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = F
 def _tokens(
     found: Iterable[tuple[str, Document]], tokenizer: Any, counted: Counter[str], bar: Progress
 ) -> Iterator[Any]:
-    """The token ids of every document; several texts at once, which is faster."""
+    """Yield the token ids of every document; several texts are tokenized at once, which is faster."""
     import numpy as np
 
     def ids(some: list[str]) -> Iterator[Any]:

@@ -113,7 +113,7 @@ def _names(what: Sequence[str]) -> list[str]:
 
 
 def _folder(out: str | None, names: Sequence[str], force: bool) -> Path | None:
-    """Where files go, checked before anything is measured."""
+    """Return the folder for files, created if needed; it is checked before anything is measured. None without --out."""
     from slipstream.files import check_folder
     from slipstream.paper.catalogue import outputs
     from slipstream.paper.pages.draw import check_drawing

@@ -1,4 +1,4 @@
-"""`slipstream plan`: is it worth it here, with which draft and gamma, and does the prediction hold?"""
+"""`slipstream plan`: does speculation pay here, with which draft and gamma, and does the prediction hold?"""
 
 from __future__ import annotations
 
@@ -134,7 +134,10 @@ def plan(
 
 
 def _answered_at_once(context: typer.Context) -> bool:
-    """Whether no measurement was asked for: figures alone, or a plan made before. Raises ValueError for a mixture."""
+    """Answer from figures alone or from a saved plan, if the options say so -> whether they did.
+
+    Raises ValueError for options that do not go together.
+    """
     params = context.params
     if not ONLY_FIGURES.isdisjoint(written(context)):
         refuse_others(
@@ -159,7 +162,7 @@ def _answered_at_once(context: typer.Context) -> bool:
 
 
 def _check_outputs(params: dict[str, Any]) -> None:
-    """Raises ValueError, before anything is measured, for what could not be written afterwards."""
+    """Raise ValueError, before anything is measured, for outputs that could not be written afterwards."""
     from slipstream.plan.exports import check_export
 
     for engine in params["export"] or ():
@@ -174,7 +177,7 @@ def _check_outputs(params: dict[str, Any]) -> None:
 
 
 def _settings(params: dict[str, Any]) -> Any:
-    """What to plan for, checked before anything is loaded."""
+    """Return the plan's settings, checked before anything is loaded."""
     from slipstream.decoding.sampling import Sampling
     from slipstream.plan.planner import PlanSettings
 
@@ -188,7 +191,7 @@ def _settings(params: dict[str, Any]) -> Any:
 
 
 def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) -> list[Any]:
-    """At most `most` prompts, evenly from all that were given; without any, the benchmark's own."""
+    """Return at most `most` prompts, evenly from all that were given; without any, the benchmark's own."""
     if not prompts and not file:
         from slipstream.bench import PROMPTS as OWN
 
@@ -203,7 +206,7 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
 def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
-    """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
+    """Load the engine without a draft, and the drafters by specification; compiled, they draft chains of `sizes`."""
     from slipstream.drafters.kinds import BuildContext
     from slipstream.drafters.specification import drafter, paths_shape
     from slipstream.engine.load import embedded, load
@@ -250,7 +253,7 @@ def _export(made: Plan, engines: Sequence[str]) -> None:
 
 
 def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
-    """A plan that was made before."""
+    """Print a saved plan, or export it."""
     if as_json:
         print(json_text(made.as_dict(), ensure_ascii=False))
     elif not engines:
@@ -261,7 +264,7 @@ def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
     _export(made, engines)
 
 
-# ---- what was measured ------------------------------------------------------------------------------------------
+# ---- measured plans ---------------------------------------------------------------------------------------------
 
 LEGEND = (
     "iid, per call: tokens per target call, by Equation 1 with one alpha and from what was measured by position; "
@@ -272,7 +275,7 @@ LEGEND = (
 
 
 def _show(report: PlanReport, screen: Console) -> None:
-    """A table per number of rows and draft, the choice, how it went, and what it was measured on."""
+    """Print a table per number of rows and draft, the choice, its verification, and the machine it was measured on."""
     settings, (least, longest) = report.settings, report.prompt_tokens
     for rows, found in report.outlooks.items():
         for name, outlook in found.items():
@@ -319,7 +322,7 @@ def _show_memory(report: PlanReport, screen: Console) -> None:
 
 
 def _show_distance(report: PlanReport, rows: int, screen: Console) -> None:
-    """For a draft elsewhere, how far it may be; it has not run there, so nothing was verified."""
+    """Print how far away a draft on another machine may be; it was not run there, so nothing was verified."""
     longest = report.outlooks[rows][report.draft].longest_delay
     if report.settings.network_ms is not None and longest is not None:
         screen.print(
@@ -328,7 +331,7 @@ def _show_distance(report: PlanReport, rows: int, screen: Console) -> None:
 
 
 def _choice(report: PlanReport, rows: int, gamma: int) -> str:
-    """The plan for so many rows, in a sentence."""
+    """Return the plan for this number of rows, in a sentence."""
     outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
     best = outlook.best
     range_ = f"{best.factor:.2f} x plain ({best.low:.2f}-{best.high:.2f})"
@@ -340,7 +343,7 @@ def _choice(report: PlanReport, rows: int, gamma: int) -> str:
 
 
 def _outcome(each: Verification) -> str:
-    """Predicted against measured, and what to make of it."""
+    """Return a sentence on predicted and measured speed, with the likely reason if they differ."""
     low, high = min(each.factors), max(each.factors)
     text = (
         f"measured with gamma {each.gamma}: {each.factor:.2f} x plain ({low:.2f}-{high:.2f}), {each.difference:+.1%} "

@@ -1,4 +1,4 @@
-"""`slipstream plan` without models: what alpha, c and the distance of the draft promise."""
+"""`slipstream plan` without models: the speed that alpha, c and the distance of the draft predict."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ StepMs = Annotated[
 ]
 
 ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve", "step_ms"}
-"""Any of these asks for a plan without models."""
+"""The options any of which selects a plan without models."""
 
 
 class FigureOptions:
-    """What is known where nothing is measured."""
+    """The options of a plan from known figures, without measuring."""
 
     alpha: Alpha = None
     cost: Cost = None
@@ -40,7 +40,7 @@ class FigureOptions:
 
 
 def from_figures(params: dict[str, Any]) -> None:
-    """Show what the figures among a command's parameters promise. Raises ValueError if some are missing."""
+    """Print the predictions from the figures among a command's parameters. Raises ValueError if some are missing."""
     alpha, cost, curve = params["alpha"], params["cost"], params["curve"]
     if alpha is None or cost is None:
         raise ValueError("--alpha and --cost go together: give both, or neither to measure them.")
@@ -57,7 +57,8 @@ def from_figures(params: dict[str, Any]) -> None:
 
 
 def _delay(network: float | None, step: float | None) -> float | None:
-    """Milliseconds there and back, in target steps. Raises ValueError for one of the two alone."""
+    """Return the milliseconds to the draft and back in target steps. Raises ValueError if only one of the two is
+    given."""
     if (network is None) != (step is None):
         raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
     return None if network is None or step is None else network / step
@@ -83,7 +84,7 @@ def _show(found: Figures, curved: bool, step: float | None, screen: Console) -> 
 
 
 def about_distance(delay: float, longest: float) -> str:
-    """What the distance of a draft on another machine means; milliseconds there and back."""
+    """Return a sentence on the distance of a draft on another machine; milliseconds there and back."""
     where = f"the draft is {delay:g} ms away, there and back"
     if longest <= 0:
         return f"{where}: it would not pay here either."
@@ -93,7 +94,7 @@ def about_distance(delay: float, longest: float) -> str:
 
 
 def plan_table(*names: str) -> Table:
-    """A table of figures by gamma."""
+    """Return an empty table of figures by gamma."""
     table = Table(box=None, pad_edge=False, header_style="")
     for number, name in enumerate(names):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)

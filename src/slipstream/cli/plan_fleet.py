@@ -1,4 +1,4 @@
-"""`slipstream plan --replicas`: what so many replicas would do under a load curve."""
+"""`slipstream plan --replicas`: simulate fleets of replicas under a load curve."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Price = Annotated[
 ]
 
 EVERY = 1000
-"""Requests between two steps of the progress."""
+"""The number of requests between two updates of the progress bar."""
 
 
 class FleetOptions:
-    """A fleet, and what comes to it."""
+    """The options of a simulated fleet and its load."""
 
     replicas: Replicas = None
     trace: Trace = None
@@ -43,7 +43,7 @@ class FleetOptions:
 
 
 def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
-    """Simulate fleets of every size, plain and with the plan's draft, and show what they would do.
+    """Simulate fleets of every size, plain and with the plan's draft, and print their figures.
 
     Raises ValueError if there is no trace, or if the plan lacks figures.
     """

@@ -1,4 +1,4 @@
-"""Commands under torchrun: rank 0 runs them, the other ranks work for it and say nothing unless something is wrong."""
+"""Commands under torchrun: rank 0 runs the command, the other ranks work for it and print only errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 def on_ranks(command: Callable[[], None]) -> None:
-    """Run a command with its target on all ranks: what is read, printed and written is rank 0's business alone.
+    """Run a command on rank 0, with its target on all ranks; only rank 0 reads, prints and writes.
 
-    Raises ValueError, which says how to start it, in a single process, and ConnectionError on every rank that is left
+    Raises ValueError, which says how to start it, in a single process, and ConnectionError on all remaining ranks
     when one is lost.
     """
     from slipstream.engine.follow import follow
@@ -17,7 +17,7 @@ def on_ranks(command: Callable[[], None]) -> None:
 
     ranks = join()
     if not ranks.leads:
-        warnings.simplefilter("ignore")  # rank 0 says the same
+        warnings.simplefilter("ignore")  # rank 0 shows the same warnings
         try:
             follow()
         except RankLost as error:

@@ -1,4 +1,4 @@
-"""What users write on the command line about sampling and ends -> the options of a call, checked before any loading."""
+"""Options of the command line for sampling and the ends of texts -> options of a call, checked before any loading."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 BEAMS = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
 LIMITS = ("seed", "plain", "max_new_tokens", "lossless", "n", "logprobs", "echo", "max_time", *BEAMS)
-"""Options of a call that are no settings of sampling, under the names of the parameters."""
+"""The options of a call that are not settings of sampling, under the names of the parameters."""
 
 EARLY = {"true": True, "false": False}
-"""How `--early-stopping` is written, where that is no name."""
+"""The values of `--early-stopping` that are not names."""
 
 
 def call_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call that a command's parameters give, without those that nobody gave and that have no default.
+    """Return the options of a call from a command's parameters, without those that are None.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for impossible values.
     """
     from slipstream.engine.options import read_options
 
@@ -40,7 +40,7 @@ def call_options(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    """Select the parameters of a command that are settings of `Sampling`."""
+    """Return the parameters of a command that are settings of `Sampling`. Raises ValueError for impossible values."""
     from slipstream.decoding.sampling import Sampling
 
     off = {field.name: field.default for field in fields(Sampling) if field.name in params}
@@ -57,11 +57,11 @@ def _sampling(params: dict[str, Any]) -> dict[str, Any]:
 
 
 FORMS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark_file": "lark"}
-"""Parameters that say what form answers have, and the methods of `Grammars` that read them."""
+"""The parameters that set the form of answers -> the methods of `Grammars` that take them."""
 
 
 def read_form(params: dict[str, Any]) -> dict[str, Any]:
-    """The form that a command's parameters ask for, files as their text: {"regex": "[a-z]+"}; empty if none is.
+    """Return the form that a command's parameters set, files as their text: {"regex": "[a-z]+"}; {} without one.
 
     Raises ValueError for several at once, OSError for a file that cannot be read.
     """
@@ -102,7 +102,7 @@ def _unescape(text: str) -> str:
 
 
 def answer_as_dict(completion: Completion) -> dict[str, Any]:
-    """An answer as a JSON line tells it."""
+    """Return an answer as the object of a JSON line."""
     names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
     error = {"error": completion.error} if completion.error else {}
     found = {**error, **{name: getattr(completion, name) for name in names}}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Form(StrEnum):
-    """What is printed of a transcript."""
+    """The formats in which a transcript is printed."""
 
     TEXT = "text"
     JSON = "json"
@@ -88,7 +88,7 @@ def transcribe(
 
 
 def _printed(found: Transcript, sound: Path, form: Form) -> str:
-    """A transcript in the form that was asked for."""
+    """Return a transcript in the requested format."""
     if form is Form.SRT:
         return found.srt().rstrip("\n") + "\n"
     if form is Form.VTT:

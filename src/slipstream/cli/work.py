@@ -1,4 +1,4 @@
-"""What `slipstream generate` has to do: the prompts, the engine, and how they are run while somebody watches."""
+"""The work of `slipstream generate`: its prompts, its engine, and running them with a progress bar."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Work:
-    """What `generate` has to do: an item for each answer, of which `samples` side by side have the same prompt.
+    """The work of `generate`: an item for each answer, of which `samples` side by side have the same prompt.
 
-    The engine is None if no prompt can be used; `failed`: a text could not go on.
+    The engine is None if no prompt can be used; `failed` is True once a text could not go on.
     """
 
     engine: Any
@@ -32,20 +32,20 @@ class Work:
 
     @property
     def good(self) -> list[Item]:
-        """The prompts that can be used."""
+        """The items whose prompts can be used."""
         return [item for item in self.items if not item.error]
 
     @property
     def together(self) -> int:
-        """How many answers of a prompt come of one search."""
+        """The number of answers that one beam search gives for a prompt; 1 without beams."""
         return self.options.get("num_return_sequences") or 1
 
     def place(self, index: int) -> dict[str, int]:
-        """Which sample of which prompt an answer is, if prompts have several."""
+        """Return which sample of which prompt an answer is; {} if prompts have a single one."""
         return {} if self.samples == 1 else {"prompt": index // self.samples, "sample": index % self.samples}
 
     def run(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
-        """Generate all good prompts at once but those of the places `skip` -> completions, and INTERRUPTED or 0."""
+        """Generate all good prompts but those at the places `skip` -> completions, and INTERRUPTED or 0."""
         from slipstream.engine.engine import Interrupted
 
         prompts = [item.prompt for item in self.good[:: self.together]]
@@ -57,7 +57,7 @@ class Work:
             return stop.completions, INTERRUPTED
 
     def run_watched(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
-        """Generate under a progress bar; see `run`."""
+        """Generate with a progress bar; see `run`."""
         if self.options.get("num_beams", 1) > 1:
             return self._search_watched(skip, **listeners)
         count, most = len(self.good) - len(skip), self.options["max_new_tokens"]
@@ -67,7 +67,7 @@ class Work:
     def _search_watched(
         self, skip: Collection[int], on_completion: Callable[[int, Completion], object] | None = None
     ) -> tuple[list[Completion], int]:
-        """A search has no text before it has ended, so that texts are what is counted."""
+        """Run a beam search with a progress bar of finished texts, since their tokens are known only at the end."""
         done, most = set[int](), len(self.good) - len(skip)
         with steps(console(stderr=True)) as tell_done:
 
@@ -81,7 +81,7 @@ class Work:
             return self.run(skip, on_completion=show)
 
     def close(self, completions: Sequence[Completion], skip: Collection[int] = ()) -> None:
-        """Say beside the output what a reader of it has to know: failures, full contexts, and times if asked for."""
+        """Print notes on standard error: failures, full contexts, and times if `profile` is set."""
         asked = [item for place, item in enumerate(self.good) if place not in skip]
         full = []
         for item, completion in zip(asked, completions, strict=False):

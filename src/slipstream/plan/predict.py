@@ -170,10 +170,11 @@ class PlanCosts:
         return self._expected(self.widths(gamma), self._round)
 
     def lasting(self, gamma: int, kept: Survival, asked: int | None = None) -> float:
-        """Return the expected seconds of a round: `round`, or with a delay those of a draft on another machine.
+        """Return the expected seconds of a round: `round`, or with a delay those with a draft on another machine.
 
-        Such a draft is ready at once if all tokens and the bonus were guessed, that one with the chance of a first
-        token. `asked` is the gamma that rounds ask for where texts do not end.
+        A draft made ahead is right if all tokens stand and the bonus token was guessed; the chance of that guess is
+        taken to be that of a first token. `asked` is the gamma of rounds far from a text's end, if `gamma` is smaller
+        near it.
         """
         if self.delay is None or not gamma:
             return self.round(gamma)
