@@ -1,8 +1,8 @@
 """Hugging Face causal language models as Scorers, unmodified.
 
 A Scorer feeds the model explicit positions and an explicit 4-D mask, and a `Cache` that writes each row at its own
-slots; the model's own code is not touched. What cannot be rolled back, or does not obey positions and mask, is
-refused at construction. `ModelFacts` says what the model is, `Memory` holds its rows, `PassBuilder` makes passes over
+slots; the model's own code is not touched. Models that cannot be rolled back, or do not obey positions and mask, are
+refused at construction. `ModelFacts` holds facts about the model, `Memory` its rows, `PassBuilder` makes passes over
 them, `PassRunner` runs those, `DraftChains` drafts by graphs.
 """
 
@@ -51,7 +51,7 @@ class CausalScorer:
     Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
     """
 
-    way = "length"  # how it rolls back
+    way = "length"  # the kind of rollback: by a length
     shares_rows = True
 
     def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
@@ -65,7 +65,7 @@ class CausalScorer:
             if isinstance(execution, Compiled):
                 decoder.reader = CompiledReader(decoder.reader, self.name, execution.progress)
             execution = execution.of(cast(Any, decoder), self.name)  # what runs the passes is the decoder
-        # Only where it is known that the layers of a pass see its tokens as (rows, n).
+        # Only if the layers of a pass are known to receive its tokens as (rows, n).
         self._columns = shared_columns(decoder or model) if self.facts.proven else None
         self._memory = Memory(decoder)
         self._builder = PassBuilder(self.facts, self._memory)
@@ -78,20 +78,21 @@ class CausalScorer:
             self.fix_shape(None)
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
-        """A Scorer that runs another model, made of this one's layers or of copies, over the same rows and cache.
+        """Return a Scorer that runs another model, made of this one's layers or of copies, over the same rows and
+        cache.
 
         What it adds to the rows has to be rolled back before this one goes on.
         """
         other, execution = copy.copy(self), self.execution
         other.name, other.model, other._chains = name, model, None
-        execution = execution and execution.of(model, name)  # our own graphs are of our own layers
+        execution = execution and execution.of(model, name)  # graphs of this model's layers cannot be used for others
         other._columns = shared_columns(model) if self.facts.proven else None
         other._runner = PassRunner(model, self.facts, self._memory, execution)
         return other
 
     def seeing(self, window: int, sinks: int) -> CausalScorer:
-        """A Scorer that runs the same model over the same rows, and sees no more of a text than its last `window`
-        tokens and its first `sinks`: what it adds has to be rolled back before this one goes on."""
+        """Return a Scorer that runs the same model over the same rows, but attends to a text's last `window` tokens
+        and first `sinks` only. What it adds has to be rolled back before this one goes on."""
         other = self.sharing_rows(self.model, f"{self.name} in a window of {window}")
         other.facts = self.facts.within(window, sinks)
         other._builder = PassBuilder(other.facts, self._memory)
@@ -102,7 +103,7 @@ class CausalScorer:
 
     @property
     def vocab(self) -> int:
-        """Size of the logits."""
+        """The size of the logits."""
         return self.facts.vocab
 
     @property
@@ -112,29 +113,29 @@ class CausalScorer:
 
     @property
     def execution(self) -> Execution | None:
-        """What makes passes of few tokens faster; None runs them eagerly."""
+        """The execution that makes passes of few tokens faster; None runs them eagerly."""
         return self._runner.execution
 
     @property
     def source_form(self) -> SourceForm | None:
-        """What the encoder reads, if there is one."""
+        """The form of the sources that the encoder reads; None for a model without an encoder."""
         return self._memory.sources.form if self._memory.sources else None
 
     @property
     def windows(self) -> set[int]:
-        """How many tokens back some of its layers may look."""
+        """The numbers of tokens that layers with a limit may look back."""
         return windows_of(self.model.config.get_text_config())
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model has a part for images."""
+        """Whether the model can read images."""
         return can_see(self.model)
 
     # ---- rows ----
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         return self._memory.texts.lengths
 
     @property
@@ -151,7 +152,7 @@ class CausalScorer:
         self._memory.fork(rows)
 
     def show(self, row: int, images: Images) -> None:
-        """Give an empty row the images of its text, all of which is then read in one piece."""
+        """Store the images of an empty row's text, which is then read in one piece."""
         self._memory.images[row] = images
 
     def free(self, rows: Sequence[int]) -> None:
@@ -159,33 +160,39 @@ class CausalScorer:
         self._memory.free(rows)
 
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
-        """Take over a text of `length` tokens: layers have keys and values (heads, count, head_dim) of its end, of as
-        many tokens as they ever look back at."""
+        """Fill an empty row with a text of `length` tokens.
+
+        `layers` have keys and values (heads, count, head_dim) of its last tokens, as many as each layer ever looks back
+        at.
+        """
         self._memory.texts.fill(row, layers, length)
 
     # ---- prefixes, and memory ----
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts there from now on, and look there for them; None: nowhere. Encoder-decoders store nothing."""
+        """Store texts in this prefix cache from now on, and look them up there; None for no cache. Encoder-decoders
+        have none."""
         self._memory.use_prefixes(cache)
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
+        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
         return self._memory.recall(row, text, salt)
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store what a row holds of a text, whose tokens are those of the row."""
+        """Store a text in the prefix cache, as far as the row holds it; `text` are the tokens of the row."""
         self._memory.remember(row, text, salt)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What the keys and values of texts of these lengths take, with what is allocated ahead; of an encoder-decoder
-        0 before its first pass."""
+        """Return the bytes of keys and values of texts of these lengths, with the room allocated ahead.
+
+        For an encoder-decoder this is 0 before its first pass.
+        """
         self._touch()
         return self._memory.texts.bytes_for(self._possible(lengths))
 
     @property
     def bytes_allocated(self) -> int:
-        """What the keys and values of texts take now, with what is allocated ahead."""
+        """The bytes that the keys and values of all texts take now, with the room allocated ahead."""
         return self._memory.texts.bytes_allocated
 
     def _possible(self, lengths: Sequence[int]) -> list[int]:
@@ -193,7 +200,7 @@ class CausalScorer:
 
     @torch.inference_mode()
     def _touch(self) -> None:
-        """What a token takes is known after a first pass."""
+        """Run one token, if nothing was run yet, since the bytes of a token are only known after a first pass."""
         if self._decoder is None and not self.lengths and not self.bytes_per_token:
             self.add(1)
             self._prefill([[0]], 0)
@@ -202,7 +209,7 @@ class CausalScorer:
     # ---- lengths ----
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
         self._memory.texts.rollback(lengths)
 
     def scrub(self) -> None:
@@ -214,8 +221,11 @@ class CausalScorer:
         self._memory.texts.keep(starts, paths)
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Keep the hidden states of some places (see `HiddenStates`) of every token that is read from now on, as long
-        as what is returned lives. Raises ValueError for places that there are not, or if the passes are compiled."""
+        """Record the hidden states at some places (see `HiddenStates`) of every token from now on, while the result
+        lives.
+
+        Raises ValueError for places that the model does not have, or if the passes are compiled.
+        """
         if self.execution is not None:
             raise ValueError(
                 f"{self.name} is compiled, which hides its hidden states: use this draft without compiling."
@@ -228,13 +238,13 @@ class CausalScorer:
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
-        tokens are scored together (None: in the shape of the work at hand, which is faster)."""
+        tokens are scored together; None: in the shape of the work at hand, which is faster."""
         self.shape: Shape | None = shape
         self._memory.texts.least = shape.slots if shape else LEAST * bool(self.execution)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows; others take no part
-        -> logits (rows, n, vocab) in the model's dtype."""
+        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows; others are left
+        alone -> logits (rows, n, vocab) in the model's dtype."""
         if self.shape:
             assert tree is None, "trees have shapes of their own"
             return self._extend_exactly(self.shape, tokens, counts, first)
@@ -245,7 +255,7 @@ class CausalScorer:
         return logits[:, :count]
 
     def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], first: int) -> Tensor:
-        """The rows behind those of the tokens, and empty ones where there are too few, fill the shape with padding."""
+        """Run `extend` in a fixed shape: rows after those of the tokens, or empty ones, and padding fill it."""
         (rows, width), texts, real = tokens.shape, self._memory.texts, len(self.lengths)
         assert rows <= shape.rows and width <= shape.width, f"{tokens.shape} does not fit {shape}"
         texts.add(max(0, first + shape.rows - real))
@@ -255,23 +265,24 @@ class CausalScorer:
         return logits[:rows, :width]
 
     def _score(self, tokens: Tensor, first: int, tree: Tree | None) -> Tensor:
-        # Outside of inference mode on purpose, as the caller's tokens are: graphs tell such tensors from others.
+        # Outside of inference mode, like the caller's tokens: graphs treat tensors made inside it differently.
         slots = self._memory.texts.place(tokens.shape[1], first, first + len(tokens))
         with torch.inference_mode():
             return self._runner.logits(self._builder.build(tokens, slots.to(self.device), tree)).to(self.device)
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts, one to each of the rows from `first` on, behind what they hold, in passes of bounded width."""
+        """Feed texts, one to each of the rows from `first` on, after their cached tokens, in passes of bounded
+        width."""
         texts = [self._see(row, text) for row, text in enumerate(texts, first)]
-        if self.shape:  # one by one, so that a row's keys do not depend on which rows it came with
+        if self.shape:  # one by one, so that a row's keys do not depend on the rows beside it
             for row, text in enumerate(texts, first):
                 self._prefill([text], row)
-        else:  # a row without text would cost the attention of one that has as much as the longest
+        else:  # a row without text would cost as much attention as the longest one
             for row, part in runs_of_texts(texts):
                 self._prefill(part, first + row)
 
     def _see(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        """Read a text with images by the model's own ways -> what is left to read."""
+        """Read a text with images, in an empty row, by the model's own forward -> the tokens that are left to read."""
         images, texts = self._memory.images[row], self._memory.texts
         if images is None or not text or texts.lengths[row]:
             return text
@@ -291,7 +302,7 @@ class CausalScorer:
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
-        """The logits (1, n, vocab) of one text by the model's own ways, without our cache."""
+        """Return the logits (1, n, vocab) of one text by the model's own forward, without our cache."""
         if self._decoder:
             assert source is not None
             return self._decoder.alone(torch.tensor([text], device=self.device), source)
@@ -305,18 +316,21 @@ class CausalScorer:
         return self._chains.draft_graphs if self._chains else None
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft by graphs, where that is possible: chains of these sizes by one."""
+        """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes."""
         facts, module = self.facts, self._decoder or self.model
         draft_graphs = DraftGraphs(module, self.name, tuple(sizes), facts.kinds, facts.relative, progress)
         self._chains = DraftChains(draft_graphs, self._memory, facts.context)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for the first rows of the cache, one for each text of the wish -> tokens (rows, gamma) and the
-        law each was drawn from; None where that has to be done without graphs."""
+        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their law
+        q.
+
+        None if that is not possible by graphs.
+        """
         if self._chains is None or not self._chains.fits(wish):
             return None
-        if not self._memory.texts.stores:  # nothing was ever fed: there is nothing yet for a graph to write to
+        if not self._memory.texts.stores:  # nothing was ever fed: the stores that a graph writes to do not exist yet
             lengths = list(self.lengths)
             self._prefill([[0]] * len(lengths), 0)
             self.rollback(lengths)

@@ -1,9 +1,9 @@
 """Encoder-decoder models, unmodified, as decoders that run like causal language models.
 
-The encoder reads every source once. What its states are to the decoder, the keys and values of cross-attention, is
-fixed from then on: it lies in a `RowCache` of its own, a row per source, and only self-attention rolls back. Decoders
+The encoder reads every source once. The decoder gets from it the keys and values of cross-attention, which are fixed
+from then on: they lie in a `RowCache` of their own, a row per source, and only self-attention rolls back. Decoders
 count positions from one offset that all rows share; ours have lengths of their own, so `SourceDecoder` runs a twin of
-the model, with the same weights, that is told every row's positions.
+the model, with the same weights, that receives every row's positions.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from slipstream.kernels.placement import input_device
 
 @dataclass
 class Where:
-    """The positions (rows, n) of the pass that is running, and how far back (rows, n, end) everything in the cache
-    lies; None while nobody runs a pass of ours."""
+    """The positions (rows, n) of the pass that is running, and the distances (rows, n, end) to everything in the cache;
+    None outside of our passes."""
 
     own: Tensor | None = None
     back: Tensor | None = None
 
 
 class RowPositions(nn.Module):
-    """Stands in for a decoder's table of positions: every row has its own."""
+    """Replaces a decoder's table of positions, so that every row has positions of its own."""
 
     def __init__(self, table: Any, where: Where) -> None:
         super().__init__()
         self.table: Any = table
         self.where = where
-        # M2M100's sinusoids leave out the row of padding, which they give to the padding token alone.
+        # M2M100's sinusoids skip the row of padding, which they give to the padding token alone.
         self.padding: int | None = table.padding_idx if hasattr(table, "weights") else None
         if self._weights.is_meta:
             raise ValueError(
@@ -51,7 +51,8 @@ class RowPositions(nn.Module):
         self.offset = int(getattr(table, "offset", 0)) if self.padding is None else self.padding + 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The embeddings (rows, n, width) of the pass's own positions; without one, what the table says."""
+        """Return the embeddings (rows, n, width) of the pass's own positions; without a pass, those of the table
+        itself."""
         if self.where.own is None:
             return self.table(*args, **kwargs)
         places = self.where.own + self.offset
@@ -66,7 +67,7 @@ class RowPositions(nn.Module):
 
 
 class RowBias:
-    """Stands in for `compute_bias` of T5's attention: the bias of every row's own distances.
+    """Replaces `compute_bias` of T5's attention by the bias of every row's own distances.
 
     All distances from `relative_attention_max_distance` on share one bucket, so a table by distance holds them all.
     """
@@ -78,7 +79,7 @@ class RowBias:
         self.table: Tensor | None = None  # (distances from 0 on, heads)
 
     def __call__(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Tensor:
-        """(rows or 1, heads, query_length, key_length)."""
+        """Return the bias (rows or 1, heads, query_length, key_length)."""
         if self.where.back is None:
             return self.shared(self.attention, query_length, key_length, device, past_seen_tokens)
         far = self.attention.relative_attention_max_distance
@@ -89,14 +90,14 @@ class RowBias:
 
 @dataclass
 class _Layer:
-    """Keys and values of a layer of cross-attention, as models look them up."""
+    """Keys and values of a layer of cross-attention, with the names that models use."""
 
     keys: Tensor
     values: Tensor
 
 
 class _Both(EncoderDecoderCache):
-    """A cache of self-attention, and keys and values of cross-attention that are ready."""
+    """A cache of self-attention, with keys and values of cross-attention that were computed before."""
 
     def __init__(self, own: Cache, ready: Stores) -> None:
         super().__init__(own, _Ready(layers=[_Layer(keys, values) for keys, values in ready]))
@@ -108,7 +109,7 @@ class _Both(EncoderDecoderCache):
 
 
 class _Ready(Cache):
-    """A cache of layers to which no pass adds anything."""
+    """A cache of fixed layers, to which no pass adds anything."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -116,21 +117,21 @@ class _Ready(Cache):
 
 @dataclass(frozen=True)
 class _Projections:
-    """What makes keys and values of cross-attention from the encoder's states."""
+    """The projections from the encoder's states to keys and values of cross-attention."""
 
     keys: nn.Module
     values: nn.Module
     head: int  # the width of a head
 
     def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, source, width) -> keys and values (rows, heads, source, head_dim)."""
+        """Project states (rows, source, width) -> keys and values (rows, heads, source, head_dim)."""
         shape = (*states.shape[:2], -1, self.head)
         keys, values = (part(states).view(shape).transpose(1, 2) for part in (self.keys, self.values))
         return keys, values
 
 
 class SourceDecoder(nn.Module):
-    """The decoder of an encoder-decoder, called like a causal language model with `cross` beside."""
+    """The decoder of an encoder-decoder, called like a causal language model with `cross` as one more argument."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -166,8 +167,9 @@ class SourceDecoder(nn.Module):
         cross: Cross,
         use_cache: bool = True,
     ) -> Any:
-        """As a causal model with explicit positions and a 4-D mask -> an output with logits (rows, n, vocab)."""
-        unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # the model only asks whether there are states
+        """Run the decoder like a causal model with explicit positions and a 4-D mask -> an output with logits (rows,
+        n, vocab)."""
+        unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # models only test whether encoder states are given
         self.where.own, self.where.back = position_ids, cross.back
         try:
             return self.model(
@@ -182,7 +184,7 @@ class SourceDecoder(nn.Module):
             self.where.own = self.where.back = None
 
     def read(self, sources: Sequence[Source], keep: RowCache, first: int) -> None:
-        """Run the encoder, and give the rows of `keep` from `first` on the keys and values of its states."""
+        """Run the encoder, and store the keys and values of its states in the rows of `keep` from `first` on."""
         found = self.reader(*self._inputs(sources))
         whole = found[0][0].shape[2]
         keep.reserve(whole, first)
@@ -191,25 +193,27 @@ class SourceDecoder(nn.Module):
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
 
     def states(self, given: Tensor, mask: Tensor | None) -> Stores:
-        """Keys and values of cross-attention by layer, for ids (rows, longest) and their mask, or for features."""
+        """Return keys and values of cross-attention by layer, for ids (rows, longest) and their mask, or for
+        features."""
         states = self._encode(given, mask)
         return [project(states) for project in self._projections]
 
     def alone(self, tokens: Tensor, source: Source) -> Tensor:
-        """The logits (1, n, vocab) of a text (1, n) by the model's own ways, without cache."""
+        """Return the logits (1, n, vocab) of a text (1, n) by the model's own forward, without cache."""
         ids, mask = self._inputs([source])
         given = BaseModelOutput(last_hidden_state=self._encode(ids, mask))
         return self.model(encoder_outputs=given, attention_mask=mask, decoder_input_ids=tokens, use_cache=False).logits
 
     def _encode(self, given: Tensor, mask: Tensor | None) -> Tensor:
-        """The encoder's states (rows, longest, width)."""
+        """Return the encoder's states (rows, longest, width)."""
         encoder = self.model.get_encoder()
         if mask is None:
             return encoder(given).last_hidden_state
         return encoder(input_ids=given, attention_mask=mask).last_hidden_state
 
     def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
-        """What the encoder reads: ids (rows, longest) and which of them are no padding, or features without."""
+        """Return the encoder's input: ids (rows, longest) and their mask, which is 0 at padding, or features and
+        None."""
         if isinstance(sources[0], Tensor):
             features = torch.stack([source for source in sources if isinstance(source, Tensor)])
             return features.to(self.device, self.dtype), None
@@ -222,7 +226,7 @@ class SourceDecoder(nn.Module):
 
 
 class Sources:
-    """What the decoder knows of the source of every row: keys and values of cross-attention, fixed per row."""
+    """The sources of all rows for the decoder: keys and values of cross-attention, fixed per row."""
 
     def __init__(self, decoder: SourceDecoder) -> None:
         self._decoder = decoder
@@ -233,7 +237,7 @@ class Sources:
 
     @torch.inference_mode()
     def add(self, rows: int, sources: Sequence[Source | None]) -> None:
-        """Read the sources of new rows. One longer than the encoder can read is cut. Raises ValueError if one lacks."""
+        """Read the sources of new rows, cut to the encoder's longest. Raises ValueError if a row has none."""
         given = [self.form.cut(source) for source in sources if source is not None]
         if len(given) != rows:
             raise ValueError(f"{type(self._decoder.model).__name__} is an encoder-decoder: every row needs a source.")
@@ -243,7 +247,7 @@ class Sources:
         self._decoder.read(given, self._rows, first)
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append rows with the sources of these; nothing is read again."""
+        """Append rows with the sources of these, without reading them again."""
         self._rows.fork(rows)
         self._known.clear()
 
@@ -253,7 +257,7 @@ class Sources:
         self._known.clear()
 
     def cross(self, part: slice, back: Tensor | None) -> Cross:
-        """What a pass of some rows reads; `back` as in `Cross`."""
+        """Return what cross-attention reads in a pass over some rows; `back` as in `Cross`."""
         name = (part.start, part.stop)
         if name not in self._known:
             self._known[name] = self._cross(part)
@@ -269,7 +273,7 @@ class Sources:
 
 
 def source_form(model: PreTrainedModel) -> SourceForm:
-    """The sources that an encoder-decoder reads."""
+    """Return the form of sources that an encoder-decoder reads. Raises ValueError for features other than Whisper's."""
     config = model.config
     if model.main_input_name not in {"input_ids", "input_features"} or (
         model.main_input_name == "input_features" and config.model_type != "whisper"
@@ -282,13 +286,14 @@ def source_form(model: PreTrainedModel) -> SourceForm:
         frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
         return SourceForm(0, None, (config.num_mel_bins, frames))
     longest = getattr(config, "max_position_embeddings", None)
-    # FSMT's encoder is a plain module, which does not tell.
+    # FSMT's encoder is a plain module without get_input_embeddings.
     embeddings = getattr(model.get_encoder(), "get_input_embeddings", model.get_input_embeddings)()
     return SourceForm(embeddings.num_embeddings, longest)
 
 
 def _projections(decoder: nn.Module) -> list[_Projections]:
-    """Return the cross-attention of every layer. Raises ValueError if written neither like T5's nor BART's."""
+    """Return the cross-attention of every layer. Raises ValueError if it is written neither like T5's nor like
+    BART's."""
     found: list[_Projections] = []
     for name, attention in decoder.named_modules():
         parts: Any = attention
@@ -305,5 +310,5 @@ def _projections(decoder: nn.Module) -> list[_Projections]:
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Modules of its own over the same weights: the given model stays as it is."""
+    """Return a copy of the modules over the same weights, so that the given model stays as it is."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

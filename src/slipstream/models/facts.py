@@ -1,4 +1,4 @@
-"""What has to be known of a model to run it on rows of different lengths."""
+"""Facts about a model that are needed to run it on rows of different lengths."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slipstream.models.families import is_proven, longest_text
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes and habits of a model, read once from its configuration.
+    """Sizes and properties of a model, read once from its configuration.
 
     `vocab` is the size of the logits. `context` is the longest text: `max_position_embeddings`, or the length before
     longrope would turn cached keys differently; None if there is no limit. `kinds` say what layers see, by their type.
-    `relative`: the decoder has a bias for how far back everything lies. `proven`: the model's class is covered by the
-    contract tests. `drops_logits`: it can leave out logits that nobody wants.
+    `relative`: the decoder has a bias by distance. `proven`: the model's class is covered by the contract tests.
+    `drops_logits`: it can skip computing logits that are not needed.
     """
 
     vocab: int
@@ -31,7 +31,7 @@ class ModelFacts:
 
     @staticmethod
     def of(model: PreTrainedModel, relative: bool = False) -> ModelFacts:
-        """The facts of a model; `relative` as above."""
+        """Return the facts of a model; `relative` as above."""
         config = model.config.get_text_config()
         return ModelFacts(
             vocab=vocabulary_of(model),
@@ -40,20 +40,20 @@ class ModelFacts:
             kinds=mask_kinds(config),
             relative=relative,
             proven=is_proven(model),
-            drops_logits=model._supports_logits_to_keep(),  # looks at signatures: too slow for every pass
+            drops_logits=model._supports_logits_to_keep(),  # it inspects signatures: too slow for every pass
         )
 
     def within(self, window: int, sinks: int) -> ModelFacts:
-        """Facts of the model when the middle of a text is hidden from its layers (see `Sight.within`)."""
+        """Return the facts of the model with the middle of a text hidden from its layers (see `Sight.within`)."""
         return replace(self, kinds={kind: sight.within(window, sinks) for kind, sight in self.kinds.items()})
 
     @property
     def looks_at_distance(self) -> bool:
-        """Whether it matters how far back a token lies, beyond what rotated keys say by themselves."""
+        """Whether masks depend on how far back a token lies, by a relative bias or a limited window."""
         return self.relative or any(sight.limited for sight in self.kinds.values())
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """The size of a model's logits."""
+    """Return the size of a model's logits."""
     head = model.get_output_embeddings()
     return int(getattr(head, "out_features", None) or model.config.get_text_config().vocab_size)

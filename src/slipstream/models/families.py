@@ -1,4 +1,4 @@
-"""Which models can be used: what cannot be rolled back, or ignores positions and masks, is refused."""
+"""The models that can be used: those that cannot be rolled back, or ignore positions and masks, are refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from slipstream.kernels.placement import input_device, is_sharded
 LENGTH_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe")
 }
-"""Kinds of layers that keep keys and values of every token, and an indexer's keys, or nothing: they roll back by a
-length."""
+"""The kinds of layers that roll back by a length: they keep keys and values of every token, and keys of an indexer, or
+nothing."""
 
 STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 
 
-# Classes covered by the contract tests; any other one has to pass `probe` when it is wrapped. Of one configuration
+# Classes covered by the contract tests; any other one has to pass `probe` when it is wrapped. One configuration may
+# belong to several classes, such as BartForCausalLM and BartForConditionalGeneration, with code of their own.
 # there may be several classes, as BartForCausalLM beside BartForConditionalGeneration, with code of their own.
 PROVEN = frozenset(
     {
@@ -39,12 +40,12 @@ PROVEN = frozenset(
 )
 
 LONGEST_TRIAL = 2304
-"""Tokens of a trial at most: it crosses windows, and choices of the best keys, up to about this size."""
+"""The most tokens of a trial: windows, and selections of the best keys, up to about this size are crossed."""
 
 
 def is_proven(model: PreTrainedModel) -> bool:
-    """Whether the contract tests cover the model's class, and it is transformers' own. One that is divided among ranks
-    runs in ways of its own."""
+    """Whether the contract tests cover the model's class, it is transformers' own, and not divided among ranks,
+    since such a model runs other code."""
     kind = type(model)
     return not is_sharded(model) and kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
 
@@ -54,22 +55,22 @@ class Probed(Scorer, Protocol):
 
     @property
     def windows(self) -> set[int]:
-        """How many tokens back some of its layers may look."""
+        """The numbers of tokens that layers with a limit may look back."""
         ...
 
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
-        """The logits (1, n, vocab) of one text by the model's own ways."""
+        """Return the logits (1, n, vocab) of one text by the model's own forward."""
         ...
 
 
 def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
-    """Raises ValueError in one sentence for models that are known not to work."""
+    """Raise ValueError in one sentence for models that are known not to work."""
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     alien = sorted(map(str, types - LENGTH_LAYERS))
     if alien:
         raise ValueError(f"{name} has layers of type {', '.join(alien)}, which {STATEFUL}; use another model.")
-    # transformers marks whole families, also where a model of one has no such layer; so layers that are named decide.
+    # transformers marks whole families, also models without such a layer; so the list of layer types decides, if given.
     if getattr(model, "_is_stateful", False) and not types:
         raise ValueError(f"{name} ({config.model_type}) {STATEFUL}; use another model.")
     if config.model_type in {"bloom", "mpt"} or getattr(config, "alibi", False):
@@ -113,8 +114,10 @@ def probe(scorer: Probed, kind: str) -> None:
 
 
 def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
-    """The logits (rows, 2, vocab) of the last two tokens of each text, after drafts that were wrong, in the first row
-    from the beginning and in the others after a token."""
+    """Return the logits (rows, 2, vocab) of the last two tokens of each text, after rolling back wrong drafts.
+
+    In the first row drafts are wrong from their first token on, in the others after it.
+    """
 
     wrong = scorer.vocab - 1
 
@@ -130,29 +133,29 @@ def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def trial_lengths(windows: set[int], context: int | None) -> list[int]:
-    """Lengths of texts to be tried: short ones, and around a model's windows, within its context."""
+    """Return the lengths of texts for a trial: short ones, and around a model's windows, within its context."""
     crossed = sorted(window for window in windows if 1 < window <= LONGEST_TRIAL)
     lengths = [6, 12, 12, *(window + 1 for window in crossed), *(window + 9 for window in crossed[-1:])]
     return [min(length, context or length) for length in lengths]
 
 
 def trial_text(vocab: int, length: int, place: int = 0) -> list[int]:
-    """The tokens of a text to be tried, another one at every place."""
+    """Return the tokens of a text for a trial, a different one for every `place`."""
     low = min(4, vocab // 2)  # the first tokens are often padding, which some models count differently
     return [low + (7 * i + 3 * place) % (vocab - low) for i in range(length)]
 
 
 def allowed_gap(dtype: torch.dtype) -> float:
-    """How far apart logits of this type may be by rounding, in standard deviations."""
+    """Return how far apart logits of this type may be by rounding, in standard deviations."""
     return 0.01 if dtype in {torch.float32, torch.float64} else 0.3
 
 
 LOOKS_BACK = {"attention_chunk_size", "local_attention", "index_topk", "indexer_budget"}
-"""Numbers of tokens that have no window in their names."""
+"""The names of settings that limit how far a layer looks back, but do not contain "window"."""
 
 
 def windows_of(config: Any) -> set[int]:
-    """Every number of tokens that some layer may look back at, by what such numbers are called."""
+    """Return every number of tokens that some layer is limited to, found by the names of settings."""
     return {
         value
         for name, value in config.to_dict().items()
@@ -161,8 +164,10 @@ def windows_of(config: Any) -> set[int]:
 
 
 def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
-    """The logits (1, n, vocab) of one text by a causal model itself, without cache, called as `generate` calls it: some
-    models count positions from another number where none are given."""
+    """Return the logits (1, n, vocab) of one text by a causal model itself, without cache.
+
+    Positions are given as `generate` gives them: some models count from another number without them.
+    """
     device = input_device(model)
     tokens, places = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
     takes = inspect.signature(model.forward).parameters
@@ -171,20 +176,22 @@ def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
 
 
 def longest_text(config: Any) -> int | None:
-    """The longest text, from `max_position_embeddings`, or before longrope would turn cached keys differently."""
+    """Return the longest text, from `max_position_embeddings`, or before longrope would turn cached keys
+    differently."""
     names = ("max_position_embeddings", "max_target_positions")
     limits = (*(getattr(config, name, None) for name in names), longrope_switch(config))
     return min((limit for limit in limits if limit), default=None)
 
 
 def longrope_switch(config: Any) -> int | None:
-    """The length beyond which longrope changes the rotation of all tokens, of the cached ones and of other rows too."""
+    """Return the length beyond which longrope changes the rotation of all tokens, cached ones and other rows
+    included."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
     return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
 
 
 def first_sentence(error: Exception) -> str:
-    """The first line of a message that may have many."""
+    """Return the first line of an error's message, or its type without one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,7 +1,8 @@
-"""The hidden states of a model, kept for every token of its rows: what drafts that came with a checkpoint look at.
+"""The hidden states of a model, kept for every token of its rows, for drafts that read them (checkpoints such as
+EAGLE).
 
 They lie in the rows' cache like the keys and values of one more layer. So they are rolled back, freed, forked, moved
-together after a tree, and stored for texts with the same beginning as keys and values are, and cannot fall out of step.
+together after a tree, and stored for texts with the same beginning as keys and values are, and cannot get out of step.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from slipstream.models.layers import find_layers
 from slipstream.models.memory import Memory
 
 LAST = -1
-"""The place behind the norm after the last layer: what goes into the model's head."""
+"""The place after the final norm: the input of the model's head."""
 
-_numbers = count(1_000_000)  # behind all layers that a model has
+_numbers = count(1_000_000)  # above the indices of all layers of a model
 
 
 class HiddenStates:
     """The hidden states at some places of a model, side by side, of every token that its rows hold.
 
-    Places are counted as in transformers' `hidden_states`: 0 goes into the first layer, i comes out of the i-th, before
-    any norm; `LAST` comes out of the norm behind all. Nothing is recorded of passes that nobody asks to `store`.
+    Places are counted as in transformers' `hidden_states`: 0 is the input of the first layer, i the output of the i-th,
+    before any norm; `LAST` is the output of the final norm. The states of a pass are kept only once `store` is called.
     Raises ValueError for a place that the model does not have.
     """
 
@@ -49,7 +50,7 @@ class HiddenStates:
         memory.forget_prefixes()
 
     def _hook(self, model: Any, place: int) -> Any:
-        seen = self._seen  # and not self, which would then live as long as the model
+        seen = self._seen  # not self, which the hook would keep alive as long as the model
 
         def into(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen[place] = args[0] if args else kwargs["hidden_states"]
@@ -64,37 +65,39 @@ class HiddenStates:
         return module.register_forward_hook(out)
 
     def take(self) -> Tensor:
-        """What the pass that has just run left at the places, (rows, n, width)."""
+        """Return the states at the places from the pass that has just run, (rows, n, width), and clear them."""
         found = [self._seen[place] for place in self.places]
         self._seen.clear()
         return torch.cat([states.to(found[0].device) for states in found], -1)
 
     def store(self, states: Tensor) -> None:
-        """Keep states (rows, n, width) for the tokens that the memory's present pass brings."""
+        """Store states (rows, n, width) for the tokens of the memory's present pass."""
         self.memory.texts.update(self._number, *states.unsqueeze(1).tensor_split(2, -1))
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens of every row there are states of."""
+        """The number of tokens of every row whose states are stored."""
         return self.memory.texts.lengths
 
     def of(self, tokens: Tensor) -> Tensor:
-        """The states (rows, n, width) of tokens (rows, n), counted from 0, of the first rows. Those of tokens that a
-        row does not hold mean nothing."""
+        """Return the states (rows, n, width) of tokens (rows, n), counted from 0, of the first rows.
+
+        States of tokens that a row does not hold are meaningless.
+        """
         lengths = torch.tensor(self.lengths[: len(tokens)], device=tokens.device)[:, None]
         found = self.memory.texts.look(self._number, tokens.minimum(lengths - 1).clamp(min=0))
         return torch.zeros(*tokens.shape, self._width, device=tokens.device) if found is None else found
 
 
 class Records:
-    """The hidden states that are kept of a model without a `RowCache`: they lie in caches of their own, which have the
-    same rows as the model."""
+    """The hidden states kept of a model without a `RowCache`, in caches of their own with the same rows as the
+    model."""
 
     def __init__(self) -> None:
         self._kept: WeakSet[HiddenStates] = WeakSet()
 
     def begin(self, model: Any, name: str, places: Sequence[int], lengths: Sequence[int]) -> HiddenStates:
-        """Keep the states at some places from now on; of tokens that rows hold already nothing is known."""
+        """Record the states at some places from now on; there are none for tokens that rows hold already."""
         states = HiddenStates(model, name, places, Memory())
         states.memory.add(len(lengths))
         for row, length in enumerate(lengths):
@@ -118,22 +121,22 @@ class Records:
             states.memory.free(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows."""
+        """Drop everything after `lengths[r]` tokens of the first rows."""
         for states in self._kept:
             states.memory.texts.rollback(lengths)
 
     def forget(self) -> None:
-        """What passes brought so far is of no use: some read again what rows held."""
+        """Drop the states of passes that ran so far, because some of them read again what rows held."""
         for states in self._kept:
             states.passed.clear()
 
     def collect(self) -> None:
-        """A pass has run."""
+        """Take the states of the pass that has just run."""
         for states in self._kept:
             states.passed.append(states.take())
 
     def store(self, rows: Sequence[int]) -> None:
-        """Keep what the passes since `forget` brought, one after the other, for the tokens of these rows."""
+        """Store the states of the passes since `forget`, one after the other, for the tokens of these rows."""
         for states in self._kept:
             texts = states.memory.texts
             for row, new in zip(rows, torch.cat(states.passed, 1).split(1), strict=True):

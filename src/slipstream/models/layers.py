@@ -13,7 +13,8 @@ from slipstream.core.protocols import HasModel
 
 
 def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """The layers to run, in their order: the first ones for a number. Raises ValueError for an impossible choice."""
+    """Return the indices of the layers to run, in order; a number stands for the first ones. Raises ValueError for
+    others."""
     if isinstance(layers, int):
         if not 1 <= layers < count:
             raise ValueError(f"an exit after {layers} layers is not possible: the target has {count}, leave some out.")
@@ -27,7 +28,7 @@ def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def spell(layers: Sequence[int]) -> str:
-    """Layers as they are written: 4 for the first four, 0-2,5,9-11 for others."""
+    """Return layers as users write them: 4 for the first four, 0-2,5,9-11 for others."""
     kept = tuple(layers)
     if kept and kept == tuple(range(len(kept))):
         return str(len(kept))
@@ -40,11 +41,11 @@ def spell(layers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + ("," if len(kept) == 1 else "")
 
 
-MOST_LAYERS = 100_000  # a number beyond it is a slip, and would be counted to
+MOST_LAYERS = 100_000  # a greater number is a slip, and would take memory to list
 
 
 def read_layers(text: str) -> int | tuple[int, ...]:
-    """The inverse of `spell`. Raises ValueError for anything else."""
+    """Read layers, the inverse of `spell`. Raises ValueError for anything else."""
     try:
         if text.isdecimal():
             return int(text)
@@ -61,7 +62,7 @@ def read_layers(text: str) -> int | tuple[int, ...]:
 
 
 def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
-    """A Scorer over the target's own weights and cache that runs only the layers `kept`.
+    """Return a Scorer over the target's own weights and cache that runs only the layers `kept`.
 
     Its lengths are the target's: what it adds has to be rolled back before the target goes on.
     Raises ValueError if the model does not run without the other layers.
@@ -79,7 +80,7 @@ def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
 
 
 def find_layers(model: nn.Module, name: str) -> tuple[list[str], nn.ModuleList]:
-    """The path to the list of the model's layers, and the list. Raises ValueError if there is no such list."""
+    """Return the path to the list of the model's layers, and the list. Raises ValueError if there is no such list."""
     if _text_config(model).is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder: only causal models can draft with some of their layers.")
     count = getattr(_text_config(model), "num_hidden_layers", None)
@@ -101,7 +102,8 @@ def _attends(layers: nn.ModuleList) -> bool:
 
 
 def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
-    """The model without the other layers. Modules above the list are copied, all others and all weights are shared."""
+    """Return the model without the other layers. Modules above the list are copied, all else and all weights are
+    shared."""
     path, layers = find_layers(model, name)
     config = _config_of(model.config, kept)
     top = parent = _twin(model, config, name)
@@ -114,7 +116,7 @@ def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
 
 
 def _twin(module: Any, config: Any, name: str) -> Any:
-    """A module of its own with the same children. Raises ValueError where others have replaced its `forward`."""
+    """Return a copy of a module with the same children. Raises ValueError if its `forward` was replaced."""
     if "forward" in vars(module):
         raise ValueError(
             f"{name} is spread over devices or compiled, which ties it to all of its layers: load it in one piece."
@@ -131,7 +133,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _config_of(config: Any, kept: Sequence[int]) -> Any:
-    """The text configuration with fewer layers."""
+    """Return the text configuration with only the kept layers."""
     text = copy.deepcopy(config.get_text_config())
     for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
         if isinstance(values := getattr(text, entry, None), list):
@@ -141,7 +143,7 @@ def _config_of(config: Any, kept: Sequence[int]) -> Any:
 
 
 def _nested(config: Any, text: Any) -> Any:
-    """A configuration of several parts, with another one for the text."""
+    """Return a configuration of several parts, with another one for the text."""
     whole = copy.copy(config)
     whole.text_config = text
     return whole

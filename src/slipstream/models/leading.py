@@ -1,9 +1,9 @@
 """A model on several ranks: the Scorer on rank 0 sends every call to the others, which repeat it on their parts.
 
-All that is drawn or decided (which rows run, what is drafted and accepted, who is aborted, when a text ends) is decided
-on rank 0 alone. The others get the calls of the target's Scorer that came of it, so ranks cannot decide differently;
-what they would return is not asked for. Calls without a pass travel with the next one that has one, so a round costs
-one message; with it come the lengths of all rows, by which a rank that has come apart is noticed.
+Rank 0 alone draws and decides (which rows run, what is drafted and accepted, which are aborted, when a text ends). The
+others get the resulting calls of the target's Scorer, so ranks cannot decide differently; their return values are not
+used. Calls without a pass are sent with the next call that has one, so a round costs one message; it carries the
+lengths of all rows, so that a rank whose rows differ is noticed.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from slipstream.models.sharding import Plan, load_sharded
 
 
 class Message(Protocol):
-    """What rank 0 tells the others."""
+    """A message of rank 0 to the other ranks."""
 
     def obey(self, follower: Follower) -> None:
-        """Do it on another rank."""
+        """Carry out the message on another rank."""
         ...
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method of a Scorer, and what it is given."""
+    """A call of a Scorer: the method's name and its arguments."""
 
     method: str
     given: tuple[Any, ...]
 
     def on(self, part: Part) -> Any:
-        """What the method returns."""
+        """Call the method on a part -> its result."""
         return getattr(part, self.method)(*self.given)
 
 
 @dataclass(frozen=True)
 class Build:
-    """Load a model: every rank its part."""
+    """The message to load a model: every rank loads its part."""
 
     source: str | Path
     dtype: Any
@@ -61,27 +61,28 @@ class Build:
     options: dict[str, Any]
 
     def part(self, ranks: Ranks) -> Part:
-        """This rank's part of the model. Raises ValueError if there is none."""
+        """Load this rank's part of the model. Raises ValueError if that fails."""
         with ranks.working():
             model = load_sharded(self.source, self.dtype, self.plan, ranks.size, **self.options)
             return Part(scorer_of(model, Path(self.source).name if isinstance(self.source, Path) else self.source))
 
     def obey(self, follower: Follower) -> None:
-        """Load this rank's part, known by the number of this message from now on, and say that it is there."""
+        """Load this rank's part, kept under the number of this message from now on, and report that it is loaded."""
         follower.parts[follower.ranks.count] = self.part(follower.ranks)
         follower.ranks.answer()
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls in their order, of which only the last has a pass. `lengths` are those of the model's rows before it."""
+    """A message of calls in order, of which only the last has a pass. `lengths` are those of the model's rows before
+    it."""
 
     number: int
     calls: tuple[Call, ...]
     lengths: tuple[int, ...]
 
     def obey(self, follower: Follower) -> None:
-        """Repeat the calls. Raises RankLost if this rank has other rows than rank 0."""
+        """Repeat the calls. Raises RankLost if the rows of this rank differ from those of rank 0."""
         part = follower.parts[self.number]
         *before, last = self.calls
         for call in before:
@@ -94,12 +95,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Failed:
-    """Rank 0 could not obey its own last message about a model, or some rank could not."""
+    """The message that rank 0, or some rank, could not carry out its last message about a model."""
 
     number: int
 
     def obey(self, follower: Follower) -> None:
-        """This rank could: it has come apart from the others, and gives its part up."""
+        """Drop this rank's part: this rank did carry it out, and now differs from the others."""
         follower.parts.pop(self.number, None)
         follower.ranks.answer()
 
@@ -108,14 +109,15 @@ class Failed:
 
 
 class Part:
-    """A rank's part of a model, as all ranks call it: tokens come as lists, and every rank has a device of its own."""
+    """A rank's part of a model, as all ranks call it: tokens come as lists, since every rank has a device of its
+    own."""
 
     def __init__(self, scorer: AnyScorer) -> None:
         self.scorer: Any = scorer
         self.store = recalling(scorer)
 
     def __getattr__(self, name: str) -> Any:
-        """Every other method is the Scorer's own."""
+        """Return the Scorer's own attribute, for all other methods."""
         return getattr(self.scorer, name)
 
     def extend(self, tokens: list[list[int]], counts: Sequence[int], first: int, tree: Tree | None) -> Tensor:
@@ -123,7 +125,8 @@ class Part:
         return self.scorer.extend(torch.tensor(tokens, device=self.scorer.device), counts, first, tree)
 
     def use_prefixes(self, limit: int | None, block: int) -> None:
-        """Store texts in a cache of this part's own: all ranks see the same texts, so they drop the same ones."""
+        """Store texts in a prefix cache of this part's own: all ranks store the same texts, so they evict the same
+        ones."""
         self.store.use_prefixes(None if limit is None else PrefixCache(limit, block))
 
     def recall(self, row: int, text: list[int], salt: str) -> int:
@@ -141,10 +144,10 @@ class Part:
 class LeadingScorer:
     """A model that lies on several ranks, on rank 0 (see `core.protocols.Scorer` for the contract and the shapes).
 
-    Every method may raise RankLost; from then on all that run a pass do.
+    Every method may raise RankLost; after that, all methods that run a pass raise it.
     """
 
-    execution = None  # passes run eagerly: what ranks exchange is in them
+    execution = None  # passes run eagerly, since they contain the exchange between ranks
 
     def __init__(self, ranks: Ranks, number: int, part: Part) -> None:
         self._ranks, self._number, self._part = ranks, number, part
@@ -157,22 +160,22 @@ class LeadingScorer:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the model lies on."""
+        """The number of ranks that the model lies on."""
         return self._ranks.size
 
     @property
     def source_form(self) -> SourceForm | None:
-        """What the encoder reads, if there is one."""
+        """The form of the sources that the encoder reads; None for a model without an encoder."""
         return self._part.scorer.source_form
 
     @property
     def sees_images(self) -> bool:
-        """Whether images can be read: of a class for which it has to be tried, a rank alone could not."""
+        """Whether images can be read: only by classes that are proven, since a trial cannot run on one rank alone."""
         return type(self.model).__name__ in PROVEN_WITH_IMAGES and self._part.scorer.sees_images
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         return self._part.scorer.lengths
 
     @property
@@ -181,18 +184,18 @@ class LeadingScorer:
         return self._part.scorer.bytes_per_token
 
     def check(self) -> None:
-        """Raises RankLost if the ranks cannot go on."""
+        """Raise RankLost if the ranks cannot go on."""
         self._ranks.check()
 
     def call_on_loss(self, function: Callable[[], object]) -> None:
-        """Have a function without arguments called, by another thread, as soon as a rank is lost."""
+        """Set a function without arguments to be called, by another thread, as soon as a rank is lost."""
         self._ranks.on_loss = function
 
     def sharing_rows(self, model: Any, name: str) -> Any:
-        """Raises ValueError: layers of the target run on all ranks or not at all."""
+        """Raise ValueError: layers of the target run on all ranks or not at all."""
         raise ValueError(f"{self.name} lies on {self.ranks} ranks, so no part of it can run for a draft on one.")
 
-    # ---- with a pass ----
+    # ---- calls with a pass ------------------------------------------------------------------------------------------
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""
@@ -203,16 +206,16 @@ class LeadingScorer:
         return self._together("extend", tokens.tolist(), list(counts), first, tree)
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts, one to each of the rows from `first` on, behind what they hold."""
+        """Feed texts, one to each of the rows from `first` on, after their cached tokens."""
         self._together("prefill", [list(text) for text in texts], first)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What texts of these lengths take on one rank, with what is allocated ahead."""
+        """Return the bytes that texts of these lengths take on one rank, with the room allocated ahead."""
         if not self.bytes_per_token:
             self._together("bytes_for", list(lengths))
         return self._part.scorer.bytes_for(lengths)
 
-    # ---- without ----
+    # ---- calls without a pass ---------------------------------------------------------------------------------------
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append copies of these rows, in this order, with their sources."""
@@ -223,7 +226,7 @@ class LeadingScorer:
         self._later("free", list(rows))
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows."""
+        """Drop everything after `lengths[r]` tokens of the first rows."""
         self._later("rollback", list(lengths))
 
     def scrub(self) -> None:
@@ -235,30 +238,30 @@ class LeadingScorer:
         self._later("keep", list(starts), [list(path) for path in paths])
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Run every pass after the prefill in one shape; None: in that of the work at hand."""
+        """Run every pass after the prefill in one shape; None: in the shape of the work at hand."""
         self._later("fix_shape", shape)
 
     def show(self, row: int, images: Images) -> None:
-        """Give an empty row the images of its text, all of which is then read in one piece."""
+        """Store the images of an empty row's text, which is then read in one piece."""
         self._later("show", row, images)
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts on every rank from now on, in as many bytes as `cache` may take; None: nowhere."""
+        """Store texts on every rank from now on, in prefix caches as large as `cache`; None for no cache."""
         sizes = (None, 1) if cache is None else (cache.limit, cache.block)
         self._later("use_prefixes", *sizes)
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
+        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
         return self._later("recall", row, list(text), salt)
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store what a row holds of a text, whose tokens are those of the row."""
+        """Store a text in the prefix cache, as far as the row holds it; `text` are the tokens of the row."""
         self._later("remember", row, list(text), salt)
 
     # ---- calls ----
 
     def _later(self, method: str, *given: Any) -> Any:
-        """A call that no rank needs the others for: they make it before the next pass."""
+        """Make a call without communication at once, and send it to the other ranks with the next pass."""
         with self._lock:
             call = Call(method, given)
             found = call.on(self._part)
@@ -266,7 +269,7 @@ class LeadingScorer:
             return found
 
     def _together(self, method: str, *given: Any) -> Any:
-        """A call in which the ranks exchange what their layers give."""
+        """Make a call in which the ranks exchange results of layers, after sending it and those that wait."""
         with self._lock, self._ranks.working():
             call = Call(method, given)
             calls, self._waiting = (*self._waiting, call), []
@@ -302,13 +305,13 @@ def lead(ranks: Ranks, source: Any, dtype: Any, plan: Plan, **options: Any) -> L
 
 @dataclass
 class Follower:
-    """A rank that does what rank 0 tells it: `parts` are its parts of models, by the number of the message."""
+    """A rank that carries out the messages of rank 0: `parts` are its parts of models, by the number of the message."""
 
     ranks: Ranks
     parts: dict[int, Part] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Obey until rank 0 has ended. Raises RankLost if the ranks cannot go on."""
+        """Carry out messages until rank 0 has ended. Raises RankLost if the ranks cannot go on."""
         message: Message | None
         while (message := self.ranks.listen()) is not None:
             try:
@@ -320,7 +323,8 @@ class Follower:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Say what happened, and go on if rank 0 had an error too: then it was one of what was asked for."""
+        """Report an error; go on if rank 0 had one too, since then the request was at fault. Raises RankLost
+        otherwise."""
         fault = first_sentence(error)
         self.ranks.answer(fault)
         if not self.ranks.leader_agrees() or not isinstance(self.ranks.listen(), Failed):

@@ -1,4 +1,4 @@
-"""What a model remembers of the rows that run together: their texts, and what an encoder has read for each."""
+"""The rows of a model that run together: the keys and values of their texts, their sources and their images."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from slipstream.models.encoder_decoder import SourceDecoder, Sources
 
 
 class _Owner:
-    """Whose shelf it is where texts are stored."""
+    """The key of a model's shelf in a prefix cache; a new one hides what was stored under the old one."""
 
 
 class Memory:
-    """The rows of a model: `texts` holds their tokens, `sources` what the encoder read, None without an encoder.
+    """The rows of a model: `texts` holds their keys and values, `sources` what the encoder read, None without an
+    encoder.
 
-    `images` are those of each row's text. `shifts` are by how much positions behind them differ from the numbers of
-    tokens: a model may give all tokens of an image fewer positions than there are tokens.
+    `images` are those of each row's text. `shifts` are the differences between positions and numbers of tokens after
+    them: a model may give all tokens of an image fewer positions than there are tokens.
     """
 
     def __init__(self, decoder: SourceDecoder | None = None) -> None:
@@ -33,30 +34,33 @@ class Memory:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, without rows and without storage."""
+        """Drop all rows and their storage."""
         self.texts = RowCache()
         self.images: list[Images | None] = []
         self.shifts: list[int] = []
         self.sources = Sources(self._decoder) if self._decoder else None
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts there, and look there for them. Not so with an encoder: what a decoder's keys hold depends on
-        the source, its texts are short, and the source is what takes time to read."""
+        """Store texts in this prefix cache, and look them up there; None for no cache.
+
+        It is not used with an encoder: a decoder's keys depend on the source, its texts are short, and the source is
+        what takes time to read.
+        """
         self._prefixes = None if self.sources else cache
 
     def forget_prefixes(self) -> None:
-        """From now on more is kept of every token than what is stored has: nobody finds that any more."""
+        """Ignore the prefixes stored so far, since from now on more is kept of every token than they have."""
         self._owner = _Owner()
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
+        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
         if self._prefixes is None or not (blocks := self._prefixes.shelf(self._owner).longest(text, salt)):
             return 0
         self.texts.paste(row, blocks, self._prefixes.block)
         return self.texts.lengths[row]
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store what a row holds of a text."""
+        """Store a text in the prefix cache, as far as the row holds it."""
         if self._prefixes is not None:
             covered = text[: self.texts.lengths[row]]
             self._prefixes.shelf(self._owner).store(
@@ -90,7 +94,7 @@ class Memory:
 
 
 class HFCache(Cache):
-    """transformers' Cache interface over the texts of a memory."""
+    """The Cache interface of transformers over the texts of a memory."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(layers=[])

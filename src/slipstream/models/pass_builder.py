@@ -1,4 +1,4 @@
-"""Building passes: the positions, masks and sources that go with new tokens."""
+"""Building passes: the positions, masks and sources of new tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PassBuilder:
         self._looks_at_distance = facts.looks_at_distance
 
     def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
-        """The pass of tokens (rows, n) that go to slots (rows, n), behind the rows' texts or within a tree."""
+        """Return the pass of tokens (rows, n) that go to slots (rows, n), after the rows' texts or within a tree."""
         pass_masks, context = self._pass_masks(slots, tree), self._facts.context
         masks = {kind: pass_masks.mask(sight, self._facts.dtype) for kind, sight in self._facts.kinds.items()}
         positions = pass_masks.own
@@ -30,7 +30,7 @@ class PassBuilder:
         return Pass(tokens, positions, slots, masks, self._cross(pass_masks))
 
     def _shifted(self, positions: Tensor) -> Tensor:
-        """The positions (rows, n) where tokens are of images, which may take up fewer."""
+        """Return positions (rows, n) that account for images, which may take fewer positions than tokens."""
         shifts = self._memory.shifts[self._memory.texts.part]
         if not any(shifts):
             return positions

@@ -1,4 +1,4 @@
-"""Running passes: by graphs where there are some for them, otherwise by calling the model."""
+"""Running passes: by graphs where there are any for them, otherwise by calling the model."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
 
 NO_LOGITS = torch.empty(0, dtype=torch.long)
-"""The positions whose logits a pass needs that is run for its keys and values."""
+"""The positions whose logits are needed in a pass that only fills the cache: none."""
 
 
 class PassRunner:
     """Runs passes of a model (or of the decoder of one) over the rows of a memory.
 
-    `execution` serves passes whose rows are the first ones of the memory: their stores begin where all stores begin,
-    so a graph does not care whether other rows lie behind.
+    `execution` is used for passes whose rows are the first ones of the memory: their stores begin where all stores
+    begin, so a graph does not depend on the rows after them.
     """
 
     def __init__(self, module: nn.Module, facts: ModelFacts, memory: Memory, execution: Execution | None) -> None:
         self._module: Any = module
         self._facts, self._memory, self.execution = facts, memory, execution
         self._cache = HFCache(memory)
-        self.recorded: WeakSet[HiddenStates] = WeakSet()  # what eager passes leave in the memory beside keys and values
+        self.recorded: WeakSet[HiddenStates] = WeakSet()  # hidden states to record in eager passes
 
     def width(self, rows: int, count: int) -> int:
-        """How many columns a pass of `count` tokens for each of so many rows should have."""
+        """Return how many columns a pass of `count` tokens for each of `rows` rows should have."""
         return self.execution.width(rows, count) if self.execution else count
 
     def logits(self, work: Pass) -> Tensor:
-        """The logits (rows, n, vocab) of a pass, in the model's dtype."""
+        """Return the logits (rows, n, vocab) of a pass, in the model's dtype."""
         if self.execution and not self._memory.texts.part.start:
             found = self.execution.run(work, self._memory.texts.taking_part)
             if found is not None:
@@ -43,12 +43,14 @@ class PassRunner:
         return self._eager(work, keep=0)
 
     def feed(self, work: Pass) -> None:
-        """Run a pass for what it leaves in the cache."""
+        """Run a pass that only fills the cache."""
         self._eager(work, keep=NO_LOGITS)
 
     def _eager(self, work: Pass, keep: int | Tensor) -> Tensor:
-        """The logits of the tokens `keep`, or of so many last ones, where the model can leave out the others; 0 keeps
-        all."""
+        """Run a pass by calling the model -> logits of the positions `keep`, or of as many last ones; 0 keeps all.
+
+        Models that cannot leave out logits return all of them.
+        """
         out = self._module(
             input_ids=work.tokens,
             attention_mask=work.mask,

@@ -1,4 +1,4 @@
-"""Models whose weights are divided among ranks, by the plans for tensor parallelism that transformers has for them."""
+"""Models whose weights are divided among ranks, by transformers' plans for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from slipstream.models.packed_twins import logits_gap
 from slipstream.models.tiny import tiny_config, tiny_model
 
 Plan = str | dict[str, str]
-"""transformers' `tp_plan`: "auto" is the model's own, a dictionary changes some of its rules."""
+"""The `tp_plan` of transformers: "auto" is the model's own, a dictionary changes some of its rules."""
 
 
 def load_sharded(
     source: str | Path, dtype: str | torch.dtype, plan: Plan, size: int, **options: Any
 ) -> PreTrainedModel:
-    """This rank's part of a model, by hub name or folder; all `size` ranks call this together.
+    """Load this rank's part of a model, by hub name or folder; all `size` ranks call this together.
 
     With accelerate every rank reads its own part of the checkpoint; without, each reads all of it on the CPU and keeps
-    its part. Raises ValueError in one sentence for a model that cannot be divided so.
+    its part. Raises ValueError in one sentence for a model that cannot be divided.
     """
     try:
         if find_spec("accelerate"):
@@ -41,7 +41,7 @@ def load_sharded(
 
 @torch.no_grad()
 def shard(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """Leave this rank's part of a model that every rank has the whole of, on the rank's own device."""
+    """Return this rank's part, on its own device, of a model that every rank has loaded whole."""
     settings, _, mesh = type(model).prepare_distribute_model(_settings(plan))
     _untie(model)
     model = type(model).maybe_distribute_model(model, settings, mesh)
@@ -65,7 +65,7 @@ def _settings(plan: Plan) -> Any:
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """Give weights that are one parameter one each: a plan names every layer's own. `tie_weights` ties them again."""
+    """Give tied weights a parameter each, since a plan names every layer's own. `tie_weights` ties them again."""
     for name in getattr(model, "all_tied_weights_keys", None) or {}:
         owner, _, own = name.rpartition(".")
         layer = model.get_submodule(owner)
@@ -74,7 +74,7 @@ def _untie(model: PreTrainedModel) -> None:
 
 
 def _check_heads(model: PreTrainedModel, size: int) -> None:
-    """Raises ValueError if the heads of keys and values are no multiple of the ranks, which would cut heads apart."""
+    """Raise ValueError if the number of key-value heads is no multiple of the ranks, which would cut heads apart."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and heads % size:
@@ -87,15 +87,17 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
 
 
 def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:
-    """Divide a tiny random model of the same class, and compare its logits with those of it in one piece: nothing else
-    would tell of a plan that computes something else. Raises ValueError for such a one. A class of which no tiny model
-    runs by itself is not tried."""
+    """Divide a tiny random model of the same class, and compare its logits with those of the whole model.
+
+    Nothing else would show that a plan computes something else. Raises ValueError if the logits differ. A class without
+    a tiny model that runs is not tried.
+    """
     heads = {} if size == 2 else dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(4, size))
     with torch.random.fork_rng():
         try:
             whole, other = (tiny_model(type(model), tiny_config(type(model.config), **heads)) for _ in range(2))
             difference = logits_gap(whole, shard(other, plan))
-        except Exception:  # sizes that do not fit each other, in ways of a family's own
+        except Exception:  # sizes that do not fit each other, in a way specific to the family
             return
     if not difference <= allowed_gap(torch.float32):
         raise ValueError(
@@ -106,7 +108,7 @@ def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:
 
 
 def _without_plan(source: str | Path, error: ValueError) -> ValueError:
-    """What to do about a model that transformers cannot divide; any other error as it is."""
+    """Return an error with advice for a model that transformers cannot divide; any other error as it is."""
     if "has no `tp_plan`" not in str(error):
         return error
     return ValueError(

@@ -1,4 +1,5 @@
-"""Speech models: sound to the features that the encoder reads, and the tokens that say what is to be written."""
+"""Speech models: sound to the features that the encoder reads, and the decoder's tokens for language, task and
+times."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from slipstream.text.transcripts import Stamps
 
 @dataclass(frozen=True)
 class SpeechInput:
-    """Makes what a speech model reads, with transformers' feature extractor and the model's generation settings."""
+    """Makes the inputs of a speech model, with transformers' feature extractor and the model's generation settings."""
 
     extractor: Any
     settings: Any
 
     @staticmethod
     def of(model: Any) -> SpeechInput:
-        """The input side of a model of transformers. Raises ValueError if there is no feature extractor with it."""
+        """Make it for a model of transformers. Raises ValueError if the model has no feature extractor."""
         try:
             extractor = AutoFeatureExtractor.from_pretrained(model.config.name_or_path)
-        except Exception as error:  # of any kind, depending on what lies there
+        except Exception as error:  # of any kind, depending on the files
             name = model.config.name_or_path or type(model).__name__
             raise ValueError(
                 f"{name} has no feature extractor (preprocessor_config.json) to read sound with."
@@ -35,11 +36,11 @@ class SpeechInput:
 
     @property
     def rate(self) -> int:
-        """Samples per second that the model is made for."""
+        """The samples per second that the model expects."""
         return self.extractor.sampling_rate
 
     def windows(self, samples: np.ndarray) -> list[Tensor]:
-        """Features (bins, frames) of sound (samples,), one after the other, each as long as the encoder reads."""
+        """Return features (bins, frames) of sound (samples,), window by window, each as long as the encoder reads."""
         size = round(self.extractor.n_samples)
         parts = [samples[start : start + size] for start in range(0, max(1, len(samples)), size)]
         return [
@@ -49,28 +50,30 @@ class SpeechInput:
 
     @property
     def seconds(self) -> float:
-        """How long the windows are."""
+        """The length of a window, in seconds."""
         return round(self.extractor.n_samples) / self.rate
 
     @property
     def stamps(self) -> Stamps:
-        """The tokens that stand for times. Raises ValueError for a model that knows none."""
+        """The tokens that stand for times. Raises ValueError for a model without them."""
         silent = getattr(self.settings, "no_timestamps_token_id", None)
         if silent is None:
             raise ValueError("the model knows no times (no_timestamps_token_id): ask for the text alone.")
         return Stamps(silent + 1, 2 * self.extractor.hop_length / self.rate)  # its encoder halves the frames
 
     def time_rules(self, begin: int) -> Any:
-        """Whisper's rules for times behind `begin` tokens of the decoder, as a logits processor: they come in pairs,
-        do not go back, and are written where they are together more probable than any word."""
+        """Return Whisper's rules for times after `begin` tokens of the decoder, as a logits processor.
+
+        Times come in pairs, do not go back, and are written where together they are more probable than any word.
+        """
         assert self.stamps
         return WhisperTimeStampLogitsProcessor(self.settings, begin)
 
     def decoder_prompt(self, language: str | None, task: str, timestamps: bool = False) -> tuple[int, ...]:
-        """The tokens after the first of the decoder that name language and task, and forbid times unless they are
-        wanted.
+        """Return the decoder's tokens after its first that name language and task, and that forbid times unless
+        `timestamps`.
 
-        Without a language, English is taken. Raises ValueError for a language that the model does not know.
+        Without a language, English is taken. Raises ValueError for a language that the model does not have.
         """
         languages = getattr(self.settings, "lang_to_id", None)
         silent = None if timestamps else getattr(self.settings, "no_timestamps_token_id", None)

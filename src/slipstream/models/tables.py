@@ -1,4 +1,4 @@
-"""Scorers from plain functions and tables: the test toys whose laws can be enumerated."""
+"""Scorers from plain functions and tables: toy models for tests, whose laws can be enumerated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 
 Table = Callable[[tuple[int, ...]], Sequence[float]]
-"""prefix -> probabilities of the next token."""
+"""A function from a prefix to the probabilities of the next token."""
 
 
 class TableScorer:
@@ -27,7 +27,7 @@ class TableScorer:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         return [len(text) for text in self.texts]
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
@@ -43,7 +43,7 @@ class TableScorer:
         self.texts = [text for place, text in enumerate(self.texts) if place not in set(rows)]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
         assert len(lengths) <= len(self.texts), "one length per row, of the first rows"
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
         for text, length in zip(self.texts, lengths, strict=False):
@@ -66,14 +66,15 @@ class TableScorer:
         return logits
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
+        """Move each tree's accepted tokens, at starts[r] + paths[r][i], to starts[r] + i, for each of the first
+        rows."""
         for text, start, path in zip(self.texts[: len(starts)], starts, paths, strict=True):
             text[start : start + len(path)] = [text[start + place] for place in path]
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts to the rows from `first` on, behind what they hold; no logits are wanted."""
+        """Feed texts to the rows from `first` on, after their cached tokens, without logits."""
         for text, new in zip(self.texts[first : first + len(texts)], texts, strict=True):
             text.extend(new)
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Tables give the same numbers in any company."""
+        """Do nothing: a table gives the same numbers in any batch."""

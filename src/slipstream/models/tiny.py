@@ -1,7 +1,7 @@
-"""Tiny random models of any architecture of transformers: its own default configuration with small sizes.
+"""Tiny random models of any architecture of transformers: its default configuration with small sizes.
 
-What a size is called differs from family to family; `SIZES` holds the names that are in use. Values that have to fit
-each other in ways of their own stand in `OWN`, by model type.
+Sizes have different names in different families; `NAMES` lists the names in use by size. Values of a model type that
+have to fit each other are in `OWN`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB = 101
 WINDOW = 7
-"""Smaller than the texts that are tried, so that it matters."""
+"""The size of sliding windows: smaller than the tried texts, so that it has an effect."""
 
 NAMES: dict[int, str] = {
     VOCAB: "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input "
@@ -83,7 +83,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {
         "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
     },
-    "qwen3_vl_moe_text": {"sliding_window": None},  # its masks have none
+    "qwen3_vl_moe_text": {"sliding_window": None},  # the masks of these models have no window
     "qwen3_omni_moe_text": {"sliding_window": None},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 5},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},
@@ -137,13 +137,13 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 1, "n_mamba_heads": 8, **ZAMBA},
 }
-"""Values of a model type that have to fit each other."""
+"""The values of a model type that have to fit each other."""
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny_config(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """A small configuration of a class, where `changes` go to the text part."""
+    """Return a small configuration of a class; `changes` go to the text part."""
     return kind(**_small(kind, changes))
 
 
@@ -151,7 +151,7 @@ def _small(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> dict[str, A
     default = kind()
     given, known = default.to_dict(), {**SIZES, **SETTINGS}
     small = {name: known[name] for name, value in given.items() if name in known and not isinstance(value, list | dict)}
-    if given.get("kv_lora_rank"):  # the keys of all heads are made of one latent
+    if given.get("kv_lora_rank"):  # all heads share one latent for their keys
         small["num_key_value_heads"] = small["num_attention_heads"]
     for name, token in TOKENS.items():
         if isinstance(given.get(name), int) and given[name] >= VOCAB:
@@ -165,7 +165,7 @@ def _small(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> dict[str, A
 
 
 def tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A random model, ready to be used; of a configuration of several parts, a class for texts takes that of texts."""
+    """Return a random model in evaluation mode; a class for texts takes the text part of a configuration of several."""
     if kind.config_class == (getattr(config, "sub_configs", None) or {}).get("text_config"):
         config = config.get_text_config()
     torch.manual_seed(seed)
@@ -176,8 +176,11 @@ def tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int 
 
 @torch.no_grad()
 def _fill_padding(model: nn.Module) -> None:
-    """Give padding an embedding like any token's: behind one of zeros an indexer likes all keys equally well, and which
-    of them it takes is then left to how a pass is divided."""
+    """Give padding an embedding like any token's.
+
+    After an embedding of zeros an indexer scores all keys equally, and its choice would depend on how a pass is
+    divided.
+    """
     for part in model.modules():
         if isinstance(part, nn.Embedding) and part.padding_idx is not None:
             part.weight[part.padding_idx] = part.weight[part.padding_idx - 1].roll(1)
