@@ -1,4 +1,4 @@
-"""Attention by our kernel, in the form in which transformers' models ask for one."""
+"""Attention by our kernel, as an attention function of transformers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from transformers.masking_utils import sdpa_mask
 from slipstream.kernels.cpu import panel_attention
 from slipstream.kernels.panels import STEP
 
-NAME = "slipstream"  # of this attention, among transformers'
+NAME = "slipstream"  # the name of this attention in transformers
 ASKS = re.compile(r"_attn_implementation\s*(==|!=|not in|in)\s*[^\n]*\"sdpa\"")
-"""How models ask whether torch's attention is in use."""
+"""How the code of models tests whether torch's attention (sdpa) is in use."""
 
-UNKNOWN = ("softcap", "s_aux")  # arguments of some models that the kernel does not know
+UNKNOWN = ("softcap", "s_aux")  # arguments of some models that the kernel does not support
 
 
 def attend_by_kernel(model: PreTrainedModel) -> None:
-    """Let a model that uses torch's attention use ours, where it fits; one with another keeps it, and one that does
-    something else beside torch's, such as choosing keys by an indexer, which goes by its name."""
+    """Make a model that uses torch's attention use our kernel.
+
+    A model with another attention keeps it, and so does one whose code tests for torch's, such as an indexer's choice
+    of keys.
+    """
     usual = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
     if usual and not _asks_for_torch(model):
         model.set_attn_implementation(NAME)
 
 
 def _asks_for_torch(model: PreTrainedModel) -> bool:
-    """Whether the code of some layer asks whether torch's attention is in use."""
+    """Whether the code of some layer tests whether torch's attention is in use."""
     modules = {inspect.getmodule(type(part)) for part in model.modules()}
     return any(ASKS.search(_source(module)) for module in modules if module is not None)
 
 
 @functools.cache
 def _source(module: ModuleType) -> str:
-    """The code of a module; empty if there is none to be read."""
+    """Return the source code of a module; empty if it cannot be read."""
     try:
         return inspect.getsource(module)
     except (OSError, TypeError):
@@ -56,9 +59,10 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls an attention function: (rows, heads, n, width) -> (rows, n, heads, width).
+    """Attend as transformers calls an attention function: (rows, heads, n, width) -> (rows, n, heads, width).
 
-    What our kernel does not know (dropout, bounded scores, a causal pattern over a cache without a mask) is torch's.
+    Calls that our kernel does not support (dropout, bounded scores, a causal pattern over a cache without a mask) go to
+    torch's attention.
     """
     asked = others.get("is_causal")
     causal = (
@@ -78,20 +82,20 @@ def attend(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel knows these types and shapes."""
+    """Whether the kernel supports these dtypes and shapes."""
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1]
     return same and query.dtype in STEP and query.device.type == "cpu"
 
 
 def _causal_mask(query: Tensor) -> Tensor:
-    """(1, 1, n, n): every token sees itself and those before it."""
+    """Return the mask (1, 1, n, n) with which every token sees itself and those before it."""
     count = query.shape[2]
     hidden = torch.full((count, count), torch.finfo(query.dtype).min, dtype=query.dtype)
     return hidden.triu(1)[None, None]
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores; a mask of booleans is true where there is something to see."""
+    """Return the mask to add to the scores; in a boolean mask, True marks the keys that are seen."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

@@ -34,9 +34,9 @@ PATIENCE = 300  # seconds
 
 @functools.cache
 def kernel_missing() -> str | None:
-    """Why the kernel cannot be used here, in one sentence; None: it can, and is loaded.
+    """Return why the kernel cannot be used here, in one sentence; None if it can, and is loaded.
 
-    A compiler that fails gives a warning; having none does not.
+    A compiler that fails gives a warning; a missing compiler does not.
     """
     if not sys.platform.startswith("linux"):
         return f"it is built on Linux only, and this is {sys.platform}"
@@ -60,23 +60,27 @@ def kernel_missing() -> str | None:
 
 
 def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    """(..., inputs) and a packed weight -> (..., features): sums in float32, for every row in the same order."""
+    """Multiply (..., inputs) by a packed weight -> (..., features): sums in float32, in the same order for every
+    row."""
     found: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
     return found
 
 
 def quantized_linear(inputs: Tensor, panels: QuantizedPanels, bias: Tensor | None, features: int, bits: int) -> Tensor:
-    """(..., inputs) and a quantized weight -> (..., features): inputs become whole numbers of 8 bits, group by group;
-    the sums of groups are added in float32, for every row in the same order."""
+    """Multiply (..., inputs) by a quantized weight -> (..., features).
+
+    Inputs become whole numbers of 8 bits, group by group; the sums of groups are added in float32, in the same order
+    for every row.
+    """
     found: Tensor = torch.ops.slipstream.quantized_linear(inputs.contiguous(), *panels, bias, features, bits)
     return found
 
 
 def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    """Queries (rows, heads, n, width), keys and values (rows, as many or fewer heads, slots, width), and what is added
-    to their products, (rows or 1, heads or 1, n or 1, slots) -> (rows, n, heads, width).
+    """Attend with queries (rows, heads, n, width) to keys and values (rows, as many or fewer heads, slots, width).
 
-    A token's output does not depend on the tokens beside it, nor on slots that no token sees, whatever lies there.
+    `added`, (rows or 1, heads or 1, n or 1, slots), is added to their scaled products -> (rows, n, heads, width). A
+    token's output does not depend on the tokens beside it, nor on slots that no token sees, whatever they contain.
     """
     given = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
     added = added if added is None or added.stride(-1) == 1 else added.contiguous()
@@ -114,7 +118,7 @@ def _compiler() -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, without a full stop; of the system's, what it is about."""
+    """Return the first line of an error without a full stop; for an error of the system, the file and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -122,7 +126,7 @@ def _reason(error: Exception) -> str:
 
 
 def _load(compiler: str) -> None:
-    """Load the library; one in the cache that is damaged is built again."""
+    """Load the library; a damaged one in the cache is built again."""
     library = _built(compiler)
     try:
         torch.ops.load_library(library)
@@ -132,13 +136,15 @@ def _load(compiler: str) -> None:
 
 
 def _built(compiler: str) -> Path:
-    """The library, from the cache or built now. Raises RuntimeError with the compiler's words if it cannot be, or if
-    the folder cannot be written."""
+    """Return the path of the library, from the cache or built now.
+
+    Raises RuntimeError with the compiler's message if building fails, or if the folder cannot be written.
+    """
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
     library = home / f"kernel-{_fingerprint(compiler)}.so"
     if library.exists():
         return library
-    with _workshop(home) as folder:  # another process may be building the same
+    with _workshop(home) as folder:  # another process may be building the same library
         part = Path(folder) / library.name
         torch_home = Path(torch.__file__).parent
         places = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}")
@@ -152,7 +158,7 @@ def _built(compiler: str) -> Path:
 
 
 def _workshop(home: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder for one build, below the one where libraries are kept."""
+    """Return a temporary folder for one build, inside the folder of libraries. Raises RuntimeError if that fails."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=home)
@@ -163,7 +169,7 @@ def _workshop(home: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _fingerprint(compiler: str) -> str:
-    """What a library depends on: source, options, torch, compiler and processor."""
+    """Return a hash of everything that a library depends on: source, options, torch, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
     processor = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     texts = (path.read_text() for path in (HEADER, *SOURCES))
@@ -172,7 +178,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _check() -> None:
-    """Raises ValueError if the kernels do not compute what torch does."""
+    """Raise ValueError if the kernels do not compute the same as torch."""
     generator = torch.Generator().manual_seed(0)
     for dtype in STEP:
         inputs, weight = (torch.randn(rows, 192, generator=generator).to(dtype) for rows in (5, PANEL + 1))

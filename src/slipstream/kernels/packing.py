@@ -1,4 +1,4 @@
-"""Weights in the layout that is multiplied fastest by a few rows, for models on CPUs, without touching the model."""
+"""Packed weights for models on CPUs, in the layout that is multiplied fastest by a few rows; the model is unchanged."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.quantization import Codes, Precision, quantize
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave the padding out
+WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave out the padding
 HUGE_PAGE = 1 << 21  # bytes
 
 
 class Columns:
-    """Which tokens of a pass (rows, n) are multiplied: all, or within `only` those that are no padding. The layers of a
-    packed model share one."""
+    """The tokens of a pass (rows, n) that are multiplied: all, or within `only` those that are not padding.
+
+    The layers of a packed model share one.
+    """
 
     def __init__(self) -> None:
-        self.real: Tensor | None = None  # their places among rows * n; None: all
+        self.real: Tensor | None = None  # indices of real tokens among rows * n; None: all are
         self.shape: tuple[int, int] | None = None
 
     @contextmanager
     def only(self, counts: Sequence[int], width: int) -> Iterator[None]:
-        """Within, passes of shape (rows, width) have `counts[r]` real tokens in row r; the others get zeros."""
+        """Inside the block, passes of shape (rows, width) have `counts[r]` real tokens in row r; the others get
+        zeros."""
         some = torch.arange(width) < torch.tensor(counts)[:, None]
         if int(some.sum()) <= WORTHWHILE * some.numel():
             self.real, self.shape = some.flatten().nonzero().squeeze(1), (len(counts), width)
@@ -45,11 +48,13 @@ class Columns:
 
 
 class Stretch:
-    """Memory for all weights of a model in one piece, in huge pages where the system has them: a pass, which reads them
-    all in their order, is a tenth to a fifth faster than over many small pages."""
+    """Memory for all weights of a model in one piece, in huge pages where the system has them.
+
+    A pass, which reads all weights in order, is a tenth to a fifth faster than over many small pages.
+    """
 
     def __init__(self, size: int) -> None:
-        """Room for `size` bytes; pages that are never written cost nothing."""
+        """Reserve room for `size` bytes; pages that are never written cost nothing."""
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -57,7 +62,7 @@ class Stretch:
         self._free = room[-room.data_ptr() % HUGE_PAGE :]
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor, behind the one before. Both take whole lines of the cache, as panels do."""
+        """Copy a tensor behind the one before -> the copy. Both take whole cache lines, as panels do."""
         place, self._free = self._free[: tensor.nbytes], self._free[tensor.nbytes :]
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
@@ -70,7 +75,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.columns = in_features, out_features, columns
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """Multiply inputs (..., in_features) -> (..., out_features)."""
         real = self.columns.real
         if real is None or inputs.shape[:-1] != self.columns.shape:
             return self.multiply(inputs)
@@ -83,12 +88,12 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def plain_weight(self) -> Tensor:
-        """The weight (features, inputs) as it was, or what stands for it."""
+        """Return the weight (features, inputs) before packing, or an approximation of it if it was quantized."""
         raise NotImplementedError
 
 
 class PanelLinear(PackedLinear):
-    """By our own kernel, which reads panels of the weight as fast as the memory gives them."""
+    """A packed linear layer by our own kernel, which reads panels of the weight at the full bandwidth of the memory."""
 
     weight: Tensor
 
@@ -107,7 +112,7 @@ class PanelLinear(PackedLinear):
 
 
 class BlockedLinear(PackedLinear):
-    """By oneDNN in its blocked layout, where our kernel cannot be built."""
+    """A packed linear layer by oneDNN in its blocked layout, where our kernel cannot be built."""
 
     weight: Tensor
 
@@ -126,7 +131,10 @@ class BlockedLinear(PackedLinear):
 
 
 class QuantizedLinear(PackedLinear):
-    """By our own kernel, from whole numbers with a scale for each group: a half or a quarter of the memory to read."""
+    """A quantized linear layer by our own kernel: whole numbers with a scale for each group.
+
+    It reads half or a quarter of the memory.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -142,11 +150,13 @@ class QuantizedLinear(PackedLinear):
         stretch: Stretch | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """The codes stand for the weight of `layer`. `order` (in_features,) says which input they are for, where they
-        are not in the order of the inputs."""
+        """Make the layer from the codes of the weight of `layer`.
+
+        `order` (in_features,) are the inputs that the codes are for, if they are not in the order of the inputs.
+        """
         super().__init__(_shape(layer)[1], len(codes.scales), columns)
         self.precision, self.bias = codes.precision, layer.bias
-        # It holds nothing: some models, as T5, ask a weight for the type that its inputs should have.
+        # It is empty; some models, as T5, read the dtype of a weight to convert their inputs.
         self.register_buffer("weight", torch.empty(0, dtype=layer.weight.dtype), persistent=False)
         for name, panels in zip(("codes", "scales", "zeros"), codes.into_panels(), strict=True):
             held = stretch.hold(panels) if stretch and panels is not None else panels
@@ -160,14 +170,14 @@ class QuantizedLinear(PackedLinear):
         return quantized_linear(inputs, panels, self.bias, self.out_features, self.precision.bits)
 
     def plain_weight(self) -> Tensor:
-        """What stands for the weight, in float32."""
+        """Return the weight that the codes stand for, in float32."""
         codes = Codes.from_panels(self.precision, (self.codes, self.scales, self.zeros), self.out_features)
         weight = codes.weight()[:, : self.in_features]
         return weight if self.order is None else weight[:, self.order.argsort()]
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether packed weights exist for this model: on a CPU, in float32 or bfloat16, with a kernel for them."""
+    """Whether weights of this model can be packed: on a CPU, in float32 or bfloat16, with a kernel for them."""
     placed = why_in_parts(model) or getattr(model, "hf_quantizer", None)
     if placed or model.device.type != "cpu" or model.dtype not in PACKED_DTYPES:
         return False
@@ -182,11 +192,10 @@ def _has_blocked(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedModel:
-    """A twin of the model that shares everything but its linear layers, which have packed copies of the weights; with
-    our kernel it attends by that too. The layer `keep` stays as it is.
+    """Return a twin of the model that shares everything but its linear layers, which have packed copies of the weights.
 
-    Needs memory for a second copy of the matrices unless the original is dropped. Raises ValueError if `can_pack`
-    is false.
+    With our kernel, attention runs by it too. The layer `keep` stays as it is. Needs memory for a second copy of the
+    matrices unless the original is dropped. Raises ValueError if `can_pack` is false.
     """
     if not can_pack(model):
         raise ValueError(
@@ -208,8 +217,9 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
 
 @torch.no_grad()
 def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
-    """A twin of the model that shares everything but its linear layers, whose weights are quantized; those with fewer
-    features than a panel has, as routers, stay as they are. The model may be packed; it must have no
+    """Return a twin of the model that shares everything but its linear layers, whose weights are quantized.
+
+    Layers with fewer features than a panel has, as routers, stay as they are. The model may be packed; it must have no
     `quantizing_fault`.
     """
     twin = _twin(model)
@@ -224,7 +234,7 @@ def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
 
 
 def quantizing_fault(model: PreTrainedModel) -> str | None:
-    """Why the weights of a model cannot be quantized here, or None."""
+    """Return why the weights of a model cannot be quantized here, or None."""
     if getattr(model, "hf_quantizer", None):
         return "they are quantized already"
     if why := why_in_parts(model):
@@ -237,19 +247,19 @@ def quantizing_fault(model: PreTrainedModel) -> str | None:
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules with the same tensors."""
+    """Return a copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and layer, in the order of their use."""
+    """Yield name and layer of all linear layers, in module order."""
     for name, layer in model.named_modules(remove_duplicate=False):
         if type(layer) in (nn.Linear, Conv1D) or isinstance(layer, PackedLinear):
             yield name, layer
 
 
 def plain_weight(layer: Any) -> Tensor:
-    """The weight (features, inputs) of a linear layer."""
+    """Return the weight (features, inputs) of a linear layer."""
     if isinstance(layer, PackedLinear):
         return layer.plain_weight()
     weight: Tensor = layer.weight
@@ -257,14 +267,14 @@ def plain_weight(layer: Any) -> Tensor:
 
 
 def _shape(layer: Any) -> tuple[int, int]:
-    """Features and inputs of a linear layer."""
+    """Return the numbers of features and inputs of a linear layer."""
     if type(layer) is Conv1D:
         return layer.weight.shape[1], layer.weight.shape[0]
     return layer.out_features, layer.in_features
 
 
 def _packed(layer: nn.Linear | Conv1D, columns: Columns, stretch: Stretch | None) -> nn.Module:
-    """The layer with its weight packed, or as it is where no kernel is for it."""
+    """Return the layer with its weight packed, or the layer itself if no kernel supports it."""
     weight = plain_weight(layer)
     if stretch is not None and fits_panels(weight):
         return PanelLinear(weight, layer.bias, columns, stretch)
@@ -272,5 +282,5 @@ def _packed(layer: nn.Linear | Conv1D, columns: Columns, stretch: Stretch | None
 
 
 def shared_columns(model: nn.Module) -> Columns | None:
-    """What the packed layers of a model share; None if it has none."""
+    """Return the `Columns` that the packed layers of a model share; None if it has no packed layers."""
     return next((part.columns for part in model.modules() if isinstance(part, PackedLinear)), None)

@@ -1,4 +1,4 @@
-"""The layout of weights that the kernels read: panels of features, whose inputs follow each other in memory."""
+"""The layout of weights that the kernels read: panels of features, with the inputs one after the other in memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs of a feature that lie sid
 
 
 def fits_panels(weight: Tensor) -> bool:
-    """Whether `into_panels` takes it: float32, or bfloat16 and an even number of inputs."""
+    """Whether `into_panels` accepts a weight: float32, or bfloat16 with an even number of inputs."""
     return weight.dtype in STEP and weight.shape[1] % STEP[weight.dtype] == 0
 
 
 def panel_bytes(weight: Tensor) -> int:
-    """What `into_panels` takes for it."""
+    """Return the number of bytes that `into_panels` needs for a weight."""
     return -(-weight.shape[0] // PANEL) * PANEL * weight.shape[1] * weight.element_size()
 
 
 def into_panels(weight: Tensor) -> Tensor:
-    """(features, inputs) -> (panels, inputs / STEP, PANEL, STEP), the last panel filled up with zeros.
+    """Reorder (features, inputs) -> (panels, inputs / STEP, PANEL, STEP), with the last panel filled up with zeros.
 
     Raises ValueError unless it `fits_panels`.
     """
@@ -33,5 +33,5 @@ def into_panels(weight: Tensor) -> Tensor:
 
 
 def from_panels(panels: Tensor, features: int) -> Tensor:
-    """The weight (features, inputs) that `into_panels` has packed."""
+    """Return the weight (features, inputs) that `into_panels` has packed."""
     return panels.transpose(1, 2).flatten(2).flatten(0, 1)[:features]

@@ -1,4 +1,4 @@
-"""Where a model of transformers lies: in one piece, with layers on several devices, or divided among ranks."""
+"""The placement of a model of transformers: in one piece, with layers on several devices, or divided among ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that takes the tokens, and to which logits come back. Layers that accelerate keeps elsewhere until
-    they run have no device of their own; then the one counts that the input embeddings run on."""
+    """Return the device that takes the tokens, and to which logits come back.
+
+    Layers that accelerate keeps elsewhere until they run have no device of their own; then it is the device on which
+    the input embeddings run.
+    """
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None) if getattr(model, "hf_device_map", None) else None
     place = getattr(hook, "execution_device", None)
     return model.device if place is None else torch.device(place)
@@ -21,7 +24,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def why_in_parts(model: Any) -> str | None:
-    """Why a model is not in one piece, to stand behind a comma or a colon; None if it is."""
+    """Return why a model is not in one piece, as a clause to follow a comma or a colon; None if it is."""
     if is_sharded(model):
         return f"its weights are divided among {model.tp_size} ranks"
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}

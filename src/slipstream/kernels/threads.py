@@ -1,4 +1,4 @@
-"""The processor's threads that OpenMP keeps for whoever computes."""
+"""The threads that OpenMP keeps for every thread that computes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOADED = Path("/proc/self/maps")
 
 
 def release_threads() -> None:
-    """End the threads that GNU's OpenMP keeps for the calling thread; its next computation starts them anew (in some
+    """End the threads that GNU's OpenMP keeps for the calling thread; its next computation starts them again (in some
     50 microseconds).
 
-    Every thread that computes has helpers of its own, and as soon as all of them together are more than the processor
-    has cores, none waits actively any more: whatever runs then takes about twice as long. So a thread that is done
-    computing gives its helpers back. Nothing happens where another OpenMP is in use.
+    Every thread that computes has helper threads of its own. As soon as all of them are more than the processor has
+    cores, none waits actively any more, and whatever runs then takes about twice as long. So a thread that has finished
+    computing releases its helpers. Nothing happens where another OpenMP is in use.
     """
     if pause := _pause():
         pause(SOFT)
@@ -26,7 +26,7 @@ def release_threads() -> None:
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """`omp_pause_resource_all` of the library that torch has loaded."""
+    """Return `omp_pause_resource_all` of the library that torch has loaded; None without GNU's OpenMP."""
     if not LOADED.exists():
         return None
     found = re.search(r"/\S*libgomp\S*\.so\S*", LOADED.read_text())
