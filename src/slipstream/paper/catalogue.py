@@ -1,4 +1,4 @@
-"""Every table and figure by the name users give, and what makes it."""
+"""Every table and figure by the name users give, and the function that makes it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STORY_PAGE = "figure1.html"
 
 
 def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
-    """List the files that `make` may write for these names, each with how it is told from other files."""
+    """Return the files that `make` may write for these names, each with the kind that tells it from other files."""
     files: dict[str, Recognisable] = {STORY_PAGE: Text("page", "<!DOCTYPE html>")} if "figure1" in names else {}
     for name in names:
         files[f"{name}.json"] = JsonObject("table or figure of the paper", {"name": name, "columns": None})
@@ -60,7 +60,7 @@ def make(name: str, lab: Lab) -> Sheet:
 
 
 def _options(inputs: Inputs) -> str:
-    """Write the options for what the user named, with placeholders for the places on their machine."""
+    """Return the command's options for the user's inputs, with placeholders for the places on their machine."""
     places = {"standins": "FOLDER", "pairs": "FOLDER", "articles": "FILE", "texts": "FILE"}
     names = [f" --{name} {place}" for name, place in places.items() if getattr(inputs, name)]
     models = [f" --target {inputs.target}"] * bool(inputs.target) + [f" --draft {draft}" for draft in inputs.drafts]
@@ -68,7 +68,7 @@ def _options(inputs: Inputs) -> str:
 
 
 def _types(how: Loading) -> str:
-    """Write the options for the types of the models' weights, where they are not the usual ones."""
+    """Return the command's options for the types of the models' weights, where they are not the usual ones."""
     usual = Loading()
     target = "" if how.dtype == usual.dtype else f" --dtype {how.dtype}"
     return target + (f" --draft-dtype {how.draft_dtype}" if how.draft_dtype else "")

@@ -1,4 +1,4 @@
-"""Figures 1 and 5, the gamma of section 3.5, and how far the i.i.d. assumption holds, made of what the lab measured."""
+"""Figures 1 and 5, the gamma of section 3.5, and the test of the i.i.d. assumption, from the lab's measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = ("unigram", "bigram")
 
 
 def figure1(lab: Lab) -> Sheet:
-    """Figure 1: who wrote which token."""
+    """Return Figure 1: a text with the source of every token."""
     found = lab.story()
     rows = (("paper", *FIGURE_1, FIGURE_1[0] / FIGURE_1[1]), ("ours", *_counts(found), found["tokens"] / found["runs"]))
     columns = (Column(""), Column("tokens"), Column("serial runs of the target"), Column("tokens per run"))
@@ -37,7 +37,7 @@ def _counts(found: dict[str, Any]) -> tuple[int, int]:
 
 
 def figure5(lab: Lab) -> Sheet:
-    """Figure 5: calls over time."""
+    """Return Figure 5: calls over time."""
     found = lab.timeline()
     lanes = tuple(Lane(name, tuple(map(tuple, lane["calls"]))) for name, lane in found["lanes"].items())
     rows = []
@@ -59,7 +59,7 @@ def figure5(lab: Lab) -> Sheet:
 
 
 def gamma(lab: Lab) -> Sheet:
-    """Section 3.5: the best fixed gamma, and what an oracle would gain."""
+    """Return a sheet for section 3.5: the best fixed gamma, and what an oracle would gain."""
     rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     for task, temperature, name, figures, found in _drafts(lab):
         measured.append(found)
@@ -88,7 +88,7 @@ def gamma(lab: Lab) -> Sheet:
 
 
 def iid(lab: Lab) -> Sheet:
-    """How far betas are i.i.d., and what it does to the prediction."""
+    """Return a sheet on how far betas are i.i.d., and how that changes the prediction."""
     rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     for task, temperature, name, figures, found in _drafts(lab):
         measured.append(found)
@@ -114,7 +114,7 @@ def iid(lab: Lab) -> Sheet:
 
 
 def _drafts(lab: Lab) -> Iterator[tuple[str, int, str, dict[str, Any], dict[str, Any]]]:
-    """Task, temperature, draft, its figures and the whole record, of all drafts that are models."""
+    """Yield task, temperature, draft, its figures and the whole record, of all drafts that are models."""
     for task in (*(() if lab.inputs.target else (WRITING,)), *lab.tasks):
         for temperature in TEMPERATURES:
             found = lab.alphas(task, temperature)

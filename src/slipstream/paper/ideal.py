@@ -1,4 +1,4 @@
-"""The pages that follow from the paper's formulae alone: Table 1, Figures 2 to 4, every row of Table 4 recomputed."""
+"""The sheets that follow from the paper's formulas alone: Table 1 and Figures 2 to 4, computed again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALPHA = "alpha"
 
 
 def table1() -> Sheet:
-    """Table 1: operations and speed for c = c-hat = 0."""
+    """Return Table 1: operations and speed for c = c-hat = 0."""
     rows = []
     for entry in TABLE_1:
         operations, speed = operations_factor(entry.alpha, entry.gamma, 0), walltime_factor(entry.alpha, entry.gamma, 0)
@@ -28,14 +28,14 @@ def table1() -> Sheet:
 
 
 def figure2() -> Sheet:
-    """Figure 2: tokens per round."""
+    """Return Figure 2: expected tokens per round."""
     curves = [_curve(f"gamma {gamma}", [tokens_per_round(alpha, gamma) for alpha in ALPHAS]) for gamma in GAMMAS]
     notes = ("Equation 1; the uppermost curve is 1 / (1 - alpha), what a free draft of any length would reach.",)
     return _figure("figure2", "Figure 2: expected tokens per round", "E(tokens)", notes, curves)
 
 
 def figure3() -> Sheet:
-    """Figure 3: the best gamma."""
+    """Return Figure 3: the best gamma."""
     curves = [_curve(f"c = {c:g}", [float(best_gamma(alpha, c)) for alpha in ALPHAS]) for c in COSTS]
     notes = (
         "The gamma with the largest factor of Theorem 3.8, every one tried. The paper's text does not name the c of "
@@ -45,7 +45,7 @@ def figure3() -> Sheet:
 
 
 def figure4() -> Sheet:
-    """Figure 4: speed and operations for c = c-hat = 0."""
+    """Return Figure 4: speed and operations for c = c-hat = 0."""
     curves = []
     for gamma in map(int, GAMMAS[:-1]):
         curves.append(_curve(f"speed, gamma {gamma}", [walltime_factor(alpha, gamma, 0) for alpha in ALPHAS]))
@@ -59,7 +59,7 @@ GAMMAS = (1, 3, 5, 7, 10, math.inf)
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 SHOWN = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""The alphas of the rows beside a plot."""
+"""The alphas of the rows that are printed with a plot."""
 
 
 def _curve(label: str, values: Sequence[float]) -> Curve:
@@ -67,7 +67,7 @@ def _curve(label: str, values: Sequence[float]) -> Curve:
 
 
 def _figure(name: str, title: str, what: str, notes: tuple[str, ...], curves: Sequence[Curve]) -> Sheet:
-    """A plot over alpha, with some of its points as rows."""
+    """Return the sheet of a plot over alpha, with some of its points as rows."""
     places = [ALPHAS.index(alpha) for alpha in SHOWN]
     rows: tuple[tuple[Cell, ...], ...] = tuple((curve.label, *(curve.y[place] for place in places)) for curve in curves)
     digits = 0 if name == "figure3" else 2

@@ -1,4 +1,4 @@
-"""The lab: what was given, what is measured with it, and what was measured before."""
+"""The lab: the user's models and corpora, the measurements made with them, and those kept from earlier runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.paper.standins.build import QUICK_RECIPES, RECIPES, Recipe
 from slipstream.paper.standins.corpora import Pairs
 from slipstream.text.jsontext import json_text
 
-MEASURED = "measured"  # the folder of what tables are made of
+MEASURED = "measured"  # the folder of the measurements
 LENGTHS = {TRANSLATION: 64, SUMMARIES: 96}
 PLANE_LENGTH = 64  # tokens of a text of the baselines
 STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
@@ -44,7 +44,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: `tokens` for every alpha, `length` of texts of the embedded pair, sentences for BLEU."""
+    """The amount to measure: `tokens` for every alpha, `length` of texts of the embedded pair, sentences for BLEU."""
 
     tokens: int = 10_000
     length: int = 128
@@ -62,7 +62,10 @@ QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 6000, quick=
 
 @dataclass
 class Lab:
-    """Measures what tables ask for, once; with a folder `out`, also once for all runs (unless `again`)."""
+    """Makes the measurements that tables need, each once; with a folder `out`, they are kept for later runs.
+
+    With `again`, those of earlier runs are not used.
+    """
 
     inputs: Inputs
     scale: Scale = FULL
@@ -74,11 +77,11 @@ class Lab:
     _tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # n-grams, counted once
     _found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    # ---- what is there ----
+    # ---- models and corpora ----
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks with encoder-decoders that can be measured with what was given."""
+        """The tasks with encoder-decoders that can be measured with the given models and corpora."""
         found = {TRANSLATION: self.inputs.pairs, SUMMARIES: self.inputs.articles}
         there = tuple(task for task, source in found.items() if source and (self.inputs.standins or self.inputs.target))
         if self.inputs.target and not there:
@@ -88,7 +91,7 @@ class Lab:
         return there
 
     def need_tasks(self) -> tuple[str, ...]:
-        """The names of the tasks that can be measured. Raises ValueError if there are none."""
+        """Return the tasks that can be measured. Raises ValueError if there are none."""
         if not self.tasks:
             raise ValueError(
                 "this table needs encoder-decoders: give --standins FOLDER with --pairs FOLDER (translation) or "
@@ -97,7 +100,7 @@ class Lab:
         return self.tasks
 
     def subject(self, task: str, compiled: bool | None = None) -> Subject:
-        """The models of a task, loaded once."""
+        """Return the models of a task, loaded once."""
         key = (task, self.how.compile if compiled is None else compiled)
         if key not in self._subjects:
             how = replace(self.how, compile=key[1])
@@ -115,7 +118,7 @@ class Lab:
 
     @property
     def standins(self) -> Path:
-        """Where the stand-ins lie; quick ones apart."""
+        """The folder of the stand-ins; quick ones have a folder of their own."""
         assert self.inputs.standins is not None
         return self.inputs.standins / "quick" if self.scale.quick else self.inputs.standins
 
@@ -128,10 +131,10 @@ class Lab:
             pairs = corpora.leads(self.inputs.articles, self.inputs.texts)
         return pairs.first(self.scale.most_pairs)
 
-    # ---- what is measured ----
+    # ---- measurements ----
 
     def alphas(self, task: str, temperature: int) -> dict[str, Any]:
-        """Acceptance of n-grams and drafts along the target's texts, by draft."""
+        """Return the acceptance of n-grams and drafts along the target's texts, by draft."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(task, compiled=False)
@@ -142,7 +145,7 @@ class Lab:
         return self._measured(f"alphas-{task}-{temperature}", measure)
 
     def raced(self, task: str, temperature: int) -> dict[str, Any]:
-        """Measure the drafts' acceptance along texts of only those sources that the race takes."""
+        """Return the drafts' acceptance along texts of only those sources that the race takes."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(task, compiled=False)
@@ -152,7 +155,7 @@ class Lab:
         return self._measured(f"raced-{task}-{temperature}", measure)
 
     def speeds(self, task: str, temperature: int) -> dict[str, Any]:
-        """The race of plain, speculative and transformers' decoding."""
+        """Return the results of the race of plain, speculative and transformers' decoding."""
 
         def measure() -> dict[str, Any]:
             alphas, raced = (each(task, temperature)["drafts"] for each in (self.alphas, self.raced))
@@ -161,7 +164,7 @@ class Lab:
         return self._measured(f"speeds-{task}-{temperature}", measure)
 
     def baselines(self, task: str, temperature: int) -> dict[str, Any]:
-        """The methods that the paper is compared with, beside ours, with the task's smallest draft."""
+        """Return the results of the methods that the paper compares with, and ours, with the task's smallest draft."""
 
         def measure() -> dict[str, Any]:
             whole = self.subject(task, compiled=False)
@@ -171,7 +174,7 @@ class Lab:
         return self._measured(f"baselines-{task}-{temperature}", measure)
 
     def bleu(self) -> dict[str, Any]:
-        """Quality of translations."""
+        """Return the BLEU of translations. Raises ValueError without pairs of texts."""
         if TRANSLATION not in self.need_tasks():
             raise ValueError("BLEU is of translations: give --pairs FOLDER.")
 
@@ -182,7 +185,7 @@ class Lab:
         return self._measured("bleu", measure)
 
     def story(self) -> dict[str, Any]:
-        """The trace of the embedded pair."""
+        """Return a text of the embedded pair round by round, for Figure 1."""
 
         def measure() -> dict[str, Any]:
             return story(replace(self.subject(WRITING, compiled=False), length=STORY), DRAFT, STORY_GAMMA, 1.0)
@@ -190,7 +193,7 @@ class Lab:
         return self._measured("story", measure)
 
     def timeline(self) -> dict[str, Any]:
-        """Calls over time: of translations if they can be measured, else of the embedded pair."""
+        """Return the calls over time: of translations if they can be measured, else of the embedded pair."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(TRANSLATION if TRANSLATION in self.tasks else WRITING)

@@ -1,4 +1,4 @@
-"""Tables 2 to 5 beside ours, made of what the lab measured."""
+"""Tables 2 to 5 with the paper's figures beside ours, from the lab's measurements."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from slipstream.theory import best_gamma, walltime_factor
 TEMPERATURES = (0, 1)
 
 TOLERANCE = 0.15
-"""A measured speed further than this from the expected one gets its reason."""
+"""The relative difference between measured and expected speed above which a reason is printed."""
 
 Row = tuple[Cell, ...]
 
 Found = dict[str, Any]
-"""What the lab measured."""
+"""A JSON object of measurements from the lab."""
 
 
-# ---- the sheets ------------------------------------------------------------------------------------------------------
+# ---- sheets ----------------------------------------------------------------------------------------------------------
 
 
 def table2(lab: Lab) -> Sheet:
-    """Table 2: measured speed."""
+    """Return Table 2: measured speed."""
     rows, measured = list[Row](), list[Found]()
     for task, temperature, found in _races(lab):
         measured.append(found)
@@ -64,7 +64,7 @@ def table2(lab: Lab) -> Sheet:
 
 
 def table4(lab: Lab) -> Sheet:
-    """Table 4: expected and measured speed."""
+    """Return Table 4: expected and measured speed."""
     rows, measured, reasons = list[Row](), list[Found](), list[str]()
     for task, temperature, found in _races(lab):
         measured.append(found)
@@ -103,11 +103,12 @@ PARTS = {
     "+ real texts": "where acceptance falls",
     "+ the race's texts": "which texts the race takes",
 }
-"""What each step after Theorem 3.8 adds to what is expected: its column and its name."""
+"""The steps after Theorem 3.8 as columns of the table -> what each adds to the expected speed."""
 
 
 def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
-    """Where Theorem 3.8, or all costs together, are more than 15 % off: which step of the table explains it."""
+    """Yield the reason if Theorem 3.8, or all costs together, is more than 15 % off: the step that explains most of
+    it."""
     measured = row["over_plain"]["median"]
     gap = measured / row["theorem"] - 1
     if abs(gap) > TOLERANCE:
@@ -123,7 +124,7 @@ def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
 
 
 def table3(lab: Lab) -> Sheet:
-    """Table 3: alpha of n-grams and drafts."""
+    """Return Table 3: alpha of n-grams and drafts."""
     rows, measured = list[Row](), list[Found]()
     for task in (*(() if lab.inputs.target else (WRITING,)), *lab.tasks):
         found = [lab.alphas(task, temperature) for temperature in TEMPERATURES]
@@ -150,11 +151,11 @@ def table3(lab: Lab) -> Sheet:
 
 
 THEIRS = {DRAFT: "GPT-like 6M"}
-"""Our draft in the place of one of the paper's."""
+"""Our drafts -> the drafts of the paper that they are compared with, where names differ."""
 
 
 def table5(lab: Lab) -> Sheet:
-    """Table 5: alpha with lenience."""
+    """Return Table 5: alpha with lenience."""
     rows, measured = list[Row](), list[Found]()
     printed = {row.draft: row.alphas for row in TABLE_5}
     for task in lab.need_tasks():
@@ -182,7 +183,7 @@ def table5(lab: Lab) -> Sheet:
 
 
 def bleu(lab: Lab) -> Sheet:
-    """BLEU of the translations, plain and speculative."""
+    """Return a sheet with the BLEU of translations, plain and speculative."""
     found = lab.bleu()
     rows: list[Row] = [
         (row["decoding"], row["temperature"], row["bleu"], row["low"], row["high"], row["same"], found["texts"])
@@ -200,7 +201,7 @@ def bleu(lab: Lab) -> Sheet:
     )
 
 
-# ---- their parts -----------------------------------------------------------------------------------------------------
+# ---- parts of sheets -------------------------------------------------------------------------------------------------
 
 
 def _races(lab: Lab) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -222,7 +223,7 @@ def _sheet(lab: Lab, name: str, title: str, columns: Any, rows: list[Row], notes
 
 
 def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
-    """Describe the runs of a sheet: by task the machine, and the models' sizes and types."""
+    """Return the description of a sheet's runs: by task the machine, and the models' sizes and types."""
     environment = {
         "runs": {each["subject"]: each["environment"] for each in found},
         **{fact: _of_models(found, fact) for fact in ("parameters", "dtypes")},
@@ -231,6 +232,6 @@ def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
 
 
 def _of_models(found: Sequence[Found], fact: str) -> dict[str, Any]:
-    """By task and model."""
+    """Return a fact of all models, by task and model."""
     models = [(each["subject"], name, value) for each in found for name, value in each.get(fact, {}).items()]
     return {name if name.startswith(task) else f"{task} {name}": value for task, name, value in models}

@@ -13,7 +13,7 @@ SETTINGS = {"svg.hashsalt": "slipstream", "font.size": 9.0}
 
 
 def check_drawing() -> None:
-    """Raises ValueError in one sentence if nothing can be drawn, before anything is measured."""
+    """Raise ValueError in one sentence if nothing can be drawn, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

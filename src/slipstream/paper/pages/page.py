@@ -10,7 +10,7 @@ from slipstream.files import Text, atomic_write
 from slipstream.paper.pages.sheet import Sheet, markdown
 
 KIND = Text("page of the paper", "# The paper, reproduced\n")
-"""How the page is told from others."""
+"""The first line that tells the page from other files."""
 
 INTRODUCTION = """\
 # The paper, reproduced
@@ -69,7 +69,7 @@ temperature 1, the inequality of greedy lenience (printed the wrong way round), 
 
 
 def page(sheets: Sequence[Sheet], folder: str) -> str:
-    """The Markdown page; pictures lie in `folder` beside it."""
+    """Return the page as Markdown; pictures lie in `folder` beside it."""
     parts = [INTRODUCTION]
     for sheet in sheets:
         parts.append("\n".join(_section(sheet, folder)))
@@ -93,7 +93,7 @@ def _section(sheet: Sheet, folder: str) -> Iterator[str]:
 
 
 def machine(facts: dict[str, Any]) -> str:
-    """Where everything was measured, and with which models."""
+    """Return a sentence on where everything was measured, and with which models."""
     places: dict[str, list[str]] = {}
     for task, run in facts["runs"].items():
         places.setdefault(_place(run), []).append(task)
@@ -107,14 +107,14 @@ def machine(facts: dict[str, Any]) -> str:
 
 
 def _place(run: dict[str, Any]) -> str:
-    """When, where and by which versions."""
+    """Return when, where and with which versions a run was made."""
     cpu = f"{run['cpu']}, {run['threads']} of {run['cores']} threads"
     versions = ", ".join(f"{name} {run[name]}" for name in ("slipstream", "torch", "transformers"))
     return f"{run['date'][:10]} on {cpu if 'cpu' in str(run['device']) else run['device']} ({versions})"
 
 
 def page_file(out: Path) -> Path:
-    """Where the page lies, beside the folder of the sheets: `docs/paper` gives `docs/paper.md`."""
+    """Return the file of the page, beside the folder of the sheets: `docs/paper` gives `docs/paper.md`."""
     out = out.absolute()
     return out.with_name(f"{out.name}.md")
 

@@ -1,4 +1,4 @@
-"""A table or figure as one record: what is written as JSON, drawn, printed and put on the page."""
+"""A table or figure as one record, which is written as JSON, drawn, printed and put on the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """A head, and how many digits its numbers have."""
+    """A column of a table: its head, and the digits of its numbers."""
 
     name: str
     digits: int = 2
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Lane:
-    """A row of a timeline: (start, end, who runs) in milliseconds."""
+    """A row of a timeline: calls as (start, end, kind) in milliseconds."""
 
     label: str
     calls: tuple[tuple[float, float, str], ...]
@@ -45,8 +45,8 @@ class Lane:
 class Sheet:
     """One table or figure of the paper beside ours.
 
-    `notes` are sentences below it, `text` is preformatted, `axes` name x and y of the curves, `environment` tells the
-    machine if anything was measured, and `quick` that models and texts were small.
+    `notes` are sentences below it, `text` is preformatted, `axes` name x and y of the curves, `environment` describes
+    the machine if anything was measured, and `quick` is True if models and texts were small.
     """
 
     name: str
@@ -63,23 +63,23 @@ class Sheet:
     quick: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without tuples."""
+        """Return the sheet as a dictionary for JSON, without tuples."""
         return json.loads(json_text(asdict(self)))
 
     @property
     def drawn(self) -> bool:
-        """Whether there is something to draw."""
+        """Whether the sheet has a picture: curves or a timeline."""
         return bool(self.curves or self.lanes)
 
     def cells(self) -> list[list[str]]:
-        """The rows as text."""
+        """Return the cells of the rows as text."""
         return [
             [shown(cell, column.digits) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows
         ]
 
 
 def sheet(record: dict[str, Any]) -> Sheet:
-    """The sheet of a JSON object."""
+    """Return the sheet of a JSON object."""
     parts = {
         "columns": tuple(Column(**column) for column in record["columns"]),
         "rows": tuple(map(tuple, record["rows"])),
@@ -92,19 +92,19 @@ def sheet(record: dict[str, Any]) -> Sheet:
 
 
 def shown(cell: Cell, digits: int) -> str:
-    """A cell as text; nothing for None."""
+    """Return a cell as text; an empty one for None."""
     if cell is None:
         return ""
     return f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell)
 
 
 def ratio(value: float | None, reference: float | None) -> float | None:
-    """Ours over the paper's, where both are known."""
+    """Return our value over the paper's; None unless both are known and the paper's is not 0."""
     return value / reference if value is not None and reference else None
 
 
 def markdown(sheet: Sheet) -> list[str]:
-    """A table in Markdown, numbers to the right."""
+    """Return the lines of a Markdown table, with numbers aligned to the right; none without rows."""
     if not sheet.rows:
         return []
     numeric = [all(not isinstance(row[place], str) for row in sheet.rows) for place in range(len(sheet.columns))]
@@ -114,13 +114,13 @@ def markdown(sheet: Sheet) -> list[str]:
 
 
 def write_json(record: Any, file: Path) -> None:
-    """A JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as part:
         part.write_text(json_text(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_sheets(folder: Path, names: Sequence[str]) -> list[Sheet]:
-    """The sheets that are there, in this order."""
+    """Return the sheets that exist in a folder, in the order of `names`."""
     files = [folder / f"{name}.json" for name in names]
     return [sheet(json.loads(file.read_text(encoding="utf-8"))) for file in files if file.is_file()]

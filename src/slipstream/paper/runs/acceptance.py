@@ -27,17 +27,18 @@ from slipstream.paper.runs.subjects import Subject
 Outputs = Sequence[Sequence[int]]
 
 Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
-"""Walks along given outputs: q (rows, 1, vocab) before every token."""
+"""A function that returns q (rows, 1, vocab) before every token of given outputs, in their order."""
 
 BATCH = 32
-TIMES = 8  # that a source is taken at most
+TIMES = 8  # a source is taken at most this often
 LAGS, RUN, PLACES = 5, 6, 12
 REPLICATES = 200
 GAMMAS, ENDLESS = range(1, 17), range(1, 17)
 
 
 class Trail:
-    """How a draft fares at every position of some texts: beta, and the chance that the token written there is kept."""
+    """The acceptance of a draft at every position of texts: beta, and the chance that the token written there is
+    kept."""
 
     def __init__(self) -> None:
         self.betas: list[list[float]] = []
@@ -45,12 +46,12 @@ class Trail:
         self.lenient = dict.fromkeys(LENIENCES, 0.0)  # sums over positions
 
     def begin(self, texts: int) -> None:
-        """Texts that are walked together."""
+        """Add texts that are walked together."""
         self.betas += [[] for _ in range(texts)]
         self.chances += [[] for _ in range(texts)]
 
     def step(self, texts: Sequence[int], p: Law, q: Law, written: Tensor) -> None:
-        """One position of some of the texts; `written` (rows, 1) stands there."""
+        """Add one position of some of the texts; `written` (rows, 1) are their tokens at it."""
         beta = acceptance.beta(p, q)
         chance = beta if p.point else (q.of(written) / p.of(written)).clamp(max=1)
         for text, kept, kept_here in zip(texts, beta[:, 0].tolist(), chance[:, 0].tolist(), strict=True):
@@ -60,7 +61,7 @@ class Trail:
             self.lenient[lenience] += float(lenient_beta(p, q, lenience).clamp(max=1).sum())
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures that tables and plots are made of."""
+        """Return the figures for tables and plots."""
         positions = sum(map(len, self.betas))
         pairs = [(math.fsum(betas), len(betas)) for betas in self.betas if betas]
         one = walks.endless(self.chances)
@@ -79,7 +80,7 @@ class Trail:
 
 
 def lenient_beta(p: Law, q: Law, lenience: float) -> Tensor:
-    """alpha_l at each position (rows, positions): sum_x min(p/l, q), greedily whether p(x) >= l max p (section A.5)."""
+    """Return alpha_l at each position (rows, positions): sum_x min(p/l, q), greedily whether p(x) >= l max p (A.5)."""
     if p.tokens is None:
         return torch.minimum(p.dense / lenience, q.dense).sum(-1)
     assert p.scores is not None and q.tokens is not None
@@ -90,7 +91,8 @@ def lenient_beta(p: Law, q: Law, lenience: float) -> Tensor:
 def write(
     subject: Subject, temperature: float, tokens: int, say: Callable[[str], object]
 ) -> tuple[list[Request], Outputs]:
-    """The target's own texts, about `tokens` in all; at a temperature, sources are taken again if they are too few."""
+    """Let the target write about `tokens` tokens -> requests and outputs; at a temperature, sources may be taken
+    again."""
     decoder, requests, outputs = replace(subject.plain, batch_size=BATCH), list[Request](), list[list[int]]()
     places, written = range(len(subject.sources)), 0
     for seed in range(TIMES if temperature else 1):
@@ -106,21 +108,21 @@ def write(
 
 
 def tables(subject: Subject) -> dict[str, NgramModel]:
-    """Unigrams and bigrams of the text that a subject's models learned from."""
+    """Return unigram and bigram models of the text that a subject's models were trained on."""
     vocab, known = subject.engine.decoder.target.vocab, subject.known()
     opened = [[*subject.begin, *text] for text in known]
     return {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
 
 
 def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Scout]:
-    """n-grams and the drafts of a subject."""
+    """Return the scouts of n-gram models and of a subject's drafts, by name."""
     vocab = subject.engine.decoder.target.vocab
     found: dict[str, Scout] = {name: ngram_scout(model, name) for name, model in counted.items()}
     return found | {name: model_scout(subject.lend(name), vocab) for name in subject.drafts}
 
 
 def model_scout(draft: Scorer, vocab: int) -> Scout:
-    """Return a scout that walks with a draft model, its law padded to `vocab` tokens."""
+    """Return a scout for a draft model, with its law padded to `vocab` tokens."""
 
     def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
         for _, rows, scores, _ in replay(draft, requests, outputs):
@@ -130,7 +132,7 @@ def model_scout(draft: Scorer, vocab: int) -> Scout:
 
 
 def ngram_scout(model: NgramModel, name: str) -> Scout:
-    """Return a scout that walks with an n-gram model; `name` is for messages."""
+    """Return a scout for an n-gram model; `name` is for messages."""
 
     def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
         rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
@@ -147,7 +149,7 @@ def ngram_scout(model: NgramModel, name: str) -> Scout:
 def follow(
     subject: Subject, found: Mapping[str, Scout], requests: Sequence[Request], outputs: Outputs
 ) -> dict[str, Trail]:
-    """Walk along the target's texts with every scout."""
+    """Collect the acceptance of every scout along the target's texts."""
     trails = {name: Trail() for name in found}
     for start in range(0, len(outputs), BATCH):
         some, texts = requests[start : start + BATCH], outputs[start : start + BATCH]
@@ -166,7 +168,7 @@ def follow(
 def measure(
     subject: Subject, temperature: float, tokens: int, counted: Mapping[str, NgramModel], say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Acceptance of n-grams and drafts along about so many tokens of the target's, as a JSON object."""
+    """Measure the acceptance of n-grams and drafts along about `tokens` tokens of the target -> a JSON object."""
     requests, outputs = write(subject, temperature, tokens, say)
     say(f"{subject.name} at temperature {temperature:g}: acceptance along {sum(map(len, outputs))} tokens")
     found = follow(subject, scouts(subject, counted), requests, outputs)

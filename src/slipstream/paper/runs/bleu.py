@@ -1,4 +1,4 @@
-"""BLEU of the target's translations, and that speculation leaves them as they are."""
+"""BLEU of the target's translations, plain and speculative."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ GAMMA = 5
 
 
 def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """sacrebleu of plain and speculative translations of the held-out sources, and how many texts are the same.
+    """Compute sacrebleu of plain and speculative translations of the held-out sources, and count the texts that are
+    equal.
 
-    Above temperature 0 only with the first draft.
+    Above temperature 0, only the first draft is used.
     """
     try:
         import sacrebleu

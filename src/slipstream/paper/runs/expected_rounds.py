@@ -1,4 +1,4 @@
-"""Predictions from chances of acceptance along a text: costs of gammas and of an oracle, how far betas are i.i.d.
+"""Predictions from chances of acceptance along a text: costs of gammas and of an oracle, and how far betas are i.i.d.
 
 A chance is min(1, q(x)/p(x)) at a token x that the target wrote (greedy: whether the draft's choice is x). Given the
 text, tests are independent coins with these chances (Algorithm 1), so sums over them are exact for that text: no i.i.d.
@@ -18,10 +18,11 @@ NEGLIGIBLE = 1e-9
 
 
 def cost(chances: Chances, gamma: int, price: Callable[[int], float]) -> float:
-    """Expected cost of all rounds of a text decoded with gamma; `price(n)` is that of a round that keeps n tokens.
+    """Return the expected cost of all rounds of a text decoded with gamma; `price(n)` is that of a round that keeps n
+    tokens.
 
-    A round that keeps n < gamma tokens is corrected at the next one, one that keeps gamma adds a bonus, and one whose
-    draft ends the text adds nothing. price = 1 counts the rounds.
+    A round that keeps n < gamma tokens adds a correction, one that keeps gamma adds a bonus, and one whose draft ends
+    the text adds nothing. price = 1 counts the rounds.
     """
     end = len(chances)
     rest = [0.0] * (end + 1)
@@ -41,12 +42,13 @@ def cost(chances: Chances, gamma: int, price: Callable[[int], float]) -> float:
 
 
 def tokens_per_round(texts: Sequence[Chances], gamma: int) -> float:
-    """Tokens over expected rounds, pooled over texts; the last round of a text may be cut."""
+    """Return tokens over expected rounds, pooled over texts; the last round of a text may be cut."""
     return sum(map(len, texts)) / sum(cost(text, gamma, lambda kept: 1.0) for text in texts)
 
 
 def oracle(texts: Sequence[Chances]) -> tuple[float, float]:
-    """Target runs and drafted tokens, each per token of the texts, of an oracle that drafts just what will be kept.
+    """Return target runs and drafted tokens, each per token of the texts, of an oracle that drafts only accepted
+    tokens.
 
     Section 3.5; the target still runs once a round (footnote 4). So the oracle's factor at c is 1 / (runs + c drafted).
     """
@@ -56,9 +58,9 @@ def oracle(texts: Sequence[Chances]) -> tuple[float, float]:
 
 
 def best(per_round: Mapping[int, float], c: float) -> tuple[int, float]:
-    """From tokens per round by gamma: the fastest fixed gamma and its factor, a target run costing 1 and a draft run c.
+    """Return the fastest fixed gamma and its factor, from tokens per round by gamma.
 
-    0 if none is faster than plain decoding.
+    A target run costs 1 and a draft run c. The gamma is 0 if none is faster than plain decoding.
     """
     factors = {0: 1.0, **{gamma: tokens / (1 + gamma * c) for gamma, tokens in per_round.items()}}
     gamma = max(factors, key=lambda gamma: (factors[gamma], -gamma))
@@ -66,14 +68,15 @@ def best(per_round: Mapping[int, float], c: float) -> tuple[int, float]:
 
 
 def endless(texts: Sequence[Chances]) -> list[Chances]:
-    """All texts as one, so that no round is cut by an end."""
+    """Return all texts joined to one, so that no round is cut by an end."""
     return [list(chain.from_iterable(texts))]
 
 
 def autocorrelation(texts: Sequence[Chances], lag: int) -> float | None:
-    """Correlation of acceptance at two positions `lag` apart, 0 if betas were independent; None if nothing varies.
+    """Return the correlation of acceptance at two positions `lag` apart; None if acceptance does not vary.
 
-    Tests are independent given the text, so their covariance is that of the chances; their variance is a (1 - a).
+    It is 0 if betas are independent. Tests are independent given the text, so their covariance is that of the chances;
+    their variance is a (1 - a).
     """
     pairs = [(text[place], text[place + lag]) for text in texts for place in range(len(text) - lag)]
     mean = math.fsum(chain.from_iterable(texts)) / max(1, sum(map(len, texts)))
@@ -83,9 +86,9 @@ def autocorrelation(texts: Sequence[Chances], lag: int) -> float | None:
 
 
 def after(texts: Sequence[Chances], kept: int) -> float | None:
-    """Chance that a token is kept after exactly `kept` accepted ones, themselves after a refusal; None if never seen.
+    """Return the chance that a token is kept after exactly `kept` accepted ones, themselves after a refusal.
 
-    With i.i.d. betas it is alpha for every `kept`.
+    None if there is no such place. With i.i.d. betas it is alpha for every `kept`.
     """
     above = below = 0.0
     for text in texts:
@@ -96,6 +99,6 @@ def after(texts: Sequence[Chances], kept: int) -> float | None:
 
 
 def by_place(texts: Sequence[Chances], places: int) -> list[float]:
-    """Mean chance at the first, second, ... token of the texts."""
+    """Return the mean chance at the first, second, ... token of the texts."""
     columns = ([text[place] for text in texts if len(text) > place] for place in range(places))
     return [math.fsum(column) / len(column) for column in columns if column]

@@ -1,4 +1,5 @@
-"""Speed against our own plain decoding and transformers, beside what Theorem 3.8 and all costs let expect."""
+"""Speed against our own plain decoding and transformers, with the speed expected from Theorem 3.8 and from all
+costs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from slipstream.theory import tokens_per_round, walltime_factor
 
 @dataclass(frozen=True)
 class Course:
-    """How much is run: texts of the pilot, which finds costs, and of the race, and how often that is repeated."""
+    """The amount to run: texts of the pilot, which measures costs, texts of the race, and its repetitions."""
 
     pilot: int = 8
     texts: int = 24
@@ -35,20 +36,21 @@ class Course:
 
 @dataclass
 class Log:
-    """Rounds of one contender and what its texts took before the first round."""
+    """The rounds of one contender, and the seconds of its texts before their first round."""
 
     beats: list[Beat] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
 
     def play(self, decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
-        """Decode, noting the time of every round."""
+        """Decode the requests, and record the time of every round."""
         for round, beat in beats(decoder, requests):
             self.beats.append(beat)
             self.prefills += [prompt_seconds(round, place) for place in range(len(round.rows))] * bool(beat.new)
             yield round
 
     def costs(self, gamma: int) -> SpeedCosts:
-        """Medians of what was noted. A draft's first round of a text also reads its source, so it counts apart."""
+        """Return medians of the recorded times. A draft's first round of a text also reads its source, so it counts
+        apart."""
         later = [beat for beat in self.beats if not beat.new] or self.beats
         first = [beat for beat in self.beats if beat.new]
         draft = median(beat.draft for beat in later)
@@ -63,8 +65,8 @@ class Log:
 
 @dataclass(frozen=True)
 class SpeedCosts:
-    """Seconds: a target run, a draft run, what else a round takes, what the target (its encoder, or the prompt) and
-    what the draft takes once per text."""
+    """Seconds of a target run, of a draft run, and of the rest of a round, and what the target (its encoder, or the
+    prompt) and the draft take once per text."""
 
     target: float
     draft: float
@@ -73,7 +75,7 @@ class SpeedCosts:
     draft_once: float
 
     def per_text(self, gamma: int, rounds: float) -> float:
-        """Seconds of a text that takes so many rounds."""
+        """Return the seconds of a text that takes `rounds` rounds."""
         return self.target_once + self.draft_once + rounds * (self.target + gamma * self.draft + self.rest)
 
 
@@ -87,9 +89,9 @@ def race(
 ) -> dict[str, Any]:
     """Measure every draft at the gamma that theory chooses -> a JSON object.
 
-    `alphas` are the figures of `trails` at this temperature by draft, `raced` those of the sources that run here. A
-    pilot measures the costs of gamma 3, 5 and 7; the one that lets expect the least time runs. All run in turns, text
-    by text; ratios are taken within a repetition and their median is told.
+    `alphas` are the figures of `acceptance` at this temperature by draft, `raced` those of the sources that run here. A
+    pilot measures the costs of gamma 3, 5 and 7; the gamma with the least expected time runs. All run in turns, text
+    by text; ratios are taken within a repetition, and their median is reported.
     """
     pilot = _pilot(subject, temperature, course.pilot, say)
     gammas = {name: chosen(alphas[name], pilot[name]) for name in subject.drafts}
@@ -122,8 +124,7 @@ def race(
 
 
 def chosen(alphas: Mapping[str, Any], costs: Mapping[int, SpeedCosts]) -> int:
-    """The gamma of those in Table 2 with the least time per text, at the costs of each and at the tokens per round that
-    real texts give."""
+    """Return the gamma of Table 2 with the least time per text, at its costs and its tokens per round on real texts."""
     rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in GAMMAS}
     return min(GAMMAS, key=lambda gamma: costs[gamma].per_text(gamma, rounds[gamma]))
 
@@ -131,7 +132,7 @@ def chosen(alphas: Mapping[str, Any], costs: Mapping[int, SpeedCosts]) -> int:
 def _pilot(
     subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]
 ) -> dict[str, dict[int, SpeedCosts]]:
-    """Costs of every draft and gamma, by turns; a first text of each warms up."""
+    """Measure the costs of every draft and gamma, in turns; the first text of each warms up."""
     logs = {(name, gamma): Log() for name in subject.drafts for gamma in GAMMAS}
     texts = min(texts, len(subject.sources))
 
@@ -162,7 +163,10 @@ def _run(
 def _row(
     result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[SpeedCosts, SpeedCosts]
 ) -> dict[str, Any]:
-    """One draft: what was expected from ever more of the costs (`found`: its own and plain ones), and what came."""
+    """Return the figures of one draft: the speed expected from more and more of the costs, and the measured one.
+
+    `found` are its own costs and those of plain decoding.
+    """
     costs, plain = found
     alpha, c, verify = alphas["alpha"]["value"], costs.draft / plain.target, costs.target / plain.target
 

@@ -1,4 +1,4 @@
-"""Single texts, looked at closely: who wrote which token (Figure 1), and who ran when (Figure 5)."""
+"""Single texts in detail: the source of each token (Figure 1), and the times of the models' calls (Figure 5)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ WIDTH = 110
 
 
 def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: int = 0) -> dict[str, Any]:
-    """One text round by round -> its text with marks, the same coloured as HTML, tokens and serial runs."""
+    """Decode one text round by round -> a JSON object: its text with marks, the same coloured as HTML, tokens and
+    runs."""
     screens = [Console(file=io.StringIO(), width=WIDTH, record=True, color_system=None, markup=False, highlight=False)]
     screens.append(Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, markup=False))
     (request,) = subject.requests(temperature, [0], seed)
@@ -51,21 +52,21 @@ def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: in
 
 @dataclass(frozen=True)
 class Run:
-    """One decoding of a text: who ran from when to when, in milliseconds, and how many tokens came."""
+    """One decoding of a text: calls as (start, end, kind) in milliseconds, and the number of tokens."""
 
     calls: tuple[tuple[float, float, str], ...]
     tokens: int
 
     @property
     def end(self) -> float:
-        """When the last call ended."""
+        """The end of the last call, in milliseconds."""
         return self.calls[-1][1]
 
 
 def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Calls over time with gamma 7, 3 and plainly, greedily, by turns: of each the run with the median time.
+    """Record calls over time with gamma 7, 3 and plain, greedily, in turns; of each, keep the run with the median time.
 
-    The text is the longest answer to the first sources.
+    The text is the one with the most tokens among the answers to the first 20 sources.
     """
     some = subject.requests(0.0, range(min(20, len(subject.sources))))
     request = max(some, key=lambda request: _length(subject.plain, request))
@@ -91,13 +92,14 @@ def _length(decoder: Decoder, request: Request) -> int:
 
 
 def _middle(runs: Sequence[Run]) -> Run:
-    """The one nearest to the median time."""
+    """Return the run nearest to the median time."""
     usual = median(run.end for run in runs)
     return min(runs, key=lambda run: abs(run.end - usual))
 
 
 def _run(decoder: Decoder, request: Request) -> Run:
-    """The calls of a text one after the other; the target's share of a round includes acceptance and bookkeeping."""
+    """Return the calls of a text one after the other; the target's share of a round includes acceptance and
+    bookkeeping."""
     calls, now, tokens = list[tuple[float, float, str]](), 0.0, 0
     for round, beat in beats(decoder, [request]):
         before = prompt_seconds(round, 0) if beat.new else 0.0
@@ -111,5 +113,5 @@ def _run(decoder: Decoder, request: Request) -> Run:
 
 
 def round_ms(seconds: float) -> float:
-    """Milliseconds with three digits."""
+    """Return milliseconds with three digits."""
     return round(1000 * seconds, 3)

@@ -1,4 +1,4 @@
-"""A family of stand-ins in a folder: a target and its drafts, trained from pairs if they are not there yet."""
+"""A family of stand-ins in a folder: a target and its drafts, trained from pairs unless they exist."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGE
 from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
 
 COPIES = 20_000  # texts of random tokens
-TOGETHER = 32  # texts that the target answers together
+TOGETHER = 32  # texts that the target answers in one batch
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a family is made: the target at first, then grown, then its drafts by what the target says."""
+    """The recipe of a family: train the target, grow it, then train its drafts on its answers."""
 
     vocab: int = 4000
     first: Plan = field(default_factory=lambda: Plan(10, batch=64, rate=1.5e-3, warm=300, last=0.02))
@@ -37,12 +37,12 @@ class Recipe:
             "large": (DRAFTS["large"], Plan(1.3, batch=32, rate=2e-3)),
         }
     )
-    longest: int = 64  # tokens of what the target says
-    crossed: int = 25_000  # sources of two halves, behind the others: the target did not learn them by heart
+    longest: int = 64  # tokens of the target's answers
+    crossed: int = 25_000  # sources of two halves, after the others, which the target has not memorized
     answered: dict[float, slice] = field(  # by temperature, the sources whose answers the drafts learn from
         default_factory=lambda: {0.0: slice(14_000, 49_000), 1.0: slice(29_000, 54_000)}
     )
-    copying: Plan | None = None  # of random tokens, before all else: for tasks that say parts of the source again
+    copying: Plan | None = None  # on random tokens, before all else: for tasks that repeat parts of the source
     dropout: float = DROPOUT  # of the target before it is grown
 
 
@@ -63,11 +63,12 @@ RECIPES = {
         longest=96,
     ),
 }
-"""On two cores translation took about two hours, and lead 85 minutes, both partly beside other work."""
+"""The recipes by task. On two cores translation took about two hours, and lead 85 minutes, both partly beside other
+work."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:
-    """Models that learn little, in a minute or two: to see that everything runs."""
+    """Return a recipe of models that learn little, in a minute or two: to check that everything runs."""
     plan = Plan(1.5, batch=64, rate=4e-3, warm=20)
     sizes = {"small": Size(16, 1, 16, 32, 1, 1), "base": Size(32, 2, 16, 64, 1, 1), "large": Size(64, 2, 32, 128, 1, 1)}
     return Recipe(
@@ -84,12 +85,12 @@ Say = Callable[[str], object]
 
 
 def complete(folder: Path, recipe: Recipe) -> bool:
-    """Whether all models of a family are there."""
+    """Whether all models of a family exist."""
     return all((folder / name / "config.json").exists() for name in ("target", *recipe.drafts))
 
 
 def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
-    """Train what is missing in `folder`: target, answers, drafts. An interrupted run goes on where it stopped."""
+    """Train what is missing in `folder`: target, answers, drafts. An interrupted run is resumed."""
     if complete(folder, recipe):
         return
     work = folder / "training"
@@ -126,14 +127,14 @@ def _target(examples: list[Example], vocab: int, work: Path, recipe: Recipe, say
 
 
 def _copy(model: T5ForConditionalGeneration, name: str, plan: Plan | None, work: Path, say: Say) -> None:
-    """Train a model to copy random texts, if the recipe begins with that."""
+    """Train a model to copy random texts, if the recipe has a `copying` plan."""
     if plan:
         examples = copies(COPIES, model.config.vocab_size)
         train(model, examples, plan, work / f"{name}-copying.safetensors", _watch(f"{name}, copying", say))
 
 
 def _labelled(target: Path, encoded: Sequence[tuple[int, ...]], file: Path, recipe: Recipe, say: Say) -> list[Example]:
-    """Make examples of what the target answers to sources, with its laws; they are kept in a file."""
+    """Return examples of the target's answers to sources, with its laws; they are kept in a file."""
     if file.exists():
         return [Example(*labelled) for labelled in torch.load(file, weights_only=True)]
     sources, texts = list[tuple[int, ...]](), list[tuple[int, ...]]()
@@ -154,7 +155,7 @@ def _labelled(target: Path, encoded: Sequence[tuple[int, ...]], file: Path, reci
 def answers(
     target: Path, sources: Sequence[tuple[int, ...]], temperature: float, most: int, say: Say = print
 ) -> list[tuple[int, ...]]:
-    """Let the model in a folder answer every source, in bfloat16. Sampled unless `temperature` is 0."""
+    """Generate answers to every source by the model in a folder, in bfloat16. Sampled unless `temperature` is 0."""
     engine, done = load(target, dtype="bfloat16", batch_size=TOGETHER), 0
 
     def watch(round: Round) -> None:

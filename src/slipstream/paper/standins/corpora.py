@@ -1,4 +1,4 @@
-"""Pairs of source and target text that the stand-ins learn from: captions with translations, passages with leads."""
+"""Pairs of source and target text to train the stand-ins on: captions with translations, passages with leads."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from slipstream.text.documents import DATASET, read
 SENTENCE = re.compile(r"(?<=[.!?])[\"']?\s+(?=[\"'(]?[A-Z])")
 LEAD_SENTENCES = 2
 PASSAGE_WORDS, LEAD_WORDS = 90, 45
-MOST_ARTICLES = 1000  # of a dataset
+MOST_ARTICLES = 1000  # the most articles taken from a dataset
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Aligned texts, and what the task is called."""
+    """Aligned texts for training and for measuring, and the name of the task."""
 
     name: str
     train: tuple[tuple[str, str], ...]  # (source, target)
     held_out: tuple[tuple[str, str], ...]
 
     def texts(self) -> list[str]:
-        """All text to learn from, both sides."""
+        """Return all training texts, of both sides."""
         return [text for pair in self.train for text in pair]
 
     def first(self, most: int | None) -> Pairs:
-        """Only so many to learn from; None: all."""
+        """Return the pairs with only the first `most` for training; None: all."""
         return replace(self, train=self.train[:most])
 
 
 def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
-    """Line-aligned files whose names hold `train` or `test` and end in .en/.de or .en.gz/.de.gz, as Multi30k's.
+    """Read line-aligned files whose names hold `train` or `test` and end in .en/.de or .en.gz/.de.gz, as Multi30k's.
 
     `place` is their folder, or `dataset:NAME[:CONFIG]` with such splits and a field per language. Raises ValueError if
     they are not there or of different length.
@@ -46,7 +46,7 @@ def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
 
 
 def crossed(texts: Sequence[str], count: int, seed: int = 0) -> list[str]:
-    """New texts of two halves: one goes on where another has the same word."""
+    """Make new texts of two halves each: the second half is from a text with the same word at the cut."""
     rng, known = random.Random(seed), [text.split() for text in texts]
     places: dict[str, list[tuple[int, int]]] = {}
     for name, words in enumerate(known):
@@ -62,7 +62,7 @@ def crossed(texts: Sequence[str], count: int, seed: int = 0) -> list[str]:
 
 
 def _inner(words: Sequence[str]) -> range:
-    """Where a text can be cut so that something is left on both sides."""
+    """Return the places where a text can be cut with something left on both sides."""
     return range(2, len(words) - 2)
 
 
@@ -80,7 +80,7 @@ def _aligned(place: str, part: str, source: str, target: str) -> tuple[tuple[str
 
 
 def _column(dataset: str, field: str, most: int | None = None) -> list[str]:
-    """A field of a dataset as texts."""
+    """Return a field of a dataset as texts."""
     return [str(text).strip() for _, text in islice(read([dataset], field), most)]
 
 
@@ -92,11 +92,11 @@ def _lines(folder: Path, part: str, language: str) -> list[str]:
 
 
 def leads(articles: str, texts: Sequence[str], held_out: int = 50) -> Pairs:
-    """Passages and their first sentences: what a summary of news amounts to at this size of model.
+    """Return passages paired with their first sentences, which is the summary that models of this size can learn.
 
     `articles` is a JSON list of objects with `article`, or `dataset:NAME[:CONFIG][:SPLIT]` with that field; the
-    passages of its last `held_out` are only measured on. `texts` are plain files, whose paragraphs are more passages to
-    learn from. Raises ValueError if there are too few articles.
+    passages of its last `held_out` are only measured on. `texts` are plain files, whose paragraphs give more passages
+    for training. Raises ValueError if there are too few articles.
     """
     news = _articles(articles)
     if len(news) <= held_out:
@@ -128,7 +128,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _passages(text: str) -> list[str]:
-    """Runs of whole sentences of about `PASSAGE_WORDS` words, each beginning half a passage after the last."""
+    """Return runs of whole sentences of about `PASSAGE_WORDS` words, each beginning half a passage after the last."""
     sentences, starts = [part.strip() for part in SENTENCE.split(" ".join(text.split())) if part.strip()], [0]
     passages: list[str] = []
     for start in range(len(sentences)):

@@ -1,7 +1,7 @@
 """The stand-ins for the paper's models: a T5-type target and three drafts of growing size, with one tokenizer.
 
 The target is trained at a moderate width and then grown (Net2Net, arXiv 1511.05641): its feed-forward layers become
-wider by units whose outputs start at zero, so that the function stays the same, and all weights go on learning.
+wider by units whose outputs start at zero, so that the function stays the same, and all weights are trained further.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 PAD, EOS = 0, 1
-SPECIAL = 2  # how many tokens are no text
+SPECIAL = 2  # the number of special tokens
 DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
 class Size:
-    """A T5-type model: width, heads of `head` units, hidden units of the feed-forward layers, layers of both stacks."""
+    """The size of a T5-type model: width, heads of `head` units, hidden units of feed-forward layers, layers of both
+    stacks."""
 
     width: int
     heads: int
@@ -40,11 +41,11 @@ DRAFTS = {
     "base": Size(128, 4, 32, 320, 1, 2),
     "large": Size(192, 6, 32, 896, 2, 2),  # as the target before it is grown; a wider one learned less in the same time
 }
-"""About 1/100, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
+"""The sizes of the drafts: about 1/100, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
 
 
 def new_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Byte-level pairs learned from the texts; every text ends with </s>, as T5's do."""
+    """Train a byte-level BPE tokenizer on texts; every encoded text ends with </s>, as T5's do."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,9 +62,9 @@ def new_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def new_model(size: Size, vocab: int, seed: int = 0, dropout: float = DROPOUT) -> T5ForConditionalGeneration:
-    """An untrained model of this size: T5 v1.1's layers with the embedding shared by input and output.
+    """Return an untrained model of this size: T5 v1.1's layers with the embedding shared by input and output.
 
-    A draft, which learns whole laws and has little room to remember texts, needs no `dropout`.
+    A draft, which learns whole laws and has little capacity to memorize texts, needs no `dropout`.
     """
     torch.manual_seed(seed)
     config = T5Config(
@@ -86,7 +87,7 @@ def new_model(size: Size, vocab: int, seed: int = 0, dropout: float = DROPOUT) -
 
 @torch.no_grad()
 def grown(model: T5ForConditionalGeneration, inner: int, seed: int = 0) -> T5ForConditionalGeneration:
-    """Widen every feed-forward layer to `inner` hidden units; the new ones have no output yet: the function stays."""
+    """Return a copy with every feed-forward layer widened to `inner` hidden units; the output is the same at first."""
     config = T5Config(**{**model.config.to_dict(), "d_ff": inner})
     torch.manual_seed(seed)
     wide = T5ForConditionalGeneration(config)
@@ -104,12 +105,12 @@ def grown(model: T5ForConditionalGeneration, inner: int, seed: int = 0) -> T5For
 
 
 def parameters(model: nn.Module) -> int:
-    """How many, shared ones once."""
+    """Return the number of parameters, shared ones counted once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
 def save(model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save a model and its tokenizer as `from_pretrained` reads them. The folder appears when it is whole."""
+    """Save a model and its tokenizer for `from_pretrained`. The folder appears only once it is whole."""
     part = folder.with_name(f"{folder.name}.part")
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)

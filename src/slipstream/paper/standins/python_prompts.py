@@ -12,18 +12,19 @@ HELD_OUT = (
     *("calendar.py", "csv.py", "fnmatch.py", "fractions.py", "graphlib.py", "heapq.py", "json/encoder.py"),
     *("queue.py", "sched.py", "shlex.py", "tempfile.py", "textwrap.py"),
 )
-"""Modules that the pair has not learned from (its model card)."""
+"""The modules that the pair was not trained on (its model card)."""
 
 LONGEST = 1000  # characters of a prompt: some hundred tokens
 
 
 def library() -> Path:
-    """Where the running Python keeps its standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def prompts() -> list[str]:
-    """Beginnings of functions of the held-out modules: header and docstring."""
+    """Return the beginnings of functions of the held-out modules: header and docstring. Raises ValueError if there
+    are none."""
     found = [text for name in HELD_OUT for text in _beginnings(library() / name)]
     if not found:
         raise ValueError(f"{library()} holds no sources of Python's standard library, which the pair is measured on.")
@@ -43,7 +44,7 @@ def _beginnings(file: Path) -> Iterator[str]:
 
 
 def texts(most: int = 4_000_000) -> Iterator[str]:
-    """Modules that the pair has learned from, about `most` characters: what n-grams are counted in."""
+    """Yield modules that the pair was trained on, about `most` characters, to count n-grams in."""
     held_out = {library() / name for name in HELD_OUT}
     size = 0
     for file in sorted(library().glob("*.py")) + sorted(library().glob("*/*.py")):

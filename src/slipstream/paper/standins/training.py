@@ -1,4 +1,4 @@
-"""Training a T5-type model on pairs, or a draft on its target's laws: with progress, resuming where it stopped."""
+"""Training a T5-type model on pairs, or a draft on its target's laws; an interrupted training resumes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from slipstream.paper.standins.models import EOS, PAD, SPECIAL
 from slipstream.training.trainer import Checkpoint, Steps, Trainer
 
 IGNORED = -100
-"""What stands in place of a label where a shorter text has ended."""
+"""The label at positions after the end of a text, which the loss ignores."""
 
 
 HASTE = 10.0
-"""How much faster embeddings learn: T5's begin with a spread of 1, and would hardly move at the others' rate."""
+"""The factor on the learning rate of embeddings: T5's begin with a spread of 1, and would hardly move at the rate of
+others."""
 
 
 SOFT = 32
-"""How many tokens of a law are kept for a draft to learn from."""
+"""The number of tokens kept of a law for a draft to learn from."""
 
 
 SAVE_EVERY = 100
-"""Steps between two savings of a training's state."""
+"""The steps between two savings of a training's state."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids with </s>. `laws`: of every target position, the likeliest tokens and their probabilities."""
+    """Token ids with </s>. `laws` are, at every target position, the likeliest tokens and their probabilities."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -43,7 +44,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast: passes over the examples, pairs per step, learning rate and where it ends."""
+    """The schedule of a training: passes over the examples, pairs per step, learning rate and its end."""
 
     epochs: float
     batch: int = 128
@@ -54,8 +55,8 @@ class Plan:
 
 
 def copies(count: int, vocab: int, longest: int = 16, seed: int = 0) -> list[Example]:
-    """Random tokens, to be said again. A model that copies these finds its way in sources of words; without them one
-    of a few million weights does not come upon copying in an hour."""
+    """Return examples of random tokens to be copied. A model that copies these finds its way in sources of words;
+    without them one of a few million weights does not find copying in an hour."""
     rng = random.Random(seed)
     texts = (tuple(rng.randrange(SPECIAL, vocab) for _ in range(rng.randint(4, longest))) for _ in range(count))
     return [Example((*text, EOS), (*text, EOS)) for text in texts]
@@ -72,9 +73,9 @@ def train(
     file: Path,
     watch: Watch = lambda step, steps, loss: None,
 ) -> None:
-    """Train a model on examples, on the GPU if there is one. It goes on where an interrupted training stopped.
+    """Train a model on examples, on the GPU if there is one; an interrupted training is resumed.
 
-    `file` keeps the state; raises ValueError if it belongs to another training.
+    `file` holds the state. Raises ValueError if it belongs to another training.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).train()
@@ -100,7 +101,7 @@ def train(
 
 
 class Batches:
-    """Examples in batches of similar length. Which batch a step gets depends on the seed and the step alone."""
+    """Examples in batches of similar length. The batch of a step depends on the seed and the step alone."""
 
     def __init__(self, examples: Sequence[Example], size: int, seed: int) -> None:
         self.examples, self.size, self.seed = examples, size, seed
@@ -108,7 +109,7 @@ class Batches:
         self._batches: list[list[int]] = []
 
     def at(self, step: int) -> list[Example]:
-        """The batch of a step, counted from 0."""
+        """Return the batch of a step, counted from 0."""
         size, count = self.size, len(self.examples)
         epoch, place = divmod(step, max(1, count // size))
         if epoch != self._epoch:
@@ -123,7 +124,7 @@ class Batches:
 
 
 def _groups(model: T5ForConditionalGeneration, rate: float) -> list[dict[str, Any]]:
-    """Embeddings, matrices and scales: how fast each learns, and what decays."""
+    """Return embeddings, matrices and scales as parameter groups, with their learning rates and weight decay."""
     embedding = model.get_input_embeddings().weight
     matrices = [weight for weight in model.parameters() if weight.dim() > 1 and weight is not embedding]
     scales = [weight for weight in model.parameters() if weight.dim() < 2]
@@ -135,9 +136,9 @@ def _groups(model: T5ForConditionalGeneration, rate: float) -> list[dict[str, An
 
 
 def _loss(model: T5ForConditionalGeneration, batch: Sequence[Example]) -> Tensor:
-    """Cross entropy against the text, or against the target's laws where they are known. Mean over tokens.
+    """Return the cross entropy against the text, or against the target's laws if given; a mean over tokens.
 
-    Only the SOFT likeliest tokens of a law are kept; what little lies outside teaches nothing.
+    Only the SOFT likeliest tokens of a law count; the small rest is ignored.
     """
     sources, labels = [example.source for example in batch], [example.target for example in batch]
     logits, targets = _answers(model, sources, labels)
@@ -153,8 +154,8 @@ def _loss(model: T5ForConditionalGeneration, batch: Sequence[Example]) -> Tensor
 def _answers(
     model: T5ForConditionalGeneration, sources: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """The model's logits (rows, longest, vocab), in float32, at every position of texts to sources; and those texts
-    (rows, longest), padded with IGNORED."""
+    """Return the model's logits (rows, longest, vocab), in float32, at every position of texts for sources; and those
+    texts (rows, longest), padded with IGNORED."""
     read, labels = padded(sources, PAD).to(model.device), padded(texts, IGNORED).to(model.device)
     with torch.autocast(model.device.type, torch.bfloat16):
         begun = model.prepare_decoder_input_ids_from_labels(labels)
@@ -163,19 +164,19 @@ def _answers(
 
 
 def _factor(step: int, steps: int, plan: Plan) -> float:
-    """A warm-up, then half a cosine down to `last`."""
+    """Return the factor on the learning rate: a warm-up, then half a cosine down to `last`."""
     falling = 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * step / steps)).item()
     return min(1.0, (step + 1) / plan.warm) * (plan.last + (1 - plan.last) * falling)
 
 
 def padded(texts: Sequence[Sequence[int]], value: int) -> Tensor:
-    """(rows, longest)."""
+    """Return texts as a tensor (rows, longest), padded with `value`."""
     width = max(map(len, texts))
     return torch.tensor([[*text, *[value] * (width - len(text))] for text in texts])
 
 
 def padded_laws(laws: Sequence[Tensor], width: int) -> Tensor:
-    """(rows, width, SOFT)."""
+    """Return laws as a tensor (rows, width, SOFT), padded with zeros."""
     return torch.stack([functional.pad(law, (0, 0, 0, width - len(law))) for law in laws])
 
 
@@ -187,11 +188,11 @@ def with_laws(
     batch: int | None = None,
     watch: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Example]:
-    """Examples of texts to sources, with the model's laws (at temperature 1) at every position of the texts."""
+    """Return examples of texts for sources, with the model's laws (at temperature 1) at every position of the texts."""
     order = sorted(range(len(sources)), key=lambda i: (len(texts[i]), len(sources[i])))
     found: dict[int, Example] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = batch or (256 if device.type == "cuda" else 16)  # few, so that a CPU's caches hold what layers hand on
+    batch = batch or (256 if device.type == "cuda" else 16)  # few, so that layers' outputs fit a CPU's caches
     model.to(device).eval()
     for start in range(0, len(order), batch):
         places = order[start : start + batch]

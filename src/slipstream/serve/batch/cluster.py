@@ -1,4 +1,4 @@
-"""Running a batch on a cluster: Ray Data hands the lines to actors, each of which holds the models."""
+"""Running a batch on a cluster: Ray Data distributes the lines to actors, each of which holds the models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from slipstream.text.jsontext import json_text
 T = TypeVar("T")
 
 BLOCK = 4
-"""Lines that are handed to an actor together. Their answers come back together too, so few of them."""
+"""The number of lines sent to an actor together. It is small, since their answers also come back together."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster: its `address`, None for one that is started on this machine (or the one that RAY_ADDRESS names),
-    and how many `actors` hold the models, None for one per GPU or, without GPUs, one per node."""
+    """A Ray cluster to run a batch on.
+
+    `address` is None for a cluster started on this machine (or the one that RAY_ADDRESS names). `actors` is how many
+    hold the models, None for one per GPU or, without GPUs, one per node.
+    """
 
     address: str | None = None
     actors: int | None = None
@@ -57,10 +60,10 @@ class Cluster:
         sink.finish()
 
     def _answers(self, recipe: Recipe, lines: Sequence[Line]) -> Any:
-        """The index and the answer of every line, as blocks of them come back."""
+        """Yield the index and the answer of every line, as blocks of them come back."""
         import ray
 
-        logging.getLogger("ray.data").setLevel(logging.ERROR)  # the progress is ours
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # the progress bar is ours
         ray.data.DataContext.get_current().enable_progress_bars = False
         found = ray.cluster_resources()
         gpus, cpus = int(found.get("GPU", 0)), found.get("CPU", 1)
@@ -92,17 +95,17 @@ class Cluster:
 class Answers:
     """The actor: an application with the models, which answers several blocks of lines at a time.
 
-    Ray calls it from threads of its own; the application lives in the event loop of one more.
+    Ray calls it from several threads; the application lives in an event loop in another thread.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, daemon=True).start()
-        self._open = AsyncExitStack()  # until the process ends
+        self._open = AsyncExitStack()  # open until the process ends
         self._asker = self._wait(self._open.enter_async_context(Asker.of(recipe.state())))
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """The answers to a block of lines, as JSON."""
+        """Return the answers to a block of lines, as JSON."""
         return {"index": rows["index"], "answer": self._wait(self._ask(rows["path"].tolist(), rows["body"].tolist()))}
 
     async def _ask(self, paths: Sequence[str], bodies: Sequence[str]) -> list[str]:
@@ -119,7 +122,7 @@ def _keep(line: Line, answer: Answer, sink: Sink, on_answer: Callable[[Line, Ans
 
 
 def _cause(error: BaseException) -> str:
-    """The last line that the deepest error says."""
+    """Return the last line of the message of the first cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()

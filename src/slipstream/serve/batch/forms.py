@@ -1,4 +1,4 @@
-"""How answers are written: in our own format, or in that of OpenAI's batches."""
+"""The formats of answers: our own, and that of OpenAI's batches."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from typing import Any, Protocol
 from slipstream.text.jsontext import json_text
 
 UNCHANGED = ("logprobs", "tool_calls", "explained")
-"""What an answer in our own format has besides its text, where the server's answer has it."""
+"""The fields that an answer in our own format has besides its text, if the server's answer has them."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server answered: the status and the JSON object of its body."""
+    """An answer of the server: the status and the JSON object of its body."""
 
     status: int
     body: Mapping[str, Any]
     request_id: str = ""
 
     def as_text(self) -> str:
-        """All of it as JSON, for another process."""
+        """Return the answer as JSON text, to be sent to another process."""
         return json_text({"status": self.status, "body": self.body, "request_id": self.request_id})
 
     @staticmethod
     def from_text(text: str) -> Answer:
-        """What `as_text` has written."""
+        """Read an answer that `as_text` has written."""
         return Answer(**json.loads(text))
 
     @property
     def error(self) -> str:
-        """Why there is no text; empty where there is one."""
+        """The reason why there is no text; empty if there is one."""
         return "" if self.status < 300 else str(self.body.get("error", {}).get("message") or f"status {self.status}")
 
     @property
     def tokens(self) -> int:
-        """Tokens that were written."""
+        """The number of tokens that were written."""
         usage = self.body.get("usage") or {}
         return usage.get("completion_tokens", usage.get("output_tokens", 0))
 
 
 def refused(message: str) -> Answer:
-    """The answer to a line that cannot be asked."""
+    """Return the answer to a line that cannot be sent to an endpoint."""
     return Answer(400, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}})
 
 
 class Form(Protocol):
-    """A format of answers: its `name`, and the `columns` of a table of them with Arrow's names of their types."""
+    """A format of answers: its `name`, and the `columns` of a table of answers, with the names of their Arrow types."""
 
     name: str
     columns: Mapping[str, str]
 
     def record(self, index: int, id: str | int | None, answer: Answer) -> dict[str, Any]:
-        """The JSON object for an answer."""
+        """Return the JSON object for an answer."""
         ...
 
 
@@ -74,14 +74,16 @@ OPENAI_COLUMNS: Mapping[str, str] = dict.fromkeys(("id", "custom_id", "response"
 
 
 class PlainForm:
-    """Our own format: {"index", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens"} or, with "error"
-    in place of the text, why there is none. With several samples, "samples" holds all of them."""
+    """Our own format: {"index", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens"}.
+
+    In place of the text, "error" says why there is none. With several samples, "samples" holds all of them.
+    """
 
     name = "plain"
     columns = PLAIN_COLUMNS
 
     def record(self, index: int, id: str | int | None, answer: Answer) -> dict[str, Any]:
-        """The JSON object for an answer."""
+        """Return the JSON object for an answer."""
         head = {"index": index} if id is None else {"index": index, "id": id}
         if answer.error:
             return {**head, "error": answer.error}
@@ -92,14 +94,16 @@ class PlainForm:
 
 
 class OpenAIForm:
-    """The format of OpenAI's batches: "id", "custom_id", "response" with the status code, the request's id and the body
-    of the answer, and "error", null if there is none."""
+    """The format of OpenAI's batches: "id", "custom_id", "response" and "error", which is null if there is none.
+
+    "response" holds the status code, the request's id and the body of the answer.
+    """
 
     name = "openai"
     columns = OPENAI_COLUMNS
 
     def record(self, index: int, id: str | int | None, answer: Answer) -> dict[str, Any]:
-        """The JSON object for an answer."""
+        """Return the JSON object for an answer."""
         number = hashlib.sha256(f"{index}/{id}".encode()).hexdigest()[:24]
         response = {"status_code": answer.status, "request_id": answer.request_id, "body": dict(answer.body)}
         error = {"code": str(answer.status), "message": answer.error} if answer.error else None
@@ -110,7 +114,7 @@ PLAIN, OPENAI = PlainForm(), OpenAIForm()
 
 
 def _sample(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice of /v1/completions or /v1/chat/completions."""
+    """Return the record of a choice of /v1/completions or /v1/chat/completions."""
     message = choice.get("message") or {}
     text = choice["text"] if "text" in choice else message.get("content") or ""
     more = {name: part[name] for part in (message, choice) for name in UNCHANGED if part.get(name)}

@@ -1,4 +1,4 @@
-"""Where answers are kept while a batch runs, so that nothing is lost or made twice, however it is interrupted."""
+"""The storage of answers while a batch runs: none is lost or made twice, however the run is interrupted."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from slipstream.serve.batch.lines import Line
 from slipstream.text.jsontext import json_text
 
 MARK, VERSION = "slipstream_batch", 1
-"""The field of a journal's first line by which it is known, and what stands there."""
+"""The field that marks the first line of a journal, and its value."""
 
 ENDING = ".partial"
-"""What the journal's name has behind that of the file of answers."""
+"""The ending that the journal's name has after the name of the file of answers."""
 
 
 class Sink(Protocol):
-    """Where answers go, in the order in which they come."""
+    """A destination of answers, which come in any order."""
 
     @property
     def answered(self) -> set[int]:
-        """The indices of lines whose answers are there already."""
+        """The indices of lines that are answered already."""
         ...
 
     @property
     def failed(self) -> int:
-        """How many of these have an error in place of a text."""
+        """The number of answers that are errors."""
         ...
 
     def write(self, line: Line, answer: Answer) -> None:
-        """Keep an answer. Raises OSError if that cannot be."""
+        """Store an answer. Raises OSError if that fails."""
         ...
 
     def finish(self) -> None:
-        """All lines are answered."""
+        """Called once all lines are answered."""
         ...
 
 
 class Printed:
-    """Prints answers as JSON lines, as they come; a later run begins anew."""
+    """Prints answers as JSON lines, as they come; a later run starts from the beginning."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -57,20 +57,19 @@ class Printed:
         print(_text(line.form.record(line.index, line.id, answer)), file=self.stream, flush=True)
 
     def finish(self) -> None:
-        """Do nothing: what was printed needs no closing."""
+        """Do nothing: the stream stays open."""
 
 
 class Journal:
-    """Keeps answers beside the file `out` that they are for, and writes that file when all are there.
+    """Keeps answers in a journal beside the file `out`, and writes that file when all are there.
 
-    The journal, OUT.partial, is a line with what was asked (`facts`) and then a line per answer, each on the disk
-    before `write` returns; half a line, as a process that is killed leaves it, is cut off. `finish` writes OUT in the
-    order of the prompts, whole or not at all, and removes the journal. An OUT that ends in .parquet is a table with
+    The journal, OUT.partial, is a line with the digests of the batch (`facts`) and then a line per answer, each on the
+    disk before `write` returns; an unfinished last line, left by a killed process, is cut off. `finish` writes OUT in
+    the order of the prompts, whole or not at all, and removes the journal. An OUT that ends in .parquet is a table with
     these `columns` (names, and Arrow's names of their types). Only one process can have the journal open.
 
-    Raises ValueError if OUT exists and was not begun by such a run, or if the journal is another run's, of other
-    prompts or settings; with `anew` both are replaced, but never a file that is no journal. Raises OSError as the
-    system does.
+    Raises ValueError if OUT exists and was not begun by such a run, or if the journal belongs to other prompts or
+    settings; with `anew` both are replaced, but never a file that is no journal. Raises OSError as the system does.
     """
 
     def __init__(self, out: Path, facts: Mapping[str, Any], columns: Mapping[str, str], anew: bool = False) -> None:
@@ -105,11 +104,11 @@ class Journal:
 
     @property
     def answered(self) -> set[int]:
-        """The indices of lines whose answers are there already."""
+        """The indices of lines that are answered already."""
         return set(self._offsets)
 
     def write(self, line: Line, answer: Answer) -> None:
-        """Put an answer on the disk."""
+        """Write an answer to the disk."""
         record = line.form.record(line.index, line.id, answer)
         self.failed += bool(answer.error)
         entry = _text({"line": line.index, "failed": bool(answer.error), "record": record})
@@ -133,7 +132,7 @@ class Journal:
         self._file.close()
 
     def _append(self, text: bytes) -> int:
-        """Put a line on the disk -> where it begins."""
+        """Write a line to the disk -> its offset."""
         begin = self._file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(text + b"\n")
@@ -145,13 +144,13 @@ class Journal:
         return begin
 
     def _check_header(self, anew: bool) -> None:
-        """Raises ValueError for a file that is no journal, and for one of another run unless that may go."""
+        """Raise ValueError for a file that is no journal, and for one of another run unless `anew`."""
         self._file.seek(0)
         size = os.fstat(self._file.fileno()).st_size
         with open(self.path, "rb") as file:
             header = file.readline()
         if not header.endswith(b"\n") and self._header.startswith(header[:size]):
-            return  # empty, or killed while it wrote the first line
+            return  # empty, or killed while writing the first line
         found = _parsed(header)
         if found.get(MARK) != VERSION:
             raise ValueError(
@@ -167,7 +166,7 @@ class Journal:
             )
 
     def _read(self) -> int:
-        """Find the answers -> where the last whole line ends."""
+        """Read the offsets of the answers -> the end of the last whole line."""
         offset = 0
         with open(self.path, "rb") as file:
             for place, line in enumerate(file):
@@ -184,7 +183,7 @@ class Journal:
         return offset
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        """The record of every answer, in the order of the prompts."""
+        """Yield the record of every answer, in the order of the prompts."""
         with open(self.path, "rb") as file:
             for _, offset in sorted(self._offsets.items()):
                 file.seek(offset)
@@ -192,8 +191,10 @@ class Journal:
 
 
 def write_table(path: Path, records: Iterator[dict[str, Any]], columns: Mapping[str, str]) -> None:
-    """Write records as a Parquet table with these columns, a thousand rows at a time. What a record lacks is null; in
-    columns of text, numbers and objects stand as JSON."""
+    """Write records as a Parquet table with these columns, a thousand rows at a time.
+
+    Missing fields are null; in columns of text, numbers and objects are written as JSON.
+    """
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 
@@ -210,7 +211,7 @@ def _row(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 
 
 def _sound(text: str) -> str:
-    """The text with halves of characters, which UTF-8 cannot hold, written as escapes."""
+    """Return the text with lone surrogates, which UTF-8 cannot encode, written as escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -227,7 +228,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the names of a folder's files on the disk."""
+    """Write the entries of a folder to the disk, so that new file names survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The lines of a batch: prompts as files hold them -> requests to the server's endpoints."""
+"""The lines of a batch: prompts in files -> requests to the server's endpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import FORMS
 
 PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}
-"""The endpoint for each way to give a prompt."""
+"""The endpoint for each field that holds a prompt."""
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The endpoints that lines in OpenAI's batch format may name."""
@@ -26,9 +26,9 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 @dataclass(frozen=True)
 class Line:
-    """A request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be asked.
+    """A request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be sent.
 
-    `index` counts from 0; `id` is the user's own name for it, None without one. `form` writes the answer.
+    `index` counts from 0; `id` is the user's own name for it, None without one. `form` is the format of the answer.
     """
 
     index: int
@@ -40,32 +40,35 @@ class Line:
 
     @property
     def name(self) -> str:
-        """What identifies the line among all others."""
+        """The name that identifies the line: its id, or its index without one."""
         return str(self.index if self.id is None else self.id)
 
     @property
     def facts(self) -> list[Any]:
-        """All of it, as JSON's types."""
+        """All fields of the line, as JSON's types."""
         return [self.index, self.id, self.path, dict(self.body), self.form.name, self.error]
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What lines do not say themselves: `body` for all lines, and `plain` for those in our own format, whose lengths
-    and temperatures have other defaults than OpenAI's. `seed` is where the seeds of sampled lines come from."""
+    """The request fields for lines that do not set them.
+
+    `body` is for all lines, `plain` for those in our own format, whose lengths and temperatures have other defaults
+    than OpenAI's. The seeds of sampled lines are derived from `seed`.
+    """
 
     body: Mapping[str, Any] = field(default_factory=dict)
     plain: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
     def complete(self, line: Line) -> Line:
-        """The line with a full body. A sampled one gets a seed from its name, unless it has one: its text then depends
-        neither on what runs with it nor on how often the run was interrupted."""
+        """Return the line with a full body. A sampled line gets a seed from its name, unless it has one: its text
+        then depends neither on what runs with it nor on how often the run was interrupted."""
         if line.error:
             return line
         body = {**(self.plain if line.form is PLAIN else {}), **self.body, **line.body}
         if "max_completion_tokens" in line.body and "max_tokens" not in line.body:
-            body.pop("max_tokens", None)  # they are two names of one thing
+            body.pop("max_tokens", None)  # two names of one field
         if body.get("temperature") != 0 and body.get("seed") is None and line.path != "/v1/responses":
             hashed = hashlib.sha256(f"{self.seed}/{line.name}".encode()).digest()
             body["seed"] = int.from_bytes(hashed[:8]) >> 1
@@ -75,9 +78,9 @@ class Defaults:
 def read_lines(path: str | Path, chat: bool = False) -> list[Line]:
     """Read a file of prompts: JSON lines in our format or OpenAI's, plain text, or Parquet -> its lines, in order.
 
-    The file - is standard input.
-    A line that cannot be asked has an error. `chat` makes messages of texts. Raises ValueError for a file that cannot
-    be read, that holds no line, or where two lines have one id; OSError as the system does.
+    The file - is standard input. A line that cannot be sent has an error. `chat` makes messages of texts. Raises
+    ValueError for a file that cannot be read, that holds no line, or where two lines have one id; OSError as the system
+    does.
     """
     records = list(_parquet_records(path) if str(path).endswith(".parquet") else _text_records(str(path)))
     if not records:
@@ -94,7 +97,7 @@ def read_lines(path: str | Path, chat: bool = False) -> list[Line]:
 
 
 def fingerprint(values: Iterable[Any]) -> str:
-    """Hexadecimal digits that differ if any of the values, made of JSON's types, does."""
+    """Return a hexadecimal digest of the values, which are made of JSON's types."""
     hashed = hashlib.sha256()
     for value in values:
         hashed.update(json_text(value, sort_keys=True).encode() + b"\n")
@@ -139,7 +142,7 @@ def _parse(line: bytes) -> dict[str, Any] | ValueError:
 
 
 class _NoJson(ValueError):
-    """Something that Python reads, but that is no JSON."""
+    """A value that Python's parser accepts but JSON does not have, such as NaN."""
 
 
 def _refuse_constant(name: str) -> None:
@@ -147,7 +150,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
-    """The rows; what is null was not given."""
+    """Yield the rows of a Parquet file, without fields that are null."""
     if not find_spec("pyarrow"):
         raise ValueError(f"{path}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
     from pyarrow import ArrowException
@@ -192,7 +195,7 @@ def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _plain_request(record: Mapping[str, Any], chat: bool) -> tuple[str, dict[str, Any]]:
-    """The request of a record in our own format; its other fields go to the endpoint as they are."""
+    """Return path and body of a record in our own format; its other fields go to the endpoint as they are."""
     given = [name for name in FORMS if name in record]
     if len(given) != 1:
         raise ValueError('the line must have one of "prompt", "messages", "tokens".')

@@ -1,4 +1,4 @@
-"""Running a batch: its lines are asked of the server's own application, in this process and without a socket."""
+"""Running a batch: its lines are sent to the server's own application, in this process and without a socket."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
 
 ENDED = 503
-"""The status with which an application says that it answers nothing more."""
+"""The status of an application that takes no more requests."""
 
 
 def batch_settings(names: tuple[str, ...], lossless: bool) -> ServeSettings:
-    """The settings of an application that only answers a batch: nothing but memory limits it."""
+    """Return the settings of an application that only answers a batch: only memory limits it."""
     limits = Limits(body_bytes=1 << 30, samples=1 << 16)
     return ServeSettings(names, max_queue=1 << 30, lossless=lossless, limits=limits)
 
 
 class Asker:
-    """Asks an application for answers, as a client that shares its process."""
+    """A client that sends requests to an application in the same process."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -38,7 +38,7 @@ class Asker:
     @staticmethod
     @asynccontextmanager
     async def of(state: ServerState) -> AsyncIterator[Asker]:
-        """An asker of an application, as soon as its models are warm; the application ends with the block.
+        """Start an application and wait until its models are warm -> a client; the application ends with the block.
 
         Raises Unavailable if the models cannot run.
         """
@@ -55,21 +55,23 @@ class Asker:
             yield Asker(client)
 
     async def ask(self, path: str, body: str) -> Answer:
-        """The answer to one request, whose body is JSON. Raises Unavailable if the application answers nothing more."""
+        """Return the answer to one request, whose body is JSON. Raises Unavailable if the application takes no more
+        requests."""
         headers = {"Content-Type": "application/json"}
         response = await self._client.post(path, content=body.encode(), headers=headers)
         answer = Answer(response.status_code, response.json(), response.headers["X-Request-Id"])
         if answer.status == ENDED:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise asyncio.CancelledError  # which the application has answered in its own way
+                raise asyncio.CancelledError  # the application answered the cancellation with this status
             raise Unavailable(answer.error)
         return answer
 
 
 @dataclass(frozen=True)
 class Local:
-    """This process, in which the models are loaded; `on_load` is told their state, `progress` how loading goes."""
+    """Runs a batch in this process; `on_load` is called with the loaded server state, `progress` with steps of
+    loading."""
 
     on_load: Callable[[ServerState], object]
     progress: Callable[[str], object]
@@ -77,10 +79,10 @@ class Local:
     def run(
         self, recipe: Recipe, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
     ) -> None:
-        """Answer all lines that the sink lacks, twice as many at a time as the models take together.
+        """Answer all lines that the sink lacks, twice as many at a time as the models batch.
 
         Raises ValueError if the models cannot be loaded, Unavailable if they fail, OSError if an answer cannot be
-        kept; what was answered before is kept.
+        stored; answers stored before are kept.
         """
         state = recipe.state(self.progress)
         self.on_load(state)
@@ -103,7 +105,7 @@ async def _answer_all(
 
 
 async def _answer(lines: Iterator[Line], asker: Asker, sink: Sink, on_answer: Callable[[Line, Answer], object]) -> None:
-    """Answer lines, one after the other, as long as there are any."""
+    """Answer lines one after the other until none are left."""
     for line in lines:
         answer = refused(line.error) if line.error else await asker.ask(line.path, json_text(dict(line.body)))
         sink.write(line, answer)
