@@ -199,8 +199,7 @@ def _recipe(context: typer.Context) -> Recipe:
 
 
 def _defaults(context: typer.Context) -> Defaults:
-    """Return the request fields that the options set, for lines without them. Raises ValueError for impossible
-    values."""
+    """Return the request fields that the options set, for lines without them. Raises ValueError for bad values."""
     from slipstream.serve.batch.lines import Defaults
 
     params, written = context.params, given(context)

@@ -260,8 +260,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the command inside the block, though the handler of Ctrl-C, usually the same, ends answers
-    only."""
+    """Let SIGTERM end the command inside the block; Ctrl-C, usually handled alike, ends answers only."""
 
     def end(*_: Any) -> NoReturn:
         raise SystemExit(INTERRUPTED)

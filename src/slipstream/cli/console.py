@@ -29,8 +29,7 @@ def busy(console: Console, text: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar of steps, on a terminal only -> a function of the number done, of all, and the next step's
-    name."""
+    """Show a progress bar of steps, on a terminal only -> a function of done, total and the next step's name."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("")

@@ -57,8 +57,7 @@ def from_figures(params: dict[str, Any]) -> None:
 
 
 def _delay(network: float | None, step: float | None) -> float | None:
-    """Return the milliseconds to the draft and back in target steps. Raises ValueError if only one of the two is
-    given."""
+    """Return the milliseconds to the draft and back in target steps. Raises ValueError if only one is given."""
     if (network is None) != (step is None):
         raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
     return None if network is None or step is None else network / step

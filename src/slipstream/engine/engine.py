@@ -271,8 +271,7 @@ class Engine:
         return Job(decoder, asked, generations)
 
     def _template(self, asked: Options, sampler: Sampling) -> Request:
-        """Return the request that all requests of a call are copied from, without prompt, source, images, seed and
-        key."""
+        """Return the request from which a call's requests are copied, without prompt, source, images, seed, key."""
         prediction = ()
         if asked.prediction:
             prediction = tuple(self._encoder.needed().encode(asked.prediction, add_special_tokens=False))
@@ -348,8 +347,7 @@ def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], objec
 
 
 def _alone(job: Job) -> Job:
-    """Return the job if its tokens can be streamed. Raises ValueError for beam search, whose text is known at the
-    end only."""
+    """Return the job if it can stream. Raises ValueError for beam search, which has no text before its end."""
     if job.options.beams is not None:
         raise ValueError("num_beams has no text before its search has ended, so it cannot stream: use generate.")
     return job

@@ -191,8 +191,7 @@ class Batch:
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
     def _steps(self, records: Sequence[_Record], rows: Sequence[Row], longest: int) -> tuple[Tensor, ...] | None:
-        """Return what was recorded at each emitted position, `longest` times (rows, vocab); None if nothing was
-        recorded."""
+        """Return what was recorded at each emitted position, `longest` times (rows, vocab); None without records."""
         steps = []
         for record, row in zip(records, rows, strict=bool(records)):
             start, count = len(row.request.prompt), len(row.output)

@@ -24,8 +24,7 @@ KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlid
 
 
 def refuse_cache(cache: Any, rows: int, width: int) -> None:
-    """Raise ValueError for a user's cache that prompts (rows, width), its own tokens included, cannot be continued
-    from."""
+    """Raise ValueError for a user's cache with which prompts (rows, width), cached tokens included, cannot go on."""
     layers = getattr(cache, "layers", None)
     kinds = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in KNOWN_LAYERS})
     if layers is None or kinds or getattr(cache, "offloading", False):
@@ -167,8 +166,7 @@ class Continued:
 
 
 def nearest_tokens(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
-    """Return the tokens (rows, width) whose embeddings are nearest to embeddings (rows, width, size), for a draft to
-    read."""
+    """Return the tokens (rows, width) whose embeddings are nearest to embeddings (rows, width, size)."""
     table = model.get_input_embeddings().weight[: model.config.get_text_config().vocab_size]
     rows = [(each.to(table) @ table.T - table.square().sum(1) / 2).argmax(1) for each in embeddings]
     return torch.stack(rows).to(embeddings.device)

@@ -29,8 +29,7 @@ HARMLESS = {
 
 
 def withheld(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the arguments of `generate` that it does not pass on to callables, read from its frame; {} without a
-    frame.
+    """Return arguments of `generate` that it does not pass on to callables, read from its frame; {} without a frame.
 
     Up to 5.23 at least, `_extract_generation_mode_kwargs` replaces the dict that holds the streamer, synced_gpus
     and assistant_model; a text streamer would wait for its end forever.
@@ -125,8 +124,7 @@ class Opening:
 
     @staticmethod
     def of(model: PreTrainedModel, ids: Tensor, config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> Opening:
-        """Make it of ids (rows, width) as `generate` passes them; `inputs` hold embeddings, mask, positions and
-        cache."""
+        """Make it of ids (rows, width) from `generate`; `inputs` hold embeddings, mask, positions and cache."""
         embeddings, cache, mask = (inputs.get(name) for name in ("inputs_embeds", "past_key_values", "attention_mask"))
         held = 0 if cache is None else int(cache.get_seq_length())
         width = (ids if embeddings is None else embeddings).shape[1]
@@ -157,8 +155,10 @@ class Opening:
 def _prompts(
     model: PreTrainedModel, ids: Tensor, pads: Sequence[int], read: tuple[Tensor | None, int, int]
 ) -> list[Prompt]:
-    """Make a prompt of each row. `read`: the embeddings, the places in the cache, and the places in all. Raises
-    ValueError."""
+    """Make a prompt of each row. Raises ValueError for a mask that does not fit.
+
+    `read` are the embeddings, the number of places in the cache, and the number of places with the prompt's.
+    """
     embeddings, held, width = read
     if embeddings is not None and embeddings.shape[1] == width:
         texts = Prompt.of(nearest_tokens(model, embeddings), pads)
@@ -191,8 +191,7 @@ def _after_healing(model: PreTrainedModel, inputs: dict[str, Any], width: int) -
 
 
 def _padding(rows: int, width: int, mask: Tensor | None, positions: Tensor | None) -> list[int]:
-    """Return the number of padding tokens before each row of a prompt (rows, width). Raises ValueError for other
-    masks."""
+    """Return the padding tokens before each row of a prompt (rows, width). Raises ValueError for other masks."""
     seen = torch.ones(rows, width, dtype=torch.bool) if mask is None else mask != 0
     pads = (~seen).sum(1)
     if not torch.equal(seen, torch.arange(width, device=seen.device) >= pads[:, None]):

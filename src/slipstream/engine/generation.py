@@ -111,8 +111,7 @@ class Generation:
             yield self.end()
 
     def record(self, round: Round, place: int) -> list[TokenLogprobs]:
-        """Take in a round in which the row ran at `place` -> the logprobs of its tokens; [] if they were not
-        requested."""
+        """Take in a round in which the row ran at `place` -> the logprobs of its tokens; [] unless requested."""
         self.steps.append((round.draft.depths[place], round.accepted[place]))
         if self.top is None:
             return []
@@ -138,8 +137,7 @@ class Generation:
 
     @property
     def completion(self) -> Completion:
-        """The text and tokens written so far, as a `Completion`; its finish reason is "interrupted" if it has not
-        ended."""
+        """The text and tokens written so far, as a `Completion`; "interrupted" if it has not ended."""
         row, length = self.row, len(self.request.prompt if self.request.source is None else self.request.source)
         if row is None:
             return Completion(self.echo, (), "interrupted", Stats(), length)
@@ -156,8 +154,7 @@ class Generation:
 
 
 def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
-    """Return the logarithms (positions, vocab) of the law of one row; for a point mass, the log-softmax of its
-    scores."""
+    """Return the log-probabilities (positions, vocab) of one row; of a point mass, the log-softmax of its scores."""
     point = law.point if law.points is None else law.points[place]
     if not point:
         return law.dense[place, positions].log()
@@ -169,8 +166,7 @@ def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
 
 
 def _token_logprobs(logs: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return the logprobs of tokens, one for each row of `logs` (tokens, vocab), and of the `top` most probable
-    ones."""
+    """Return the logprobs of tokens, one for each row of `logs` (tokens, vocab), and of the `top` most probable."""
     own = logs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logs.device)[:, None])[:, 0].tolist()
     best = logs.topk(min(top, logs.shape[-1]), dim=-1)
     pairs = [

@@ -226,8 +226,7 @@ def check_callback(name: str, value: object) -> None:
 
 
 def _check_grammar(grammar: Grammar, asked: Options, least: int, vocab: int) -> None:
-    """Raise ValueError for options that change where a text may end, which the grammar decides, and for another
-    vocab."""
+    """Raise ValueError for options that change where a text may end, which the grammar decides, or another vocab."""
     if asked.ignore_eos or least:
         name = "ignore_eos" if asked.ignore_eos else "min_new_tokens"
         raise ValueError(f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.")

@@ -89,8 +89,7 @@ class Plan:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises ValueError in one sentence for other files, a damaged plan, or one of another
-        version."""
+        """Read a plan file. Raises ValueError in one sentence for other files, damaged plans and other versions."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

@@ -20,8 +20,7 @@ OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
 def target_scorer(
     source: Any, dtype: Any, device: str | None, mode: Mode, plan: Any = None, **options: Any
 ) -> AnyScorer | LeadingScorer:
-    """Load a target -> its Scorer; with a `plan` for tensor parallelism, on all ranks. Raises ValueError in one
-    sentence."""
+    """Load a target -> its Scorer; with a `plan` for tensor parallelism, on all ranks. Raises ValueError."""
     if given := [name for name in OTHERWISE if name in options]:
         raise ValueError(f"{given[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
     if plan is None:

@@ -28,8 +28,10 @@ class Task:
 
     @staticmethod
     def parse(text: str | None) -> Task:
-        """Read a task as users write it: "eng_Latn>deu_Latn" are languages, a text with a colon or a space is a prefix,
-        anything else is a name."""
+        """Read a task as users write it: "eng_Latn>deu_Latn", a prefix or a name.
+
+        A text with > gives languages, one with a colon or a space is a prefix, anything else is a name.
+        """
         if text is None:
             return Task()
         if ">" in text:
@@ -39,8 +41,7 @@ class Task:
 
 
 def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
-    """Return the frame of a task. Raises ValueError in one sentence for tasks that the model does not have, and for
-    languages that the tokenizer does not have."""
+    """Return the frame of a task. Raises ValueError in one sentence for tasks and languages that the model lacks."""
     settings = model.generation_config
     start = _first(settings, model.config, "decoder_start_token_id", "bos_token_id")
     if start is None:
@@ -56,8 +57,7 @@ def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
-    """Return the first of the named settings that is set, in the generation config or the model's config; None if no
-    one is."""
+    """Return the first of the named settings that is set, in the generation config or the model's; None without one."""
     found = (getattr(place, name, None) for name in names for place in (settings, config))
     return next((value for value in found if value is not None), None)
 

@@ -31,8 +31,7 @@ class Transcriber:
 
     @staticmethod
     def of(target: Scorer, tokenizer: Any) -> Transcriber:
-        """Make one for a target that reads sound. Raises ValueError for others, and if its feature extractor is
-        missing."""
+        """Make one for a target that reads sound. Raises ValueError for others, and without a feature extractor."""
         form = target.source_form
         if form is None or form.features is None or not isinstance(target, HasModel):
             raise ValueError(f"{target.name} does not read sound: take a Whisper.")
@@ -49,8 +48,7 @@ class Transcriber:
         return self.speech.windows(samples)
 
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
-        """Return the options of `Engine.generate` for a task. Raises ValueError for a task or language the model
-        lacks."""
+        """Return the options of `Engine.generate` for a task. Raises ValueError if the model lacks it."""
         if task not in TASKS:
             raise ValueError(f"task={task!r} is not known: use {' or '.join(TASKS)}.")
         begin = self.speech.decoder_prompt(language, task, timestamps)

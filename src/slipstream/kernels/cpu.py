@@ -60,8 +60,7 @@ def kernel_missing() -> str | None:
 
 
 def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    """Multiply (..., inputs) by a packed weight -> (..., features): sums in float32, in the same order for every
-    row."""
+    """Multiply (..., inputs) by a packed weight -> (..., features): sums in float32, in one order for every row."""
     found: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
     return found
 

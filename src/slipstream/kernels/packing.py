@@ -36,8 +36,7 @@ class Columns:
 
     @contextmanager
     def only(self, counts: Sequence[int], width: int) -> Iterator[None]:
-        """Inside the block, passes of shape (rows, width) have `counts[r]` real tokens in row r; the others get
-        zeros."""
+        """Inside the block, passes of shape (rows, width) have `counts[r]` real tokens in row r; others get zeros."""
         some = torch.arange(width) < torch.tensor(counts)[:, None]
         if int(some.sum()) <= WORTHWHILE * some.numel():
             self.real, self.shape = some.flatten().nonzero().squeeze(1), (len(counts), width)

@@ -13,12 +13,12 @@ LOADED = Path("/proc/self/maps")
 
 
 def release_threads() -> None:
-    """End the threads that GNU's OpenMP keeps for the calling thread; its next computation starts them again (in some
-    50 microseconds).
+    """End the threads that GNU's OpenMP keeps for the calling thread.
 
-    Every thread that computes has helper threads of its own. As soon as all of them are more than the processor has
-    cores, none waits actively any more, and whatever runs then takes about twice as long. So a thread that has finished
-    computing releases its helpers. Nothing happens where another OpenMP is in use.
+    Its next computation starts them again (in some 50 microseconds). Every thread that computes has helper threads of
+    its own. As soon as all of them are more than the processor has cores, none waits actively any more, and whatever
+    runs then takes about twice as long. So a thread that has finished computing releases its helpers. Nothing happens
+    where another OpenMP is in use.
     """
     if pause := _pause():
         pause(SOFT)

@@ -78,8 +78,7 @@ class CausalScorer:
             self.fix_shape(None)
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
-        """Return a Scorer that runs another model, made of this one's layers or of copies, over the same rows and
-        cache.
+        """Return a Scorer that runs another model, of this one's layers or of copies, over the same rows and cache.
 
         What it adds to the rows has to be rolled back before this one goes on.
         """
@@ -91,8 +90,10 @@ class CausalScorer:
         return other
 
     def seeing(self, window: int, sinks: int) -> CausalScorer:
-        """Return a Scorer that runs the same model over the same rows, but attends to a text's last `window` tokens
-        and first `sinks` only. What it adds has to be rolled back before this one goes on."""
+        """Return a Scorer of the same model and rows that attends to a text's last `window` and first `sinks` tokens.
+
+        What it adds has to be rolled back before this one goes on.
+        """
         other = self.sharing_rows(self.model, f"{self.name} in a window of {window}")
         other.facts = self.facts.within(window, sinks)
         other._builder = PassBuilder(other.facts, self._memory)
@@ -170,8 +171,10 @@ class CausalScorer:
     # ---- prefixes, and memory ----
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts in this prefix cache from now on, and look them up there; None for no cache. Encoder-decoders
-        have none."""
+        """Store texts in this prefix cache from now on, and look them up there; None for no cache.
+
+        Encoder-decoders store nothing.
+        """
         self._memory.use_prefixes(cache)
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
@@ -221,8 +224,7 @@ class CausalScorer:
         self._memory.texts.keep(starts, paths)
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Record the hidden states at some places (see `HiddenStates`) of every token from now on, while the result
-        lives.
+        """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives.
 
         Raises ValueError for places that the model does not have, or if the passes are compiled.
         """
@@ -237,14 +239,18 @@ class CausalScorer:
     # ---- passes ----
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Run every pass after the prefill in one shape, so that no bit of the logits depends on how many rows and
-        tokens are scored together; None: in the shape of the work at hand, which is faster."""
+        """Run every pass after the prefill in one shape; None: in the shape of the work at hand, which is faster.
+
+        With one shape no bit of the logits depends on how many rows and tokens are scored together.
+        """
         self.shape: Shape | None = shape
         self._memory.texts.least = shape.slots if shape else LEAST * bool(self.execution)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows; others are left
-        alone -> logits (rows, n, vocab) in the model's dtype."""
+        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows -> logits.
+
+        Other rows are left alone. The logits are (rows, n, vocab) in the model's dtype.
+        """
         if self.shape:
             assert tree is None, "trees have shapes of their own"
             return self._extend_exactly(self.shape, tokens, counts, first)
@@ -271,8 +277,7 @@ class CausalScorer:
             return self._runner.logits(self._builder.build(tokens, slots.to(self.device), tree)).to(self.device)
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts, one to each of the rows from `first` on, after their cached tokens, in passes of bounded
-        width."""
+        """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
         texts = [self._see(row, text) for row, text in enumerate(texts, first)]
         if self.shape:  # one by one, so that a row's keys do not depend on the rows beside it
             for row, text in enumerate(texts, first):
@@ -323,8 +328,7 @@ class CausalScorer:
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their law
-        q.
+        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
 
         None if that is not possible by graphs.
         """

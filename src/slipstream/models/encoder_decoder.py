@@ -28,8 +28,10 @@ from slipstream.kernels.placement import input_device
 
 @dataclass
 class Where:
-    """The positions (rows, n) of the pass that is running, and the distances (rows, n, end) to everything in the cache;
-    None outside of our passes."""
+    """The positions (rows, n) of the running pass, and the distances (rows, n, end) to everything in the cache.
+
+    Both are None outside of our passes.
+    """
 
     own: Tensor | None = None
     back: Tensor | None = None
@@ -51,8 +53,7 @@ class RowPositions(nn.Module):
         self.offset = int(getattr(table, "offset", 0)) if self.padding is None else self.padding + 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the embeddings (rows, n, width) of the pass's own positions; without a pass, those of the table
-        itself."""
+        """Return the embeddings (rows, n, width) of the pass's own positions; without a pass, those of the table."""
         if self.where.own is None:
             return self.table(*args, **kwargs)
         places = self.where.own + self.offset
@@ -167,8 +168,7 @@ class SourceDecoder(nn.Module):
         cross: Cross,
         use_cache: bool = True,
     ) -> Any:
-        """Run the decoder like a causal model with explicit positions and a 4-D mask -> an output with logits (rows,
-        n, vocab)."""
+        """Run the decoder like a causal model with explicit positions and a 4-D mask -> logits (rows, n, vocab)."""
         unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # models only test whether encoder states are given
         self.where.own, self.where.back = position_ids, cross.back
         try:
@@ -193,8 +193,7 @@ class SourceDecoder(nn.Module):
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
 
     def states(self, given: Tensor, mask: Tensor | None) -> Stores:
-        """Return keys and values of cross-attention by layer, for ids (rows, longest) and their mask, or for
-        features."""
+        """Return cross-attention's keys and values by layer, for ids (rows, longest) and mask, or for features."""
         states = self._encode(given, mask)
         return [project(states) for project in self._projections]
 
@@ -212,8 +211,7 @@ class SourceDecoder(nn.Module):
         return encoder(input_ids=given, attention_mask=mask).last_hidden_state
 
     def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
-        """Return the encoder's input: ids (rows, longest) and their mask, which is 0 at padding, or features and
-        None."""
+        """Return the encoder's input: ids (rows, longest) and their mask, 0 at padding; or features and None."""
         if isinstance(sources[0], Tensor):
             features = torch.stack([source for source in sources if isinstance(source, Tensor)])
             return features.to(self.device, self.dtype), None
@@ -292,8 +290,7 @@ def source_form(model: PreTrainedModel) -> SourceForm:
 
 
 def _projections(decoder: nn.Module) -> list[_Projections]:
-    """Return the cross-attention of every layer. Raises ValueError if it is written neither like T5's nor like
-    BART's."""
+    """Return the cross-attention of every layer. Raises ValueError unless it is written like T5's or BART's."""
     found: list[_Projections] = []
     for name, attention in decoder.named_modules():
         parts: Any = attention

@@ -18,8 +18,10 @@ from slipstream.kernels.placement import input_device, is_sharded
 LENGTH_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe")
 }
-"""The kinds of layers that roll back by a length: they keep keys and values of every token, and keys of an indexer, or
-nothing."""
+"""The kinds of layers that roll back by a length: they keep keys and values of every token, or nothing.
+
+Keys of an indexer count as keys.
+"""
 
 STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 
@@ -44,8 +46,7 @@ LONGEST_TRIAL = 2304
 
 
 def is_proven(model: PreTrainedModel) -> bool:
-    """Whether the contract tests cover the model's class, it is transformers' own, and not divided among ranks,
-    since such a model runs other code."""
+    """Whether the contract tests cover the model: a proven class of transformers, not divided among ranks."""
     kind = type(model)
     return not is_sharded(model) and kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
 
@@ -176,16 +177,14 @@ def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
 
 
 def longest_text(config: Any) -> int | None:
-    """Return the longest text, from `max_position_embeddings`, or before longrope would turn cached keys
-    differently."""
+    """Return the longest text: `max_position_embeddings`, or the length before longrope would turn cached keys."""
     names = ("max_position_embeddings", "max_target_positions")
     limits = (*(getattr(config, name, None) for name in names), longrope_switch(config))
     return min((limit for limit in limits if limit), default=None)
 
 
 def longrope_switch(config: Any) -> int | None:
-    """Return the length beyond which longrope changes the rotation of all tokens, cached ones and other rows
-    included."""
+    """Return the length beyond which longrope changes the rotation of all tokens, also cached ones and other rows'."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
     return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)

@@ -1,5 +1,4 @@
-"""The hidden states of a model, kept for every token of its rows, for drafts that read them (checkpoints such as
-EAGLE).
+"""The hidden states of a model, kept for every token of its rows, for drafts that read them.
 
 They lie in the rows' cache like the keys and values of one more layer. So they are rolled back, freed, forked, moved
 together after a tree, and stored for texts with the same beginning as keys and values are, and cannot get out of step.
@@ -90,8 +89,7 @@ class HiddenStates:
 
 
 class Records:
-    """The hidden states kept of a model without a `RowCache`, in caches of their own with the same rows as the
-    model."""
+    """The recorded hidden states of a model without a `RowCache`, in caches of their own with the model's rows."""
 
     def __init__(self) -> None:
         self._kept: WeakSet[HiddenStates] = WeakSet()

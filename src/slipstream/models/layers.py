@@ -13,8 +13,7 @@ from slipstream.core.protocols import HasModel
 
 
 def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the indices of the layers to run, in order; a number stands for the first ones. Raises ValueError for
-    others."""
+    """Return the layers to run, in order; a number stands for the first ones. Raises ValueError for impossible ones."""
     if isinstance(layers, int):
         if not 1 <= layers < count:
             raise ValueError(f"an exit after {layers} layers is not possible: the target has {count}, leave some out.")
@@ -102,8 +101,7 @@ def _attends(layers: nn.ModuleList) -> bool:
 
 
 def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
-    """Return the model without the other layers. Modules above the list are copied, all else and all weights are
-    shared."""
+    """Return the model without the other layers. Modules above the list are copied, everything else is shared."""
     path, layers = find_layers(model, name)
     config = _config_of(model.config, kept)
     top = parent = _twin(model, config, name)

@@ -74,8 +74,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Calls:
-    """A message of calls in order, of which only the last has a pass. `lengths` are those of the model's rows before
-    it."""
+    """A message of calls in order, only the last with a pass. `lengths` are those of the model's rows before it."""
 
     number: int
     calls: tuple[Call, ...]
@@ -109,8 +108,7 @@ class Failed:
 
 
 class Part:
-    """A rank's part of a model, as all ranks call it: tokens come as lists, since every rank has a device of its
-    own."""
+    """A rank's part of a model, as all ranks call it: tokens come as lists, since ranks have different devices."""
 
     def __init__(self, scorer: AnyScorer) -> None:
         self.scorer: Any = scorer
@@ -125,8 +123,7 @@ class Part:
         return self.scorer.extend(torch.tensor(tokens, device=self.scorer.device), counts, first, tree)
 
     def use_prefixes(self, limit: int | None, block: int) -> None:
-        """Store texts in a prefix cache of this part's own: all ranks store the same texts, so they evict the same
-        ones."""
+        """Store texts in a prefix cache of this part's own: all ranks store, and so evict, the same texts."""
         self.store.use_prefixes(None if limit is None else PrefixCache(limit, block))
 
     def recall(self, row: int, text: list[int], salt: str) -> int:
@@ -323,8 +320,7 @@ class Follower:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Report an error; go on if rank 0 had one too, since then the request was at fault. Raises RankLost
-        otherwise."""
+        """Report an error; go on if rank 0 had one too, as it was the request's fault. Raises RankLost otherwise."""
         fault = first_sentence(error)
         self.ranks.answer(fault)
         if not self.ranks.leader_agrees() or not isinstance(self.ranks.listen(), Failed):

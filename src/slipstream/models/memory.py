@@ -20,11 +20,11 @@ class _Owner:
 
 
 class Memory:
-    """The rows of a model: `texts` holds their keys and values, `sources` what the encoder read, None without an
-    encoder.
+    """The rows of a model that run together.
 
-    `images` are those of each row's text. `shifts` are the differences between positions and numbers of tokens after
-    them: a model may give all tokens of an image fewer positions than there are tokens.
+    `texts` holds their keys and values, `sources` what the encoder read, None without an encoder. `images` are those of
+    each row's text. `shifts` are the differences between positions and numbers of tokens after them: a model may give
+    all tokens of an image fewer positions than there are tokens.
     """
 
     def __init__(self, decoder: SourceDecoder | None = None) -> None:

@@ -1,5 +1,4 @@
-"""Speech models: sound to the features that the encoder reads, and the decoder's tokens for language, task and
-times."""
+"""Speech models: sound to features for the encoder, and the decoder's tokens for language, task and times."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class SpeechInput:
         return WhisperTimeStampLogitsProcessor(self.settings, begin)
 
     def decoder_prompt(self, language: str | None, task: str, timestamps: bool = False) -> tuple[int, ...]:
-        """Return the decoder's tokens after its first that name language and task, and that forbid times unless
-        `timestamps`.
+        """Return the decoder's tokens after its first: language, task, and without `timestamps` the one against times.
 
         Without a language, English is taken. Raises ValueError for a language that the model does not have.
         """

@@ -66,8 +66,7 @@ class TableScorer:
         return logits
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move each tree's accepted tokens, at starts[r] + paths[r][i], to starts[r] + i, for each of the first
-        rows."""
+        """Move each tree's accepted tokens from starts[r] + paths[r][i] to starts[r] + i, in the first rows."""
         for text, start, path in zip(self.texts[: len(starts)], starts, paths, strict=True):
             text[start : start + len(path)] = [text[start + place] for place in path]
 

@@ -107,8 +107,7 @@ PARTS = {
 
 
 def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
-    """Yield the reason if Theorem 3.8, or all costs together, is more than 15 % off: the step that explains most of
-    it."""
+    """Yield reasons where Theorem 3.8, or all costs together, is more than 15 % off: the step that explains most."""
     measured = row["over_plain"]["median"]
     gap = measured / row["theorem"] - 1
     if abs(gap) > TOLERANCE:

@@ -22,8 +22,7 @@ THEIRS = ("model", LOOKUP)
 
 
 def export(plan: Plan, engine: str) -> str:
-    """Return the plan for one of `ENGINES`, as text. Raises ValueError for others, and for a draft that they do not
-    have."""
+    """Return the plan for one of `ENGINES`, as text. Raises ValueError for others, and for drafts they do not have."""
     check_export(engine, plan.target)
     if plan.draft is not None and _part(plan.draft).kind not in THEIRS:
         raise ValueError(f"a draft like {plan.draft} is ours alone: {engine} drafts with models and by prompt lookup.")

@@ -24,8 +24,11 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Pace:
-    """The measured pace of one replica: `seconds` per token of a row, by the numbers of `rows` that ran together
-    (ascending), and seconds of `reading` a token of a prompt. At most the last number of rows runs."""
+    """The measured pace of one replica: seconds per token by the number of rows, and of a prompt's token.
+
+    `seconds` are per token of a row, for each of the numbers of `rows` that ran together (ascending); `reading` is per
+    token of a prompt. At most the last number of rows runs.
+    """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -77,8 +80,7 @@ class Fate:
 
 @dataclass
 class Replica:
-    """A simulated replica at time `now`: the rows that run, the prompt that is being read, and the requests that
-    wait."""
+    """A simulated replica at time `now`: the rows that run, the prompt being read, and the requests that wait."""
 
     pace: Pace
     now: float = 0.0
@@ -144,9 +146,11 @@ class Replica:
 
 @dataclass(frozen=True)
 class Service:
-    """The figures of a simulated fleet: requests and tokens in so many seconds, the share of time that replicas
-    worked, and quantiles in seconds of the time to first token, of the time to the end (with its mean), and between
-    tokens."""
+    """The figures of a simulated fleet: requests and tokens in so many seconds, and the times of requests.
+
+    `busy` is the share of time that replicas worked. Quantiles in seconds are of the time to first token, of the time
+    to the end (with its mean), and between tokens.
+    """
 
     replicas: int
     requests: int

@@ -1,5 +1,4 @@
-"""Predictions from known figures: alpha and costs -> gamma, tokens per target call, speed. Needs no model and no
-torch."""
+"""Predictions from known figures: alpha and costs -> gamma, tokens per target call, speed. Needs no model, no torch."""
 
 from __future__ import annotations
 

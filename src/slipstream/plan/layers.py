@@ -62,8 +62,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Finish:
-    """The result of a choice in the race: median over the laps of its speed, and of its ratio to plain decoding in
-    each lap."""
+    """The result of a choice in the race: medians over laps of its speed and of its ratio to plain decoding."""
 
     layers: Layers
     gamma: int
@@ -139,8 +138,7 @@ def first_layers(target: HasModel) -> list[Layers]:
 
 
 def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
-    """Return sets of ever fewer layers, down to a quarter. `texts` are tokens, compared after their first ones (a
-    prompt).
+    """Return sets of ever fewer layers, down to a quarter. `texts` are compared after their first tokens (a prompt).
 
     Each step leaves out the layer whose loss lowers alpha least: greedy, so not always the best set of a size.
     """
@@ -177,15 +175,16 @@ def _laws_behind(scorer: HasModel, start: int, tokens: Tensor) -> Tensor:
 
 
 def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
-    """Return the mean of sum_x min(p(x), q(x)) over texts, each read once by the part alone; a real draft is in part
-    fed by the target's keys."""
+    """Return the mean of sum_x min(p(x), q(x)) over texts, each read once by the part alone.
+
+    A real draft is in part fed by the target's keys.
+    """
     kept = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(texts, wanted, strict=True)]
     return float(torch.cat(kept).mean())
 
 
 def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
-    """Decode the texts once -> the statistics of all rows together. Raises ValueError if there was nothing to
-    measure."""
+    """Decode the texts once -> the statistics of all rows together. Raises ValueError if nothing was decoded."""
     if layers is None:
         rows = sound(plain(decoder, requests))
     else:

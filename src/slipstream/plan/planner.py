@@ -61,8 +61,7 @@ class PlanSettings:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of chains that a compiled draft makes in one graph: only a few, since compiling each takes
-        time."""
+        """The lengths of chains that a compiled draft makes in one graph: only a few, since compiling takes time."""
         return self.gammas or tuple(sorted({-(-self.most // part) for part in (1, 2, 4)}))
 
     @property
@@ -114,8 +113,7 @@ class Verification:
 
 @dataclass
 class PlanReport:
-    """The report of a plan: measurements, predictions and verifications. `outlooks` has one Outlook per rows and
-    draft."""
+    """The report of a plan: measurements, predictions and verifications. `outlooks` has one per rows and draft."""
 
     environment: dict[str, Any]
     settings: PlanSettings

@@ -55,8 +55,7 @@ class Survival:
     flow: tuple[float, ...]
 
     def mixed(self, gamma: int) -> list[float]:
-        """Return S_1..S_gamma of an endless text that is decoded with gamma: the share of rounds in flow is
-        stationary."""
+        """Return S_1..S_gamma of an endless text decoded with gamma, with the stationary share of rounds in flow."""
         pause, flow = self.upto(gamma)
         into, leaving = pause[-1], 1 - flow[-1]
         share = into / (into + leaving) if into + leaving > 0 else 0.0
@@ -224,8 +223,7 @@ class PlanCosts:
 
 
 def between(measured: Mapping[int, float], width: int) -> float:
-    """Return the cost of a width; for one that was not measured, interpolate its neighbours, or take the nearest
-    one's."""
+    """Return the cost of a width; if it was not measured, interpolate its neighbours, or take the nearest one's."""
     if width in measured:
         return measured[width]
     below = max((known for known in measured if known < width), default=None)

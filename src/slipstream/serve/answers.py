@@ -150,8 +150,7 @@ class Common(Answer):
     timings: Timings | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as a JSON object. Fields that clients expect in every choice are there, as null where
-        empty."""
+        """Return the answer as a JSON object; fields that clients expect in every choice are null where empty."""
         found = super().as_json()
         for choice in found["choices"]:
             choice.setdefault("finish_reason", None)

@@ -36,8 +36,7 @@ class Application(FastAPI):
     """FastAPI's application, with an OpenAPI description that matches its real answers."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI description, with stream chunks and request ids, without 422 (`_invalid` answers 400
-        instead)."""
+        """Return the OpenAPI description, with stream chunks and request ids, without 422 (we answer 400)."""
         found = super().openapi()
         for path in found["paths"].values():
             for operation in path.values():

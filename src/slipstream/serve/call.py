@@ -156,8 +156,7 @@ class Call:
         )
 
     def timings(self) -> answers.Timings | None:
-        """Return times of the only answer under llama.cpp's names; None if there are several, or before its first
-        token."""
+        """Return times of the only answer under llama.cpp's names; None if there are several, or without a token."""
         if len(self.tickets) != 1:
             return None
         [ticket] = self.tickets
@@ -182,8 +181,7 @@ class Call:
 
 
 def speculative_decoding(steps: Sequence[tuple[int, int]], detailed: bool) -> answers.SpeculativeDecoding | None:
-    """Return the acceptance of one answer from drafted and accepted tokens of each round; None if nothing was
-    drafted."""
+    """Return the acceptance of one answer from drafted and accepted tokens of each round; None without drafts."""
     longest = max((drafted for drafted, _ in steps), default=0)
     if not longest:
         return None

@@ -96,8 +96,7 @@ class Gate:
         return tenant
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """Return a `receive` that stops at the limit on bodies. Raises TooLarge, at once if the announced length is
-        above it."""
+        """Return a `receive` that stops at the limit on bodies. Raises TooLarge, at once for an announced length."""
         most, read = self.settings.limits.body_bytes, 0
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > most:

@@ -112,8 +112,7 @@ class Metrics:
 
 
 class _Graphs(Collector):
-    """Exports how many graphs the process has made; in a warm server this should not grow, since requests wait for
-    each."""
+    """Exports how many graphs the process has made; in a warm server the number should not grow."""
 
     def __init__(self, model: str) -> None:
         self.model = model

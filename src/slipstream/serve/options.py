@@ -19,8 +19,7 @@ SAME = (
 
 
 def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict[str, Any]:
-    """Return the engine's options for the fields that all requests for text have; fields that were not sent are left
-    out.
+    """Return the engine's options for the fields that all requests for text have; fields not sent are left out.
 
     Without a seed, one is drawn: two equal requests get different texts. With one, the rule is `coupled` unless the
     request names another: the text then depends on the seed alone, not on draft lengths, which vary with the load.

@@ -34,8 +34,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Room:
-    """How much runs at a time: rows, bytes for cached prefixes, bytes for running texts (None: no limit), and tokens of
-    prompts that are read between two rounds (None: as many as the device reads at full speed)."""
+    """How much runs at a time.
+
+    `rows` is the size of the batch; `cache_bytes` are for cached prefixes, `memory` bytes for running texts (None: no
+    limit); `prefill_chunk` is the tokens of prompts read between two rounds (None: as many as the device reads at full
+    speed).
+    """
 
     rows: int
     cache_bytes: int = 512 << 20

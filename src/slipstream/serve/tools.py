@@ -52,8 +52,7 @@ class OneCall:
 
 
 class ManyCalls:
-    """Parses a JSON array of calls, objects with the name of a tool and its parameters; returns each once it is
-    complete."""
+    """Parses a JSON array of calls, objects with a tool's name and parameters, and returns each once complete."""
 
     def __init__(self) -> None:
         self._text, self._count = "", 0

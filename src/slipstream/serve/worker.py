@@ -26,8 +26,10 @@ EVERY_KIND = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, t
 """One `Sampling` for every kind of graph: greedy, at a temperature, and with more settings than that."""
 
 CPU_CHUNK, CPU_GROWTH = 64, 4
-"""The tokens of prompts that a CPU reads between two rounds, and the factor by which they grow where many prompts wait
-or no text runs. Running texts wait for that long; 256 tokens take little more than twice the time of 64."""
+"""The tokens of prompts that a CPU reads between two rounds, and their factor where many wait or no text runs.
+
+Running texts wait for that long; 256 tokens take little more than twice the time of 64.
+"""
 
 
 @dataclass
@@ -222,8 +224,7 @@ class Worker:
             self._die(error)
 
     def _ranks(self) -> LiesOnRanks | None:
-        """Return the target if it lies on several processes, so that a lost one is noticed while no request runs;
-        else None."""
+        """Return the target if it lies on several processes, so that a loss is noticed between requests; else None."""
         target = self.engine.decoder.target
         if not isinstance(target, LiesOnRanks):
             return None

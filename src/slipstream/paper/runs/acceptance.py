@@ -37,8 +37,7 @@ GAMMAS, ENDLESS = range(1, 17), range(1, 17)
 
 
 class Trail:
-    """The acceptance of a draft at every position of texts: beta, and the chance that the token written there is
-    kept."""
+    """The acceptance of a draft at every position of texts: beta, and the chance that the token there is kept."""
 
     def __init__(self) -> None:
         self.betas: list[list[float]] = []
@@ -91,8 +90,7 @@ def lenient_beta(p: Law, q: Law, lenience: float) -> Tensor:
 def write(
     subject: Subject, temperature: float, tokens: int, say: Callable[[str], object]
 ) -> tuple[list[Request], Outputs]:
-    """Let the target write about `tokens` tokens -> requests and outputs; at a temperature, sources may be taken
-    again."""
+    """Let the target write about `tokens` tokens -> requests and outputs; above temperature 0 sources may be reused."""
     decoder, requests, outputs = replace(subject.plain, batch_size=BATCH), list[Request](), list[list[int]]()
     places, written = range(len(subject.sources)), 0
     for seed in range(TIMES if temperature else 1):

@@ -16,8 +16,7 @@ GAMMA = 5
 
 
 def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Compute sacrebleu of plain and speculative translations of the held-out sources, and count the texts that are
-    equal.
+    """Compute sacrebleu of plain and speculative translations of the held-out sources, and count equal texts.
 
     Above temperature 0, only the first draft is used.
     """

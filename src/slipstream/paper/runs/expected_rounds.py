@@ -18,8 +18,7 @@ NEGLIGIBLE = 1e-9
 
 
 def cost(chances: Chances, gamma: int, price: Callable[[int], float]) -> float:
-    """Return the expected cost of all rounds of a text decoded with gamma; `price(n)` is that of a round that keeps n
-    tokens.
+    """Return the expected cost of all rounds of a text decoded with gamma; `price(n)` is for a round that keeps n.
 
     A round that keeps n < gamma tokens adds a correction, one that keeps gamma adds a bonus, and one whose draft ends
     the text adds nothing. price = 1 counts the rounds.
@@ -47,8 +46,7 @@ def tokens_per_round(texts: Sequence[Chances], gamma: int) -> float:
 
 
 def oracle(texts: Sequence[Chances]) -> tuple[float, float]:
-    """Return target runs and drafted tokens, each per token of the texts, of an oracle that drafts only accepted
-    tokens.
+    """Return an oracle's target runs and drafted tokens, each per token of the texts; it drafts only accepted tokens.
 
     Section 3.5; the target still runs once a round (footnote 4). So the oracle's factor at c is 1 / (runs + c drafted).
     """

@@ -1,5 +1,4 @@
-"""Speed against our own plain decoding and transformers, with the speed expected from Theorem 3.8 and from all
-costs."""
+"""Speed against our own plain decoding and transformers, and the speed that Theorem 3.8 and all costs predict."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Log:
             yield round
 
     def costs(self, gamma: int) -> SpeedCosts:
-        """Return medians of the recorded times. A draft's first round of a text also reads its source, so it counts
+        """Return medians of the recorded times. A draft's first round of a text also reads its source: it counts
         apart."""
         later = [beat for beat in self.beats if not beat.new] or self.beats
         first = [beat for beat in self.beats if beat.new]
@@ -65,8 +64,10 @@ class Log:
 
 @dataclass(frozen=True)
 class SpeedCosts:
-    """Seconds of a target run, of a draft run, and of the rest of a round, and what the target (its encoder, or the
-    prompt) and the draft take once per text."""
+    """Seconds of a target run, of a draft run, and of the rest of a round; and once per text, of target and draft.
+
+    What the target takes once per text is its encoder, or the prompt.
+    """
 
     target: float
     draft: float

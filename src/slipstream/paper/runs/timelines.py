@@ -23,8 +23,7 @@ WIDTH = 110
 
 
 def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: int = 0) -> dict[str, Any]:
-    """Decode one text round by round -> a JSON object: its text with marks, the same coloured as HTML, tokens and
-    runs."""
+    """Decode one text round by round -> a JSON object with its marked text, the same as coloured HTML, and counts."""
     screens = [Console(file=io.StringIO(), width=WIDTH, record=True, color_system=None, markup=False, highlight=False)]
     screens.append(Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, markup=False))
     (request,) = subject.requests(temperature, [0], seed)
@@ -98,8 +97,7 @@ def _middle(runs: Sequence[Run]) -> Run:
 
 
 def _run(decoder: Decoder, request: Request) -> Run:
-    """Return the calls of a text one after the other; the target's share of a round includes acceptance and
-    bookkeeping."""
+    """Return the calls of a text one after the other, by kind: once, draft, target, rest."""
     calls, now, tokens = list[tuple[float, float, str]](), 0.0, 0
     for round, beat in beats(decoder, [request]):
         before = prompt_seconds(round, 0) if beat.new else 0.0

@@ -63,8 +63,7 @@ RECIPES = {
         longest=96,
     ),
 }
-"""The recipes by task. On two cores translation took about two hours, and lead 85 minutes, both partly beside other
-work."""
+"""The recipes by task; on two cores translation took about two hours and lead 85 minutes, not always alone."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:

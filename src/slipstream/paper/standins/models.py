@@ -22,8 +22,7 @@ DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a T5-type model: width, heads of `head` units, hidden units of feed-forward layers, layers of both
-    stacks."""
+    """The size of a T5-type model: width, heads of `head` units, hidden units, and layers of encoder and decoder."""
 
     width: int
     heads: int

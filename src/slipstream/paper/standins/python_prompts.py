@@ -23,8 +23,7 @@ def library() -> Path:
 
 
 def prompts() -> list[str]:
-    """Return the beginnings of functions of the held-out modules: header and docstring. Raises ValueError if there
-    are none."""
+    """Return the beginnings of the held-out modules' functions: header and docstring. Raises ValueError without any."""
     found = [text for name in HELD_OUT for text in _beginnings(library() / name)]
     if not found:
         raise ValueError(f"{library()} holds no sources of Python's standard library, which the pair is measured on.")

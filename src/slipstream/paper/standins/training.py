@@ -21,8 +21,7 @@ IGNORED = -100
 
 
 HASTE = 10.0
-"""The factor on the learning rate of embeddings: T5's begin with a spread of 1, and would hardly move at the rate of
-others."""
+"""The factor on the learning rate of embeddings: T5's begin with a spread of 1, and would hardly move without it."""
 
 
 SOFT = 32
@@ -55,8 +54,11 @@ class Plan:
 
 
 def copies(count: int, vocab: int, longest: int = 16, seed: int = 0) -> list[Example]:
-    """Return examples of random tokens to be copied. A model that copies these finds its way in sources of words;
-    without them one of a few million weights does not find copying in an hour."""
+    """Return examples of random tokens to be copied.
+
+    A model that copies these finds its way in sources of words; without them one of a few million weights does not find
+    copying in an hour.
+    """
     rng = random.Random(seed)
     texts = (tuple(rng.randrange(SPECIAL, vocab) for _ in range(rng.randint(4, longest))) for _ in range(count))
     return [Example((*text, EOS), (*text, EOS)) for text in texts]
@@ -154,8 +156,10 @@ def _loss(model: T5ForConditionalGeneration, batch: Sequence[Example]) -> Tensor
 def _answers(
     model: T5ForConditionalGeneration, sources: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the model's logits (rows, longest, vocab), in float32, at every position of texts for sources; and those
-    texts (rows, longest), padded with IGNORED."""
+    """Return the model's logits (rows, longest, vocab), in float32, at every position of texts; and the texts.
+
+    The texts (rows, longest) are padded with IGNORED.
+    """
     read, labels = padded(sources, PAD).to(model.device), padded(texts, IGNORED).to(model.device)
     with torch.autocast(model.device.type, torch.bfloat16):
         begun = model.prepare_decoder_input_ids_from_labels(labels)

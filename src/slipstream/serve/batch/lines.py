@@ -62,8 +62,10 @@ class Defaults:
     seed: int = 0
 
     def complete(self, line: Line) -> Line:
-        """Return the line with a full body. A sampled line gets a seed from its name, unless it has one: its text
-        then depends neither on what runs with it nor on how often the run was interrupted."""
+        """Return the line with a full body. A sampled line gets a seed from its name, unless it has one.
+
+        Its text then depends neither on what runs with it nor on how often the run was interrupted.
+        """
         if line.error:
             return line
         body = {**(self.plain if line.form is PLAIN else {}), **self.body, **line.body}

@@ -55,8 +55,7 @@ class Asker:
             yield Asker(client)
 
     async def ask(self, path: str, body: str) -> Answer:
-        """Return the answer to one request, whose body is JSON. Raises Unavailable if the application takes no more
-        requests."""
+        """Return the answer to one request, whose body is JSON. Raises Unavailable if the application has ended."""
         headers = {"Content-Type": "application/json"}
         response = await self._client.post(path, content=body.encode(), headers=headers)
         answer = Answer(response.status_code, response.json(), response.headers["X-Request-Id"])
@@ -70,8 +69,7 @@ class Asker:
 
 @dataclass(frozen=True)
 class Local:
-    """Runs a batch in this process; `on_load` is called with the loaded server state, `progress` with steps of
-    loading."""
+    """Runs a batch in this process; `on_load` is called with the loaded server state, `progress` while loading."""
 
     on_load: Callable[[ServerState], object]
     progress: Callable[[str], object]

@@ -27,8 +27,10 @@ from slipstream.serve.tools import Tools, as_message, joined
 router = APIRouter(tags=["text"])
 
 BEGIN = answers.Delta(role="assistant", content="")
-"""The first chunk of an answer. It is sent with the first token: nothing is sent for requests that wait, so that
-they can be sent to another server if this one ends."""
+"""The first chunk of an answer, sent with its first token.
+
+Nothing is sent for requests that wait, so that they can be sent to another server if this one ends.
+"""
 
 OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 

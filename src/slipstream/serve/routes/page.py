@@ -1,5 +1,4 @@
-"""The web page: a chat in the browser that shows which tokens came from the draft. Its files are part of the
-package."""
+"""The web page: a chat in the browser that shows which tokens came from the draft. Its files are in the package."""
 
 from __future__ import annotations
 
