@@ -79,8 +79,7 @@ def survival(tallies: Sequence[Tally]) -> list[float]:
 def states(tallies: Sequence[Tally]) -> Survival:
     """Estimate S_i in each of the two states of the text.
 
-    Each share is drawn to the pooled one with the weight of a single round, so that the estimate of a state that hardly
-    occurred stays near it.
+    Each share is drawn to the pooled one with the weight of a single round, so a rare state's estimate stays near it.
     """
     pooled, size = _shares(tallies), range(_size(tallies))
     tested, kept = (_total(tallies, name) for name in ("tested", "kept"))
@@ -171,9 +170,8 @@ class PlanCosts:
     def lasting(self, gamma: int, kept: Survival, asked: int | None = None) -> float:
         """Return the expected seconds of a round: `round`, or with a delay those with a draft on another machine.
 
-        A draft made ahead is right if all tokens stand and the bonus token was guessed; the chance of that guess is
-        taken to be that of a first token. `asked` is the gamma of rounds far from a text's end, if `gamma` is smaller
-        near it.
+        A draft made ahead is right if all tokens and the bonus were guessed, that one with the chance of a first token.
+        `asked` is the gamma far from a text's end, if `gamma` is smaller near it.
         """
         if self.delay is None or not gamma:
             return self.round(gamma)
@@ -381,10 +379,8 @@ def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: i
 def _with_intervals(
     points: Sequence[Prediction], tallies: Sequence[Tally], costs: PlanCosts, outline: Outline
 ) -> list[Prediction]:
-    """Return the points with percentiles over resampled prompts and rounds.
-
-    The effect of the texts' end is taken from the point itself.
-    """
+    """Return the points with percentiles over resampled prompts and rounds; texts' ends cost what they cost in the
+    point."""
     rng, factors = random.Random(outline.seed), list[list[float]]()
     for _ in range(outline.replicates):
         kept = states(rng.choices(tallies, k=len(tallies)))

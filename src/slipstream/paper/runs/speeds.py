@@ -48,8 +48,7 @@ class Log:
             yield round
 
     def costs(self, gamma: int) -> SpeedCosts:
-        """Return medians of the recorded times. A draft's first round of a text also reads its source: it counts
-        apart."""
+        """Return medians of the recorded times; a draft's first round of a text, which reads the source, is apart."""
         later = [beat for beat in self.beats if not beat.new] or self.beats
         first = [beat for beat in self.beats if beat.new]
         draft = median(beat.draft for beat in later)
