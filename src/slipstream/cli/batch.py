@@ -173,7 +173,7 @@ class Tally:
         return self.resumed + self.answered
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as a JSON object."""
+        """Return the figures as a JSON object."""
         return {name: getattr(self, name) for name in ("prompts", "resumed", "answered", "failed", "tokens", "seconds")}
 
     @property

@@ -80,7 +80,7 @@ def _text(file: Path) -> str:
 
 
 def _biases(given: Sequence[str]) -> dict[int, float]:
-    """ "42=-inf" -> {42: -inf}, for several of them. Raises ValueError for anything else."""
+    """Return biases by token id, such as {42: -inf} for "42=-inf". Raises ValueError for other texts."""
     found: dict[int, float] = {}
     for text in given:
         token, _, bias = text.partition("=")
@@ -95,7 +95,7 @@ def _biases(given: Sequence[str]) -> dict[int, float]:
 
 
 def _unescape(text: str) -> str:
-    r"""The escapes \n, \t, \r and \\ -> their characters."""
+    r"""Return the text with the escapes \n, \t, \r and \\ replaced. Raises ValueError for an empty one."""
     if not text:
         raise ValueError("--stop is empty: give the text to end before.")
     return re.sub(r"\\([ntr\\])", lambda escape: {"n": "\n", "t": "\t", "r": "\r"}.get(escape[1], "\\"), text)

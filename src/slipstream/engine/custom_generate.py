@@ -209,7 +209,7 @@ class Speculation:
 def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) -> list[Row]:
     """Decode to the end -> rows in order. The streamer gets each token on its own, as from `generate`."""
     rows: dict[int, Row] = {}
-    with closing(cast(Any, rounds(decoder, requests))) as stream:  # also if a streamer or a criterion raises
+    with closing(cast(Any, rounds(decoder, requests))) as stream:  # closed also if a streamer or a criterion raises
         for round in stream:
             rows.update({row.index: row for row in round.rows})
             for token in round.tokens[0] if streamer is not None else ():

@@ -251,7 +251,7 @@ class Engine:
             encoder.needed()  # to write the text
         template = self._template(asked, sampling(settings, asked, self.eos, encoder, self.decoder.target.vocab))
         decoder = self._decoder(asked)
-        trees = isinstance(decoder.drafter, TreeDrafter)  # whose nodes a grammar masks like any other draft
+        trees = isinstance(decoder.drafter, TreeDrafter)  # a grammar masks the nodes of trees like any other draft
         if not asked.plain and (asked.prediction or ("grammar" in settings and not trees)):
             decoder = replace(decoder, drafter=KnownFirst(decoder.drafter))
         if shared:
@@ -261,7 +261,7 @@ class Engine:
             (ids, source), name = framed(self.frame, given), (*numbers(given), *(images.numbers if images else ()))
             echo = encoder.text(prompt, given) if asked.echo else ""
             for _ in range(asked.n):
-                # Of equal prompts with one seed the first has the text that it has alone; the others differ.
+                # Of equal prompts with one seed, the first gets the text that it would get alone; the others differ.
                 key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1
                 prompt_ids = (*ids, *asked.decoder_prompt)
                 request = replace(template, prompt=prompt_ids, source=source, images=images, seed=seed, key=key)

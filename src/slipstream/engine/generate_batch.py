@@ -66,7 +66,7 @@ class _InBatch:
     ours: bool  # known to take any text; other processors are not called with texts that generate would never pass
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids (1, length), scores (1, vocab) -> scores (1, vocab)."""
+        """Process scores (1, vocab) for input_ids (1, length) -> scores (1, vocab)."""
         ids = self.batch.shown(self.row, input_ids)
         if not self.ours and self.batch.is_over(ids):
             return scores
@@ -86,7 +86,7 @@ class _Record:
         self.seen: dict[int, Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids (1, length), scores (1, vocab) -> the same scores."""
+        """Store the scores (1, vocab) by the length of input_ids (1, length) -> the same scores."""
         self.seen[input_ids.shape[1]] = scores.float()
         return scores
 
@@ -123,7 +123,7 @@ class Batch:
         return torch.cat([head, text[:, prompt.hidden :].to(self.ids.device)], 1)
 
     def is_over(self, ids: Tensor) -> bool:
-        """Whether a text (1, length) goes on after its end, as drafts do: nothing of it will be emitted."""
+        """Whether a text (1, length) continues after its end, as drafts may: nothing of it will be emitted."""
         return ids.shape[1] >= self.limit or not self.eos.isdisjoint(ids[0, self.ids.shape[1] :].tolist())
 
     def requests(self, seed: int, away: bool) -> list[Request]:

@@ -59,7 +59,7 @@ class BeamCall:
         self.batch = Batch(ids, opening.prompts, processors, criteria, plain)
 
     def run(self, decoder: Decoder) -> tuple[Any, Stats]:
-        """Search -> what `generate` returns, and the counts. Raises what a processor raised, or FloatingPointError."""
+        """Search -> what `generate` returns, and the counts. Raises a processor's error, or FloatingPointError."""
         away = decoder.target.device != self.batch.ids.device
         requests = [replace(request, beams=self.beams) for request in self.batch.requests(0, away)]
         searches = beam_search(replace(decoder, batch_size=len(requests)), requests)

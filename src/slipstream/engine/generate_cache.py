@@ -63,7 +63,7 @@ class ReadPrompt:
         return ReadPrompt(model, inputs, cache, outputs.logits[:, -1:].clone(), pads, int(cache.get_seq_length()))
 
     def states(self, row: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return, by layer, keys and values (heads, count, head_dim) of the row's last tokens, without padding."""
+        """Return keys and values (heads, count, head_dim) by layer, of the row's last tokens, without padding."""
         real, found = self.width - self.pads[row], {}
         for index, layer in enumerate(self.cache.layers):
             if layer.is_initialized:

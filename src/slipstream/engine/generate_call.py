@@ -112,7 +112,7 @@ def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any])
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """What decoding begins with: a prompt for each row, and whether the model itself has to read them.
+    """The beginning of decoding: a prompt for each row, and whether the model itself has to read them.
 
     The first `pads[r]` places of row r are padding; `inputs` are what `generate` keeps for the model's calls.
     """

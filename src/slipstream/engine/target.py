@@ -14,7 +14,7 @@ from slipstream.models.leading import LeadingScorer, lead
 from slipstream.models.loading import AnyScorer, load_scorer, source_name
 
 OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
-"""Options of transformers that divide a model too; refused, since the other ranks would not be told to join in."""
+"""Options of transformers that divide a model too; they are refused, because the other ranks would not take part."""
 
 
 def target_scorer(

@@ -19,7 +19,7 @@ from slipstream.kernels.panels import STEP
 
 NAME = "slipstream"  # the name of this attention in transformers
 ASKS = re.compile(r"_attn_implementation\s*(==|!=|not in|in)\s*[^\n]*\"sdpa\"")
-"""How the code of models tests whether torch's attention (sdpa) is in use."""
+"""The pattern of code with which models test whether torch's attention (sdpa) is in use."""
 
 UNKNOWN = ("softcap", "s_aux")  # arguments of some models that the kernel does not support
 

@@ -36,7 +36,7 @@ class Columns:
 
     @contextmanager
     def only(self, counts: Sequence[int], width: int) -> Iterator[None]:
-        """Inside the block, passes of shape (rows, width) have `counts[r]` real tokens in row r; others get zeros."""
+        """Limit passes of shape (rows, width) in the block to `counts[r]` real tokens in row r; others get zeros."""
         some = torch.arange(width) < torch.tensor(counts)[:, None]
         if int(some.sum()) <= WORTHWHILE * some.numel():
             self.real, self.shape = some.flatten().nonzero().squeeze(1), (len(counts), width)
@@ -61,7 +61,7 @@ class Stretch:
         self._free = room[-room.data_ptr() % HUGE_PAGE :]
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor behind the one before -> the copy. Both take whole cache lines, as panels do."""
+        """Copy a tensor after the one before -> the copy. Both take whole cache lines, as panels do."""
         place, self._free = self._free[: tensor.nbytes], self._free[tensor.nbytes :]
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
@@ -102,11 +102,11 @@ class PanelLinear(PackedLinear):
         self.bias = bias
 
     def multiply(self, inputs: Tensor) -> Tensor:
-        """See `PackedLinear`."""
+        """Multiply all tokens by the packed weight."""
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
 
     def plain_weight(self) -> Tensor:
-        """See `PackedLinear`."""
+        """Return the weight (features, inputs) before packing."""
         return from_panels(self.weight, self.out_features)
 
 
@@ -121,11 +121,11 @@ class BlockedLinear(PackedLinear):
         self.bias = bias
 
     def multiply(self, inputs: Tensor) -> Tensor:
-        """See `PackedLinear`."""
+        """Multiply all tokens by the packed weight."""
         return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
 
     def plain_weight(self) -> Tensor:
-        """See `PackedLinear`."""
+        """Return the weight (features, inputs) before packing."""
         return self.weight.to_dense()
 
 
@@ -163,7 +163,7 @@ class QuantizedLinear(PackedLinear):
         self.register_buffer("order", order, persistent=False)
 
     def multiply(self, inputs: Tensor) -> Tensor:
-        """See `PackedLinear`."""
+        """Multiply all tokens by the quantized weight."""
         inputs = inputs if self.order is None else inputs.index_select(-1, self.order)
         panels = (self.codes, self.scales, self.zeros)
         return quantized_linear(inputs, panels, self.bias, self.out_features, self.precision.bits)

@@ -64,7 +64,7 @@ class CausalScorer:
         if decoder and execution:
             if isinstance(execution, Compiled):
                 decoder.reader = CompiledReader(decoder.reader, self.name, execution.progress)
-            execution = execution.of(cast(Any, decoder), self.name)  # what runs the passes is the decoder
+            execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
         # Only if the layers of a pass are known to receive its tokens as (rows, n).
         self._columns = shared_columns(decoder or model) if self.facts.proven else None
         self._memory = Memory(decoder)

@@ -230,7 +230,7 @@ class Sources:
         self._decoder = decoder
         self._rows = RowCache()
         self._rows.least = LEAST
-        self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the part of the rows
+        self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the bounds of a part of the rows
         self.form = source_form(decoder.model)
 
     @torch.inference_mode()

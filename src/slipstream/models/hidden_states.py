@@ -34,7 +34,7 @@ class HiddenStates:
 
     def __init__(self, model: Any, name: str, places: Sequence[int], memory: Memory) -> None:
         self.places, self.memory, self._number = tuple(places), memory, next(_numbers)
-        self.passed: list[Tensor] = []  # of passes whose tokens are not in the memory yet
+        self.passed: list[Tensor] = []  # states of passes whose tokens are not in the memory yet
         self._layers = find_layers(model, name)[1]
         wrong = [place for place in places if not LAST <= place <= len(self._layers)]
         if wrong:

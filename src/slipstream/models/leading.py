@@ -119,7 +119,7 @@ class Part:
         return getattr(self.scorer, name)
 
     def extend(self, tokens: list[list[int]], counts: Sequence[int], first: int, tree: Tree | None) -> Tensor:
-        """See `Scorer.extend`."""
+        """Feed tokens to rows, as `Scorer.extend`, with lists for tokens."""
         return self.scorer.extend(torch.tensor(tokens, device=self.scorer.device), counts, first, tree)
 
     def use_prefixes(self, limit: int | None, block: int) -> None:
@@ -127,11 +127,11 @@ class Part:
         self.store.use_prefixes(None if limit is None else PrefixCache(limit, block))
 
     def recall(self, row: int, text: list[int], salt: str) -> int:
-        """See `Recalling`."""
+        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
         return self.store.recall(row, text, salt)
 
     def remember(self, row: int, text: list[int], salt: str) -> None:
-        """See `Recalling`."""
+        """Store a text in the prefix cache, as far as the row holds it."""
         self.store.remember(row, text, salt)
 
 

@@ -115,7 +115,7 @@ class Replica:
             self._pass(time)
 
     def _next(self) -> float:
-        """Return the time of the next event; infinity if there is none."""
+        """Return the time of the next event; infinity if nothing is left."""
         if self._reading is not None:
             return self._reading[0]
         if not self._running:

@@ -71,7 +71,7 @@ class PlanSettings:
 
     @property
     def outline(self) -> Outline:
-        """Return the part of the settings that predictions need."""
+        """The part of the settings that predictions need."""
         return Outline(self.most, self.max_new_tokens, self.seed, gammas=self.gammas)
 
 

@@ -379,8 +379,7 @@ def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: i
 def _with_intervals(
     points: Sequence[Prediction], tallies: Sequence[Tally], costs: PlanCosts, outline: Outline
 ) -> list[Prediction]:
-    """Return the points with percentiles over resampled prompts and rounds; texts' ends cost what they cost in the
-    point."""
+    """Return the points with percentiles over resampled prompts and rounds; texts' ends count as in the point."""
     rng, factors = random.Random(outline.seed), list[list[float]]()
     for _ in range(outline.replicates):
         kept = states(rng.choices(tallies, k=len(tallies)))

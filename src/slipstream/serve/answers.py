@@ -39,7 +39,7 @@ class PromptDetails(Answer):
 
 
 class CompletionDetails(Answer):
-    """How many of the tokens proposed by the field `prediction` were accepted and rejected."""
+    """The tokens proposed by the field `prediction` that were accepted and rejected."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0

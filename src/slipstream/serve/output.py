@@ -1,4 +1,4 @@
-"""What all routes share: answers as JSON, OpenAPI descriptions of errors and streams, and finish reasons."""
+"""The common parts of all routes: JSON answers, OpenAPI descriptions of errors and streams, and finish reasons."""
 
 from __future__ import annotations
 

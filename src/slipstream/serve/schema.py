@@ -28,7 +28,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """How this request is decoded: its draft length, its acceptance rule, and what the answer reports of it."""
+    """The decoding of this request: its draft length, its acceptance rule, and what the answer reports of it."""
 
     gamma: int | None = Field(None, ge=0, le=1024, description="Tokens to draft per round; 0 decodes plainly.")
     verify: str | None = Field(None, description="The acceptance rule: token, block, match, coupled, gbv:K, lenient:L.")

@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Room:
-    """How much runs at a time.
+    """The amount of work that runs at a time.
 
     `rows` is the size of the batch; `cache_bytes` are for cached prefixes, `memory` bytes for running texts (None: no
     limit); `prefill_chunk` is the tokens of prompts read between two rounds (None: as many as the device reads at full

@@ -119,7 +119,7 @@ class Worker:
         self.on_ready: Callable[[], object] = lambda: None
         self.on_death: Callable[[], object] = lambda: None
         self.ready = False
-        self._tickets: dict[int, Ticket] = {}  # those that have not ended, by the index of the row
+        self._tickets: dict[int, Ticket] = {}  # tickets of requests that have not ended, by the index of the row
         self._numbers = count()
         self._scheduler = self._new_scheduler()
         self._wake, self._ending, self._draining = threading.Event(), False, False

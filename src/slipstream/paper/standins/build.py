@@ -39,11 +39,11 @@ class Recipe:
     )
     longest: int = 64  # tokens of the target's answers
     crossed: int = 25_000  # sources of two halves, after the others, which the target has not memorized
-    answered: dict[float, slice] = field(  # by temperature, the sources whose answers the drafts learn from
+    answered: dict[float, slice] = field(  # temperature -> the sources whose answers the drafts learn from
         default_factory=lambda: {0.0: slice(14_000, 49_000), 1.0: slice(29_000, 54_000)}
     )
     copying: Plan | None = None  # on random tokens, before all else: for tasks that repeat parts of the source
-    dropout: float = DROPOUT  # of the target before it is grown
+    dropout: float = DROPOUT  # dropout of the target before it is grown
 
 
 RECIPES = {

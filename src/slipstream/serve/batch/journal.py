@@ -75,7 +75,7 @@ class Journal:
     def __init__(self, out: Path, facts: Mapping[str, Any], columns: Mapping[str, str], anew: bool = False) -> None:
         self.out, self.path, self.columns = out, out.with_name(out.name + ENDING), columns
         self.failed = 0
-        self._offsets: dict[int, int] = {}  # of each answer in the journal, by the index of its line
+        self._offsets: dict[int, int] = {}  # offsets of answers in the journal, by the index of their lines
         self._header = json_text({MARK: VERSION, **facts}, sort_keys=True).encode()
         if out.exists() and not anew and not self.path.exists():
             raise ValueError(f"{out} exists: name another file, or replace it with --force.")

@@ -83,7 +83,7 @@ class _Answer:
         self.state, self.body, self.call = state, body, call
         self.heading = Heading.new("resp", state.model)
         self.item = Heading.new("msg", state.model).id
-        self.count = 0  # of events so far
+        self.count = 0  # the number of events so far
 
     async def whole(self) -> ResponseAnswer:
         """Wait for the text -> the whole answer."""
