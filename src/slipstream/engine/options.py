@@ -28,7 +28,7 @@ class Options:
 
     `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
     beside each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
-    expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, behind
+    expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, after
     its first ones, such as Whisper's for language and task. With `num_beams` above 1, beam search continues the
     prompts with the settings of `Beams`; those that are None take its defaults.
     """

@@ -38,7 +38,7 @@ GROWN_INNER = 16384
 DRAFTS = {
     "small": Size(64, 4, 16, 192, 1, 1),
     "base": Size(128, 4, 32, 320, 1, 2),
-    "large": Size(192, 6, 32, 896, 2, 2),  # the target's size before it grows; a wider one learned less in the same time
+    "large": Size(192, 6, 32, 896, 2, 2),  # as the target before it grows; a wider one learned less in the same time
 }
 """The sizes of the drafts: about 1/100, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
 
