@@ -28,7 +28,6 @@ STATEFUL = "keeps a state that cannot be rolled back to an earlier token"
 
 # Classes covered by the contract tests; any other one has to pass `probe` when it is wrapped. One configuration may
 # belong to several classes, such as BartForCausalLM and BartForConditionalGeneration, with code of their own.
-# there may be several classes, as BartForCausalLM beside BartForConditionalGeneration, with code of their own.
 PROVEN = frozenset(
     {
         *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"),
