@@ -1,4 +1,4 @@
-"""Beam search as a request asks for it, the prefixes that it looks at, and the hypotheses that come of it."""
+"""The settings of beam search, the prefixes that a search examines, and the hypotheses that it returns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from slipstream.core.law import Fault
 from slipstream.core.values import is_finite, whole_number
 
 STEEPEST = 50.0
-"""The greatest length penalty, up or down: lengths to a higher power are no numbers any more."""
+"""The greatest absolute value of the length penalty: lengths to a higher power overflow a float."""
 
 
 @dataclass(frozen=True)
 class Beams:
     """The settings of beam search, under the names and with the meaning of transformers.
 
-    Of every prompt the `num_beams` best continuations are kept, and `num_return_sequences` of the finished ones given.
-    A finished one scores its summed log-probability / length ** `length_penalty`, the length being that of the output
-    with its EOS token. `early_stopping` True ends when `num_beams` have finished, False when the best live one could
-    not beat them at its present length, "never" when it could not at any length. Raises ValueError for what cannot be.
+    The search keeps the `num_beams` best continuations of every prompt and returns `num_return_sequences` of those that
+    finish. The score of a finished one is its summed log-probability / length ** `length_penalty`, where the length is
+    that of the output with its EOS token. With `early_stopping` True the search ends when `num_beams` have finished,
+    with False when the best unfinished one could not beat them at its present length, with "never" when it could not at
+    any length. Raises ValueError for values that are not possible.
     """
 
     num_beams: int = 4
@@ -44,8 +45,8 @@ class Beams:
             )
 
     def candidates(self, ends: int) -> int:
-        """How many continuations of all beams are looked at in a step where `ends` tokens end a text: so many that
-        enough are left if all of the best ones end."""
+        """Return how many continuations of all beams one step examines, if `ends` tokens end a text: enough that
+        `num_beams` unfinished ones remain even if the best ones all end."""
         return max(2, 1 + ends) * self.num_beams
 
 
@@ -54,17 +55,17 @@ Candidates = tuple[list[float], list[int]]
 
 
 class Prefix:
-    """A beginning of the output: a node of the trie of all that a search has looked at.
+    """A prefix of the output: a node of the trie of all prefixes that a search has examined.
 
-    `best` are the target's best continuations, None before the target has scored it, and `fault` why there are none.
-    `guess` are those of a draft, which say nothing about the result.
+    `best` are the target's best continuations, None before the target has scored the prefix; `fault` is the reason if
+    there are none. `guess` are the best continuations of a draft, which do not influence the result.
     """
 
     __slots__ = ("best", "children", "depth", "fault", "guess", "parent", "token")
 
     def __init__(self, token: int, parent: Prefix | None = None) -> None:
         self.token, self.parent = token, parent
-        self.depth: int = 0 if parent is None else parent.depth + 1  # how many tokens of the output it has
+        self.depth: int = 0 if parent is None else parent.depth + 1  # the number of output tokens in the prefix
         self.children: dict[int, Prefix] = {}
         self.best: Candidates | None = None
         self.guess: Candidates | None = None
@@ -72,17 +73,17 @@ class Prefix:
 
     @property
     def scored(self) -> bool:
-        """Whether the target was asked about it."""
+        """Whether the target has scored this prefix."""
         return self.best is not None or self.fault is not None
 
     def child(self, token: int) -> Prefix:
-        """The prefix with one more token."""
+        """Return the prefix with this token appended, created at the first call."""
         if token not in self.children:
             self.children[token] = Prefix(token, self)
         return self.children[token]
 
     def upward(self) -> Iterator[Prefix]:
-        """Itself, then its beginnings, from the longest to the root."""
+        """Yield this prefix, then its ancestors, from the longest to the root."""
         node: Prefix | None = self
         while node is not None:
             yield node
@@ -90,13 +91,13 @@ class Prefix:
 
     @property
     def tokens(self) -> list[int]:
-        """The output so far; the root, which is the last token of the prompt, is none of it."""
+        """The tokens of the output so far, without the root, which is the last token of the prompt."""
         return [node.token for node in self.upward()][-2::-1]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished output and its score; `finish_reason` as in `Row`."""
+    """A finished output of a beam search, its score, and its `finish_reason`, as in `Row`."""
 
     tokens: tuple[int, ...]
     score: float

@@ -13,16 +13,16 @@ from torch import Tensor
 from slipstream.core.law import Law
 
 ABSENT = -1
-"""Stands in a tree for a candidate that a row does not have."""
+"""The token id that marks a tree node which a row does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where the new tokens of one forward pass stand, if they are no chain: for every row, or the same for all.
+    """The positions and the attention mask of a forward pass whose new tokens form a tree, per row or shared by all.
 
-    Of row r, `held[r]` tree tokens are in the cache, the last ones of its text, and new ones follow. Tree token k has
-    the position base + depths[r, k], base being the length before the tree; new token i sees the text before the tree
-    and the tree tokens with seen[r, i, k]: its ancestors and itself. What is padding sees no tree token.
+    `held[r]` tree tokens of row r are in the cache already, at its end, and the new ones follow. Tree token k has the
+    position base + depths[r, k], where base is the length before the tree; new token i attends to the text before the
+    tree and to the tree tokens with seen[r, i, k]: its ancestors and itself. Padding attends to no tree token.
 
     Shapes: held (rows or 1, 1), depths (rows or 1, tokens), seen (rows or 1, new, tokens).
     """
@@ -34,7 +34,7 @@ class Tree:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(parents: tuple[int, ...], new: int) -> Tree:
-        """`parents[k]` is the tree token k hangs on, -1 for the text itself; the last `new` tokens are fed."""
+        """Make a tree from the parent of each token (-1: the text itself); the last `new` tokens are fed."""
         lines = ancestors(parents)
         seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
         for node, line in enumerate(lines):
@@ -43,14 +43,14 @@ class Tree:
         return Tree(torch.tensor([[held]]), torch.tensor([[len(line) - 1 for line in lines]]), seen[None, held:])
 
     def of_row(self, row: int) -> tuple[int, Tensor]:
-        """How many tree tokens a row has in the cache, and what its new ones see, (new, tokens)."""
+        """Return the number of a row's tree tokens in the cache, and the mask of its new ones, (new, tokens)."""
         row = row if len(self.held) > 1 else 0
         return int(self.held[row, 0]), self.seen[row]
 
 
 @lru_cache(maxsize=256)
 def ancestors(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The path from the root to each node, itself included. Parents come before their children."""
+    """Return the path from the root to each node, itself included. Parents come before their children."""
     lines: list[tuple[int, ...]] = []
     for node, parent in enumerate(parents):
         assert parent < node, "parents come before their children"
@@ -59,13 +59,13 @@ def ancestors(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Texts of different lengths -> (rows, longest), padded on the right with zeros."""
+    """Convert texts of different lengths to a tensor (rows, longest), padded on the right with zeros."""
     width = max(map(len, texts), default=0)
     return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
 
 
 def runs_of_texts(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
-    """The first row and the texts of every run of neighbouring rows that have any text."""
+    """Yield the first row and the texts of every run of neighbouring rows whose texts are not empty."""
     for some, run in groupby(range(len(texts)), lambda row: bool(texts[row])):
         rows = list(run)
         if some:
@@ -84,8 +84,8 @@ class Draft:
     siblings were drawn one after the other from the law at their parent, each without the tokens drawn before if
     `replacement` is False. A row may lack nodes: those from `lengths[r]` on, and those whose token is ABSENT.
 
-    `parts` say how a draft was put together that was not drawn token by token: the drafts that it was chosen from, or
-    the rounds of a draft that is drafted itself. Decoding does not read them; a certificate does.
+    `parts` are what a draft was made from that was not drawn token by token: the drafts that it was chosen from, or the
+    rounds of a draft that is drafted itself. Decoding does not read them; a certificate does.
     """
 
     tokens: Tensor
@@ -98,15 +98,15 @@ class Draft:
 
     @property
     def tree(self) -> Tree | None:
-        """What pending token and nodes see of each other when the target scores them; None for a chain."""
+        """The tree of the pending token and all nodes, with which the target scores them; None for a chain."""
         if self.parents is None:
             return None
         return Tree.of((-1, *(parent + 1 for parent in self.parents)), 1 + len(self.parents))
 
     @property
     def paths(self) -> int | None:
-        """How many independent paths the draft is: nodes drawn with replacement that part at the root alone. None for
-        chains and other trees."""
+        """The number of independent paths in a draft whose nodes were drawn with replacement and that branches at the
+        root alone; None for chains and other trees."""
         if self.parents is None or not self.replacement:
             return None
         count = self.parents.count(-1)
@@ -115,12 +115,12 @@ class Draft:
 
     @property
     def fed(self) -> Tensor:
-        """The tokens as a model takes them."""
+        """The tokens as a model reads them, with 0 in place of ABSENT."""
         return self.tokens if self.parents is None else self.tokens.clamp(min=0)
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many tokens deep each row's draft is; its length, for a chain."""
+        """The depth of each row's draft in tokens; for a chain its length."""
         if self.parents is None:
             return self.lengths
         lines = ancestors(self.parents)
@@ -128,7 +128,7 @@ class Draft:
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
-        """A draft without tokens: the round becomes a plain decoding step."""
+        """Make a draft without tokens, with which a round becomes a plain decoding step."""
         return Draft(torch.empty(rows, 0, dtype=torch.long, device=device), None, (0,) * rows)
 
     def to(self, device: torch.device) -> Draft:
@@ -138,7 +138,7 @@ class Draft:
         return replace(self, tokens=self.tokens.to(device), law=self.law and self.law.to(device))
 
     def select(self, places: Sequence[int]) -> Draft:
-        """The draft of some of the rows, in this order."""
+        """Return the draft of the rows at these places, in this order, without its parts."""
         return replace(
             self,
             tokens=self.tokens[list(places)],
@@ -151,10 +151,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a draft was put together from: a draft whose draws have names under `scope`, if that is not empty.
+    """A draft that another draft was made from. The names of its draws lie under `scope`, if that is not empty.
 
-    If that draft was verified, as one level further in of a draft that is drafted itself, `p` is the law at each of its
-    positions (see `Round.p`) and `verdict` what came of it. `rows` are the places, in the whole draft, of its rows.
+    If it was verified, as inside a draft that is drafted itself, `p` is the law at each of its positions (see
+    `Round.p`) and `verdict` the outcome. `rows` are the places, in the whole draft, of its rows.
     """
 
     scope: str
@@ -170,8 +170,8 @@ class Verdict:
 
     `beta` (rows, gamma) is the chance, given the prefix, that the drafted token of that position is kept if it is
     tested: sum_x min(p(x), q(x)) when sampling (Theorem 3.5), and for greedy decoding whether it is kept.
-    Lossy rules tell their price per drafted token, both (rows, gamma): `relaxed`, passed only thanks to the
-    relaxation, and `distance`, the total variation of that position's law from the target's. `path` (rows, depth)
+    Lossy rules report their price per drafted token, both (rows, gamma): `relaxed`, whether it passed only thanks to
+    the relaxation, and `distance`, the total variation of that position's law from the target's. `path` (rows, depth)
     names the accepted nodes of a tree; None for a chain.
     """
 
@@ -207,7 +207,7 @@ def merge_verdicts(verdicts: Sequence[Verdict], places: Sequence[Sequence[int]])
 
 
 def accepted_paths(verdict: Verdict) -> list[list[int]]:
-    """The accepted nodes of a tree, per row."""
+    """Return the accepted nodes of a tree, per row."""
     assert verdict.path is not None
     pairs = zip(verdict.path.tolist(), verdict.accepted.tolist(), strict=True)
     return [path[:count] for path, count in pairs]

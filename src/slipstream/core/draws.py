@@ -1,8 +1,8 @@
 """All randomness: numbers that are functions of seed, request and position, and the draws made with them.
 
-`Rng` is the one protocol that draws go through. `draw` inverts cumulative weights, `draw_coupled` chooses by Gumbel
-noise that target and draft share; `Within` gives the draws of one part of a round names of its own, and `Sealed` keeps
-them from whoever knows the seed.
+All draws go through the protocol `Rng`. `draw` inverts cumulative weights, `draw_coupled` chooses by Gumbel noise that
+target and draft share; `Within` gives the draws of one part of a round names of its own, and `Sealed` makes draws that
+cannot be predicted from the seed alone.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Where a draw happens: row r draws for the token positions from `positions[r]` on.
+    """The key of a draw, which names its random numbers: row r draws for the token positions from `positions[r]` on.
 
     Two draws with equal (seed, request, origin, position, name) are the same draw, whatever else is in the
     batch. `origins` are the text lengths when the round began: without them the next round would reuse the numbers
     of tokens that this one rejects, and a rule that looks at the whole draft (block verification) would be biased.
-    `node` tells the candidates of a tree apart, and `scope` the parts of a round that draw for the same positions.
+    `node` distinguishes the candidates of a tree, and `scope` the parts of a round that draw for the same positions.
     """
 
     seeds: tuple[int, ...]
     requests: tuple[int, ...]
     origins: tuple[int, ...]
     positions: tuple[int, ...]
-    purpose: str  # a `Purpose`, or what a drafter of one's own draws besides
+    purpose: str  # a `Purpose`, or a name that a drafter gives to further draws of its own
     node: int | None = None
     scope: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """What the numbers of this draw are made from, besides seed, request, origin and position."""
+        """The name of this draw, from which its numbers are made besides seed, request, origin and position."""
         return ".".join([*self.scope, self.purpose, *([] if self.node is None else [str(self.node)])])
 
     def select(self, places: Sequence[int]) -> Key:
-        """The key of some of the rows."""
+        """Return the key of the rows at these places, in this order."""
 
         def some(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(numbers[place] for place in places)
@@ -63,24 +63,24 @@ class Key:
 
 
 class Rng(Protocol):
-    """Draws tokens from laws; what is drawn is a function of the law and the key."""
+    """Draws tokens from laws, as a function of the law and the key."""
 
     @property
     def coupled(self) -> bool:
-        """Whether a choice depends on seed, request and position alone, not on who draws, why, or in which round."""
+        """Whether draws depend on seed, request and position alone: not on target or draft, purpose or round."""
         ...
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Token ids (rows, positions), drawn from a law over as many rows and positions."""
+        """Draw token ids (rows, positions) from a law over as many rows and positions."""
         ...
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """The numbers in [0, 1) [rows][positions] with which `inverse` makes the same draws, for drafts that are drawn
-        inside a graph; None if draws are not made by inversion."""
+        """Return the numbers in [0, 1) [rows][positions] with which `inverse` makes the same draws, for drafts that are
+        drawn inside a graph; None if draws are not made by inversion."""
         ...
 
     def select(self, places: Sequence[int]) -> Rng:
-        """How some of the rows draw, in a batch that this draws for."""
+        """Return the `Rng` of the rows at these places in the batch."""
         ...
 
 
@@ -91,7 +91,7 @@ _STEP = 0x9E3779B97F4A7C15  # the golden ratio, splitmix64's increment
 
 
 def request_key(prompt: Sequence[int], copy: int = 0) -> int:
-    """A request's name in the keys of its draws: its text and which copy of that text it is.
+    """Return the number of a request in the keys of its draws: a hash of its prompt and of which copy of it this is.
 
     So equal prompts in one call differ, and a prompt's output does not depend on what it is batched with.
     """
@@ -113,7 +113,7 @@ def _mix(x: int) -> int:
 
 
 def uniforms(key: Key, positions: int) -> list[list[float]]:
-    """Numbers in [0, 1) on the grid of 2^-53, [rows][positions]: splitmix64 counted by the token's position."""
+    """Return numbers in [0, 1) on the grid of 2^-53, [rows][positions]: splitmix64 counted by the token's position."""
     numbers = []
     for seed, request, origin, start in zip(key.seeds, key.requests, key.origins, key.positions, strict=True):
         stream = _mix((_stream(seed, request, key.name) + origin * _STEP) & _MASK)
@@ -135,7 +135,7 @@ class Inversion:
     coupled = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions) from a law."""
+        """Draw tokens (rows, positions) from a law."""
         if law.point:
             assert law.tokens is not None
             return law.tokens
@@ -143,16 +143,16 @@ class Inversion:
         return inverse(law.dense, chances)
 
     def chances(self, key: Key, positions: int) -> list[list[float]]:
-        """See `Rng`."""
+        """Return the numbers in [0, 1) that these draws invert, [rows][positions]."""
         return uniforms(key, positions)
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`: all rows draw alike."""
+        """Return itself: all rows draw in the same way."""
         return self
 
 
 def inverse(probs: Tensor, chances: Tensor) -> Tensor:
-    """The tokens (rows, positions) where the cumulative weights (rows, positions, vocab) pass `chances` in [0, 1)."""
+    """Return tokens (rows, positions): where summed weights (rows, positions, vocab) exceed `chances` in [0, 1)."""
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[..., -1:]
     # u * total may round up to total itself, which would fall off the end.
@@ -164,14 +164,14 @@ def inverse(probs: Tensor, chances: Tensor) -> Tensor:
 class GumbelChoice:
     """Draws by the Gumbel choice argmin_v e_v / p_v on exponentials shared by position.
 
-    The noise depends on (seed, request, position) alone, not on who draws, why, or in which round: target and draft
-    looking at one position choose on the same noise (arXiv 2408.07978). The law of each choice is exactly that given.
+    The noise depends on (seed, request, position) alone, not on model, purpose or round, so that target and draft
+    choose on the same noise at a position (arXiv 2408.07978). The law of each choice is exactly the one given.
     """
 
     coupled = True
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions) from a law."""
+        """Draw tokens (rows, positions) from a law."""
         if law.point:
             assert law.tokens is not None
             return law.tokens
@@ -183,53 +183,53 @@ class GumbelChoice:
         return (noise / law.dense.double()).argmin(-1)  # x / 0 = inf: a token of weight zero is never chosen
 
     def chances(self, key: Key, positions: int) -> None:
-        """No numbers: these draws are no inversions."""
+        """Return None: these draws are not made by inversion."""
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`: all rows draw alike."""
+        """Return itself: all rows draw in the same way."""
         return self
 
 
-@lru_cache(maxsize=64)  # draft and target look at the same position, often in two rounds
+@lru_cache(maxsize=64)  # draft and target draw at the same position, often in two rounds
 def _exponentials(seed: int, request: int, position: int, vocab: int) -> np.ndarray:
     bits = np.random.Philox(key=[_stream(seed, request, "coupled"), position])
     return np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)  # 0/0 would be NaN
 
 
 draw = Inversion()
-"""The draws of all rules but the coupled one."""
+"""The `Rng` of all rules but the coupled one."""
 
 draw_coupled = GumbelChoice()
-"""The draws of the coupled rule: a seed's text is the same with any draft."""
+"""The `Rng` of the coupled rule: the text of a seed is the same with any draft."""
 
 
 @dataclass(frozen=True)
 class DrawnBy:
-    """Draws by a function of law and key, for rules of one's own; graphs cannot repeat such draws."""
+    """Draws with a function of law and key, for rules that users write; graphs cannot repeat such draws."""
 
     function: Callable[[Law, Key], Tensor]
     coupled: bool = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """What the function returns."""
+        """Return the tokens (rows, positions) that the function draws."""
         return self.function(law, key)
 
     def chances(self, key: Key, positions: int) -> None:
-        """No numbers: what the function does is not known."""
+        """Return None: the function may draw in any way."""
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`: all rows draw alike."""
+        """Return itself: all rows draw in the same way."""
         return self
 
 
 @dataclass(frozen=True)
 class Within:
-    """The draws of one part of a round under names that no draw outside it has.
+    """Makes the draws of one part of a round under names that no draw outside that part has.
 
-    `name` is the part's own. A part whose texts are not those of the round, such as a draft that is drafted itself,
-    gives `origins`: for each row the length of the round's text, and where the part's text begins in it. A text inside
-    is longer than the outer one, so its length could come up again as the origin of a later round; the outer origin
-    and the part's name tell a draw once and for all.
+    `name` is the name of the part. A part whose texts are not those of the round, such as a draft that is drafted
+    itself, gives `origins`: for each row the length of the round's text, and where the part's text begins in it. A text
+    inside is longer than the outer one, so its length could be the origin of a later round too; the outer origin and
+    the part's name make every draw unique.
     """
 
     outer: Rng
@@ -238,19 +238,19 @@ class Within:
 
     @property
     def coupled(self) -> bool:
-        """As the draws outside."""
+        """Whether the outer draws are coupled."""
         return self.outer.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions), drawn outside under another key."""
+        """Draw tokens (rows, positions) with the outer `Rng`, under this part's key."""
         return self.outer(law, self._key(key))
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """See `Rng`."""
+        """Return the numbers in [0, 1) of these draws, [rows][positions]; None if the outer ones have no numbers."""
         return self.outer.chances(self._key(key), positions)
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`."""
+        """Return the `Rng` of the rows at these places."""
         origins = None if self.origins is None else tuple(self.origins[place] for place in places)
         return Within(self.outer.select(places), self.name, origins)
 
@@ -264,26 +264,26 @@ class Within:
 
 @dataclass(frozen=True)
 class Sealed:
-    """The draws outside, from the seed and a secret: who knows the seed alone cannot foresee them."""
+    """Draws from the seed and a secret, so that the seed alone is not enough to predict the draws."""
 
     outer: Rng
     secret: int
 
     @property
     def coupled(self) -> bool:
-        """As the draws outside."""
+        """Whether the outer draws are coupled."""
         return self.outer.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions), drawn outside under another seed."""
+        """Draw tokens (rows, positions) with the outer `Rng`, under seeds made of the secret."""
         return self.outer(law, self._key(key))
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """See `Rng`."""
+        """Return the numbers in [0, 1) of these draws, [rows][positions]; None if the outer ones have no numbers."""
         return self.outer.chances(self._key(key), positions)
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`."""
+        """Return the `Rng` of the rows at these places."""
         return Sealed(self.outer.select(places), self.secret)
 
     def _key(self, key: Key) -> Key:
@@ -297,32 +297,32 @@ def _sealed_seed(secret: int, seed: int) -> int:
 
 @dataclass(frozen=True)
 class RowByRow:
-    """The draws of a batch whose rows do not all draw in the same way: each row by its own `Rng`."""
+    """Draws for a batch whose rows do not all draw in the same way: for each row with an `Rng` of its own."""
 
     rows: tuple[Rng, ...]
 
     @staticmethod
     def of(rows: Sequence[Rng]) -> Rng:
-        """The one that all rows share, which costs nothing; else one of each."""
+        """Return the `Rng` that all rows share, which costs nothing, or else one that draws row by row."""
         shared = len({id(each) for each in rows}) == 1
         return rows[0] if shared else RowByRow(tuple(rows))
 
     @property
     def coupled(self) -> bool:
-        """Whether any row's are."""
+        """Whether the draws of any row are coupled."""
         return any(each.coupled for each in self.rows)
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions)."""
+        """Draw tokens (rows, positions), each row with its own `Rng`."""
         places = range(len(self.rows))
         laws = [law.select(torch.tensor([place], device=law.device)) for place in places]
         return torch.cat([self.rows[place](laws[place], key.select([place])) for place in places])
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """See `Rng`."""
+        """Return the numbers in [0, 1) of all rows, [rows][positions]; None if any row has none."""
         found = [each.chances(key.select([place]), positions) for place, each in enumerate(self.rows)]
         return None if None in found else [numbers[0] for numbers in found if numbers]
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`."""
+        """Return the `Rng` of the rows at these places."""
         return RowByRow.of([self.rows[place] for place in places])

@@ -1,4 +1,4 @@
-"""Images beside a text: what a model's processor has made of them, and which tokens stand for them."""
+"""The images of a prompt: the tensors that a model's processor made of them, and their placeholder tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of one prompt as a model reads them.
+    """The images of one prompt, as arguments of the model.
 
-    `inputs` are the model's arguments beside the tokens, as pixel values; `along` are those with a number for every
-    token of the prompt, (1, n). `placeholders` are the token ids that stand for images, and `digest` tells images
-    apart by their content.
+    `inputs` are the model's arguments besides the tokens, such as pixel values; `along` are those with a number for
+    every token of the prompt, (1, n). `placeholders` are the token ids that stand for images, and `digest` is a hash of
+    the images' content.
     """
 
     inputs: Mapping[str, Tensor]
@@ -28,7 +28,7 @@ class Images:
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor], along: Mapping[str, Tensor], placeholders: frozenset[int]) -> Images:
-        """The images, with the digest of all that is read of them."""
+        """Make the record of these arguments, with the digest of all their tensors."""
         content = blake2b(digest_size=16)
         for name, tensor in sorted([*inputs.items(), *along.items()]):
             content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -36,7 +36,7 @@ class Images:
         return Images(inputs, along, placeholders, content.digest())
 
     def beside(self, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The model's arguments beside the first `length` tokens; what was written behind the prompt is text."""
+        """Return the model's arguments for the first `length` tokens; those after the prompt count as text."""
         per_token = {name: pad(each, (0, length - each.shape[1])) for name, each in self.along.items()}
         return {
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
@@ -44,17 +44,17 @@ class Images:
         }
 
     def text(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens without those that stand for images."""
+        """Return the tokens without those that stand for images."""
         return [token for token in tokens if token not in self.placeholders]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Integers that name the images."""
+        """The digest as integers, for the keys of draws."""
         return tuple(self.digest)
 
 
 def same_images(left: Images | None, right: Images | None) -> bool:
-    """Whether two prompts have the same images, or none."""
+    """Return whether two prompts have the same images, or both have none."""
     return (left and left.digest) == (right and right.digest)
 
 
@@ -64,16 +64,16 @@ class SeesImages(Protocol):
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model has a part for images."""
+        """Whether the model can read images."""
         ...
 
     def show(self, row: int, images: Images) -> None:
-        """Give an empty row the images of its text, all of which is then read in one piece."""
+        """Give an empty row the images of its text; the whole text is then read in one piece."""
         ...
 
 
 def check_images(scorer: object, images: Images | None, prompt: Sequence[int], where: str) -> None:
-    """Raises ValueError if a model cannot read a prompt with these images (None: there are none)."""
+    """Raise ValueError if a model cannot read a prompt with these images (None for a prompt without images)."""
     if images is None:
         return
     name = getattr(scorer, "name", "the model")

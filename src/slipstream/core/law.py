@@ -1,4 +1,4 @@
-"""Law: a distribution per position, dense or a point mass."""
+"""`Law`, a distribution over the next token at each position, and the errors where none can be made."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Law:
     `probs` (rows, positions, vocab) is float32 or wider and sums to one, except for coins, which may carry any
     positive total. `tokens` (rows, positions) is the point mass of greedy decoding and of copied drafts, so that no
     one-hot vector of the vocabulary is built for them. `scores` are the processed logits behind a greedy point mass,
-    which only lenient rules and trees look at.
+    which only lenient rules and trees read.
 
     Exactly one of `probs` and `tokens` is given, except in a batch of greedy and sampled rows: there `points` names
-    the rows that are point masses, for which `tokens` holds, `probs` being one-hot; `select` takes the kinds apart.
+    the rows that are point masses, for which `tokens` is valid and `probs` is one-hot; `select` separates the kinds.
     """
 
     probs: Tensor | None = None
@@ -34,27 +34,27 @@ class Law:
 
     @property
     def point(self) -> bool:
-        """Whether the law is a point mass for all rows."""
+        """Whether the law is a point mass in all rows."""
         return self.probs is None
 
     @property
     def rows(self) -> int:
-        """How many rows the law covers."""
+        """The number of rows that the law covers."""
         return self._data.shape[0]
 
     @property
     def positions(self) -> int:
-        """How many positions the law covers."""
+        """The number of positions that the law covers."""
         return self._data.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the law lives."""
+        """The device of the law's tensors."""
         return self._data.device
 
     @property
     def dense(self) -> Tensor:
-        """The weights of a law that is no point mass."""
+        """The weights (rows, positions, vocab) of a law that is not a point mass."""
         assert self.probs is not None
         return self.probs
 
@@ -69,17 +69,17 @@ class Law:
         return Law(probs, tokens, scores, self.points)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """The probability of `tokens` (rows, positions), in the same shape."""
+        """Return the probability of `tokens` (rows, positions), in the same shape."""
         if self.probs is None:
             return (self._data == tokens).float()
         return self.probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def first(self, positions: int) -> Law:
-        """The law of the first positions."""
+        """Return the law of the first positions."""
         return self._map(lambda data: data[:, :positions])
 
     def at(self, index: Tensor) -> Law:
-        """The law of one position per row: `index` (rows,) -> a Law over (rows, 1)."""
+        """Return the law at one position per row: `index` (rows,) -> a Law over (rows, 1)."""
         rows = torch.arange(index.shape[0], device=self.device)
         return self._map(lambda data: data[rows, index].unsqueeze(1))
 
@@ -88,7 +88,7 @@ class Law:
         return replace(self, scores=None)
 
     def select(self, rows: Tensor) -> Law:
-        """The law of these rows, in this order; of rows of one kind, it is a law of that kind alone."""
+        """Return the law of these rows, in this order; if all are of one kind, it is a law of that kind alone."""
         probs, tokens, scores = (None if x is None else x[rows] for x in (self.probs, self.tokens, self.scores))
         if self.points is None:
             return Law(probs, tokens, scores)
@@ -98,7 +98,7 @@ class Law:
         return Law(probs, tokens, scores, points) if any(points) else Law(probs=probs)
 
     def weighed(self) -> Law:
-        """The law with weights alone, whose point masses are one-hot; a law of point masses stays as it is."""
+        """Return a mixed law as weights alone, its point masses one-hot; return any other law unchanged."""
         return self if self.points is None else Law(probs=self.probs)
 
     def to(self, device: torch.device) -> Law:
@@ -118,7 +118,7 @@ class Law:
 
 
 def _stack_kinds(laws: Sequence[Law]) -> Law:
-    """Dense rows and point masses in one law."""
+    """Stack laws of dense rows and of point masses into one mixed law."""
     like = next(law.probs for law in laws if law.probs is not None)
     probs, tokens, scores, points = list[Tensor](), list[Tensor](), list[Tensor | None](), list[bool]()
     for law in laws:
@@ -136,24 +136,24 @@ def _stack_kinds(laws: Sequence[Law]) -> Law:
 
 
 class Fault(str):
-    """Why no law can be made, in a sentence; `cause` is what a processor raised, if that is why."""
+    """A sentence that says why no law can be made; `cause` is the exception that a processor raised, if one did."""
 
     cause: Exception | None = None
 
     @staticmethod
     def of(sentence: str, cause: Exception) -> Fault:
-        """A fault with a cause."""
+        """Make a fault with a cause."""
         fault = Fault(sentence)
         fault.cause = cause
         return fault
 
 
 Faults = dict[tuple[int, int], Fault]
-"""Where no law can be made: (place of the row, position) -> why."""
+"""The positions where no law can be made: (place of the row, position) -> the reason."""
 
 
 class RowFailure(FloatingPointError):
-    """Tells that some rows have no law at some positions. `law` is everybody's, with an arbitrary one there."""
+    """Raised if some rows have no law at some positions; `law` covers all rows, with an arbitrary law there."""
 
     def __init__(self, faults: Faults, law: Law) -> None:
         super().__init__(next(iter(faults.values())))
@@ -166,13 +166,13 @@ def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
 
 
 def total_variation(left: Tensor, right: Tensor) -> Tensor:
-    """Half the sum of absolute differences over the last dimension; mass that one of the two misses counts."""
+    """Return half the sum of absolute differences over the last dimension; the two need not have equal totals."""
     return (left - right).abs().sum(-1) / 2
 
 
 def distance(left: Law, right: Law) -> Tensor:
-    """Total variation (rows, positions) between laws of the same shape, dense or point masses: D_LK of the paper
-    (Definition 3.2)."""
+    """Return the total variation (rows, positions) between laws of the same shape, dense or point masses: D_LK of the
+    paper (Definition 3.2)."""
     if left.probs is not None and right.probs is not None:
         return total_variation(left.probs, right.probs)
     point, other = (left, right) if left.point else (right, left)
@@ -181,7 +181,7 @@ def distance(left: Law, right: Law) -> Tensor:
 
 
 def pad_vocabulary(logits: Tensor, vocab: int) -> Tensor:
-    """Cut or pad logits (..., v) to the target's vocabulary: its other ids get probability zero."""
+    """Cut or pad logits (..., v) to the target's vocabulary; ids beyond v get probability zero."""
     if logits.shape[-1] >= vocab:
         return logits[..., :vocab]
     return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=float("-inf"))

@@ -1,4 +1,4 @@
-"""The protocols that rooms meet at: `Scorer`, `Drafter`, `Verifier` and `Controller`.
+"""The protocols between packages: `Scorer`, `Drafter`, `Verifier` and `Controller`.
 
 Letters are the paper's (arXiv 2211.17192): *p* is the target's law, *q* the draft's, *gamma* the number of
 drafted tokens, *beta* the chance that one tested token is kept, *alpha* its mean. Shapes use `rows` (sequences
@@ -22,7 +22,7 @@ from slipstream.core.source import Source, SourceForm
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a pass: rows, new tokens of each, and slots that attention looks at."""
+    """The sizes of a pass: rows, new tokens per row, and the slots that attention reads."""
 
     rows: int
     width: int
@@ -32,7 +32,7 @@ class Shape:
 class Scorer(Protocol):
     """An autoregressive model with its cache for a batch of rows, each with a length of its own.
 
-    Calls serve the rows that they name or bring something for; the others lie still.
+    A call changes only the rows that it names or brings tokens for.
     """
 
     @property
@@ -51,12 +51,12 @@ class Scorer(Protocol):
 
     @property
     def source_form(self) -> SourceForm | None:
-        """The form of the sources that its encoder reads; None for a model without an encoder."""
+        """The form of the sources that the encoder reads; None for a model without an encoder."""
         ...
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         ...
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
@@ -76,99 +76,99 @@ class Scorer(Protocol):
         ...
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts to the rows first .. first + len(texts), behind what they hold; no logits are wanted."""
+        """Append texts to the rows first .. first + len(texts) without computing logits."""
         ...
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are."""
         ...
 
     def scrub(self) -> None:
-        """Zero what rolled-back tokens left in the cache: NaN passes any mask, since 0 * NaN is NaN."""
+        """Zero the cache entries of rolled-back tokens: NaN passes any mask, since 0 * NaN is NaN."""
         ...
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move a tree's accepted tokens together, in the first rows: what lies at starts[r] + paths[r][i] goes to
+        """Move a tree's accepted tokens together, in the first rows: the entry at starts[r] + paths[r][i] goes to
         starts[r] + i."""
         ...
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on what is scored
-        together; None: in the shape of the work at hand, which is faster."""
+        together; None runs each pass in the shape of its input, which is faster."""
         ...
 
 
 @runtime_checkable
 class TakesMemory(Scorer, Protocol):
-    """A Scorer that knows what its cache takes."""
+    """A Scorer that can compute how much memory its cache takes."""
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What texts of these lengths take, with what is allocated ahead."""
+        """Return the bytes of a cache for texts of these lengths, with what is allocated ahead."""
         ...
 
 
 @runtime_checkable
 class HasModel(Scorer, Protocol):
-    """A Scorer that runs a model of transformers, which others may look into or borrow layers from."""
+    """A Scorer that runs a model of transformers, whose layers other parts may read or share."""
 
     @property
     def model(self) -> Any:
-        """The model; of an encoder-decoder the whole of it."""
+        """The model; for an encoder-decoder, encoder and decoder together."""
         ...
 
     @property
     def execution(self) -> Any:
-        """What makes passes faster, as graphs do, which hide the hidden states; None runs them eagerly."""
+        """The object that runs passes as graphs, whose hidden states cannot be read; None if passes run eagerly."""
         ...
 
     @property
     def shares_rows(self) -> bool:
-        """Whether `sharing_rows` is possible, which a state that sums up a text does not allow."""
+        """Whether `sharing_rows` is possible; it is not for models with recurrent states."""
         ...
 
     def sharing_rows(self, model: Any, name: str) -> HasModel:
-        """A Scorer that runs another model, made of this one's layers or of copies of them, over the same rows and
-        cache. What it adds to the rows has to be rolled back before this one goes on."""
+        """Return a Scorer that runs another model, made of this one's layers or of copies of them, over the same rows
+        and cache. The tokens that it adds have to be rolled back before this Scorer is called again."""
         ...
 
 
 @runtime_checkable
 class SeesWindows(HasModel, Protocol):
-    """A Scorer whose rows may be read through a window."""
+    """A Scorer that can also run its model with windowed attention over the same rows."""
 
     def seeing(self, window: int, sinks: int) -> HasModel:
-        """A Scorer that runs the same model over the same rows, and sees no more of a text than its last `window`
-        tokens and its first `sinks`. What it adds to the rows has to be rolled back before this one goes on."""
+        """Return a Scorer that runs the same model over the same rows, but attends only to the last `window` tokens of
+        a text and its first `sinks`. The tokens that it adds have to be rolled back before this one is called again."""
         ...
 
 
 @runtime_checkable
 class LiesOnRanks(HasModel, Protocol):
-    """A Scorer whose model is divided among several processes, of which this one leads."""
+    """A Scorer whose model is divided among several processes (ranks), led by this one."""
 
     @property
     def ranks(self) -> int:
-        """How many processes."""
+        """The number of processes."""
         ...
 
     def check(self) -> None:
-        """Raises ConnectionError if one of them is lost."""
+        """Raise ConnectionError if one of the processes is lost."""
         ...
 
     def call_on_loss(self, function: Callable[[], object]) -> None:
-        """Have a function called, by another thread, as soon as one is lost."""
+        """Register a function that another thread calls as soon as a process is lost."""
         ...
 
 
 class Drafter(Protocol):
-    """Makes drafts. It learns which rows run from the context alone, so it serves any number of texts in turn."""
+    """Makes drafts. Which rows run it reads from the context of each call, so it serves any number of texts in turn."""
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """At most `gammas[r]` tokens for each row."""
+        """Draft at most `gammas[r]` tokens for each row."""
         ...
 
     def observe(self, round: Round) -> None:
-        """Called after every round, when the rows hold the emitted tokens."""
+        """Take note of a round; called after every round, when the rows hold the emitted tokens."""
         ...
 
 
@@ -178,32 +178,32 @@ class HasScorers(Drafter, Protocol):
 
     @property
     def scorers(self) -> Sequence[Scorer]:
-        """The Scorers of the models that draft; without the target where it drafts for itself in its own cache."""
+        """The Scorers of the models that draft, without the target if it drafts for itself in its own cache."""
         ...
 
 
 @runtime_checkable
 class DraftsByOneModel(Drafter, Protocol):
-    """A drafter that asks one model for the law behind a text, as it can be asked for the law behind any other."""
+    """A drafter whose law is that of one model after the text, so that it can be computed for any other text too."""
 
     @property
     def scorer(self) -> Scorer:
-        """That model, with the target's vocabulary."""
+        """The Scorer of that model, with the target's vocabulary."""
         ...
 
     @property
     def on_target_rows(self) -> bool:
-        """Whether it works on the rows of the target's own cache."""
+        """Whether the drafter works on the rows of the target's own cache."""
         ...
 
     def release(self) -> None:
-        """Forget the rows that it follows, so that somebody else may use the model."""
+        """Drop the rows that it follows, so that other code may use the model."""
         ...
 
 
 @runtime_checkable
 class DraftsByText(Drafter, Protocol):
-    """A drafter that looks at the tokens of a row and at nothing else, so that any text may stand there."""
+    """A drafter whose drafts depend on the tokens of a row alone, so that it can draft for any text."""
 
     @property
     def by_text(self) -> bool: ...
@@ -211,44 +211,44 @@ class DraftsByText(Drafter, Protocol):
 
 @runtime_checkable
 class Untrusted(Drafter, Protocol):
-    """A drafter that somebody else runs, who may know every seed: no draw that decides about its drafts may be made
+    """A drafter that another party runs, which may have every seed: no draw that decides about its drafts may be made
     from the seed alone."""
 
     @property
     def secret(self) -> int | None:
-        """What those draws are made from besides; None if that somebody is trusted."""
+        """The secret that those draws are made from besides the seed; None if the other party is trusted."""
         ...
 
 
 @runtime_checkable
 class HasDrafters(Drafter, Protocol):
-    """A drafter that is put together of others, which draft for the same target."""
+    """A drafter that is composed of others, which draft for the same target."""
 
     @property
     def drafters(self) -> Sequence[Drafter]:
-        """Those."""
+        """The drafters that this one is composed of."""
         ...
 
 
 class Controller(Protocol):
-    """Chooses gamma per row, before anything is drafted: so any choice is exact. The state goes in and out."""
+    """Chooses gamma per row before anything is drafted, so that any choice is exact; its state is passed in and out."""
 
     @property
     def most(self) -> int:
-        """The greatest gamma it may ever choose."""
+        """The greatest gamma that it may ever choose."""
         ...
 
     def init(self) -> Any: ...
 
     def gammas(self, state: Any, rows: Sequence[Row]) -> Sequence[int]:
-        """How many tokens to draft for each row of the next round; 0 is a plain step."""
+        """Return how many tokens to draft for each row of the next round; 0 is a plain step."""
         ...
 
     def update(self, state: Any, round: Round) -> Any: ...
 
 
 def secret_among(drafter: Drafter) -> int | None:
-    """The secret that draws are made from where a drafter, or one inside it, is not trusted; None if all are."""
+    """Return the secret for draws if a drafter, or one inside it, is not trusted; None if all are trusted."""
     if isinstance(drafter, Untrusted) and drafter.secret is not None:
         return drafter.secret
     inside = drafter.drafters if isinstance(drafter, HasDrafters) else ()
@@ -256,5 +256,5 @@ def secret_among(drafter: Drafter) -> int | None:
 
 
 def scorers_among(drafters: Sequence[Drafter]) -> tuple[Scorer, ...]:
-    """The models whose caches hold the rows' texts, of all of these drafters."""
+    """Return the Scorers of all models of these drafters whose caches hold the rows' texts."""
     return tuple(scorer for each in drafters if isinstance(each, HasScorers) for scorer in each.scorers)

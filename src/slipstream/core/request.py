@@ -21,9 +21,9 @@ from slipstream.core.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What stands before each position, for samplers that look at it.
+    """The tokens before each position, for samplers that depend on them.
 
-    Position j of a row stands after the row's own tokens and the `drafted` (rows, n) tokens that `paths[j]` names.
+    Position j of a row comes after the row's own tokens and the `drafted` (rows, n) tokens that `paths[j]` names.
     """
 
     drafted: Tensor
@@ -31,17 +31,17 @@ class Prefixes:
 
     @staticmethod
     def chain(drafted: Tensor, positions: int) -> Prefixes:
-        """The last of the positions stands after all drafted tokens, the others each one token earlier."""
+        """Make the prefixes of a chain: the last position is after all drafted tokens, each other one token earlier."""
         last = drafted.shape[1]
         return Prefixes(drafted, [range(last - positions + 1 + j) for j in range(positions)])
 
     def of_row(self, row: Row, place: int) -> list[Tensor]:
-        """The tokens (length,) before every position of the row at `place`."""
+        """Return the tokens (length,) before every position of the row at `place`."""
         text = torch.tensor(row.tokens, device=self.drafted.device)
         return [torch.cat([text, self.drafted[place, list(path)]]) for path in self.paths]
 
     def select(self, places: Sequence[int]) -> Prefixes:
-        """The texts of some of the rows."""
+        """Return the prefixes of the rows at these places."""
         return Prefixes(self.drafted[list(places)], self.paths)
 
 
@@ -52,15 +52,15 @@ class Sampler(Protocol):
     def greedy(self) -> bool: ...
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
-        """The law of logits (rows, positions, vocab). `model` names whose logits they are, in errors.
+        """Return the law of logits (rows, positions, vocab); errors name the `model` that computed them.
 
-        Raises RowFailure where there is none.
+        Raises RowFailure if some position has no law.
         """
         ...
 
 
 class AcceptanceRule(Protocol):
-    """How the drafts of a request are accepted, and how its tokens are drawn."""
+    """The rule of a request: how its drafts are verified, and how its tokens are drawn."""
 
     @property
     def verify(self) -> Verifier: ...
@@ -71,11 +71,11 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A text to be continued, and how.
+    """A text to be continued, and the settings with which it is continued.
 
-    `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is asked after every emitted
-    token and answers a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.
-    `rule` and `gamma` are the request's own, in place of the decoder's; with gamma 0 nothing is drafted for it.
+    `prompt` are token ids, `key` names the request in the keys of its draws, `stop` is called after every emitted
+    token and returns a finish reason or None. `source` is what an encoder reads; `prompt` begins the decoder's text.
+    `rule` and `gamma` replace those of the decoder; with gamma 0 nothing is drafted for the request.
     Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
     drafters that copy. The row ends after the round in which `max_time` seconds have passed since it got a place in
@@ -109,10 +109,10 @@ class Row:
     tokens: list[int]
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
-    turn: tuple[int, int] = (0, 0)  # its place among those that wait: priority, then arrival
-    error: Fault | None = None  # why no token is possible any more, where `finish_reason` is "error"
+    turn: tuple[int, int] = (0, 0)  # its place in the order of waiting rows: priority, then arrival
+    error: Fault | None = None  # why no token is possible any more, if `finish_reason` is "error"
     started: float | None = None  # when it got a place in the batch, on the clock of `time.monotonic`
-    timed_out: bool = False  # it has ended because its time is over
+    timed_out: bool = False  # whether it ended because its `max_time` has passed
 
     @property
     def output(self) -> list[int]:
@@ -121,22 +121,22 @@ class Row:
 
     @property
     def readable(self) -> list[int]:
-        """The tokens that a model reads which sees no images: all but those that stand for some."""
+        """The tokens for a model that reads text only: all but those that stand for images."""
         images = self.request.images
         return self.tokens if images is None else [*images.text(self.request.prompt), *self.output]
 
     @property
     def room(self) -> int:
-        """How many tokens may still be emitted."""
+        """The number of tokens that may still be emitted."""
         return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
 
     @property
     def context_full(self) -> bool:
-        """Whether the row has ended before its limit, because the target can hold no longer text."""
+        """Whether the row ended before its token limit because it filled the target's context, or the memory."""
         return self.finish_reason == "length" and self.room > 0 and not self.timed_out
 
     @property
     def late(self) -> bool:
-        """Whether the time that the request gave is over."""
+        """Whether the request's `max_time` has passed."""
         limit = self.request.max_time
         return limit is not None and self.started is not None and monotonic() - self.started >= limit

@@ -17,7 +17,7 @@ from slipstream.core.law import Fault, Faults, Law, RowFailure
 from slipstream.core.request import Prefixes, Row
 
 PREFILL_CHUNK = 512
-"""Tokens of texts that a model reads between two rounds."""
+"""The number of prompt tokens that a model reads between two rounds (chunked prefill)."""
 
 
 class Stopwatch:
@@ -35,7 +35,7 @@ class Stopwatch:
 
     @contextmanager
     def apart(self, phase: str) -> Iterator[None]:
-        """Count the time of the block as `phase`, and leave it out of the lap in which it lies."""
+        """Count the time of the block as `phase`, and leave it out of the lap that contains the block."""
         began = perf_counter()
         try:
             yield
@@ -47,10 +47,10 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The rows that run together, as drafters see them, and how they draw.
+    """The rows that run together in a round, and the `Rng` with which they draw.
 
-    A drafter reads at most `prefill_chunk` tokens of their texts per round while any of them waits for it, and tells
-    the `watch` how long that took.
+    A drafter reads at most `prefill_chunk` tokens of their texts per round while any of them waits for it, and counts
+    the time of that on the `watch`.
     """
 
     rows: tuple[Row, ...]
@@ -59,9 +59,10 @@ class Context:
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def law(self, logits: Tensor, texts: Prefixes, model: str) -> Law:
-        """The law really sampled from, of logits (rows, positions, vocab), each row by its own sampler.
+        """Return the law of a draft from logits (rows, positions, vocab), each row by its own sampler.
 
-        For drafts, which any law leaves exact: where there is none, some law stands in its place.
+        Where no law can be made, an arbitrary one replaces it: decoding is exact with any law of a draft. Warns if
+        that is because of logits that are not finite.
         """
         law, faults = self.law_and_faults(logits, texts, model)
         if faults and not bool(logits.amax(-1).isfinite().all()):
@@ -85,21 +86,21 @@ class Context:
         return Law.join(laws, 0).select(order.to(logits.device)), faults
 
     def target_law(self, logits: Tensor, draft: Draft, model: str) -> tuple[Law, Faults]:
-        """p at the pending token and after every drafted one, and where there is none."""
+        """Return p after the pending token and after every drafted one, and the faults where it cannot be made."""
         paths = None if draft.parents is None else [(), *ancestors(draft.parents)]
         texts = Prefixes.chain(draft.tokens, logits.shape[1]) if paths is None else Prefixes(draft.fed, paths)
         return self.law_and_faults(logits, texts, model)
 
     def select(self, places: Sequence[int]) -> Context:
-        """The context of some of the rows."""
+        """Return the context of the rows at these places."""
         return replace(self, rows=tuple(self.rows[place] for place in places), rng=self.rng.select(places))
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
-        """Token ids (rows, positions), drawn from a law by `key`."""
+        """Draw token ids (rows, positions) from a law, under the key that `key` makes."""
         return self.rng(law, self.key(purpose, start, node))
 
     def key(self, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Key:
-        """The key of draws for the texts' tokens from len(tokens) + start on; `start` is one number, or one per row."""
+        """Make the key of draws for positions from len(tokens) + start on; `start` is one number, or one per row."""
         starts = [start] * len(self.rows) if isinstance(start, int) else start
         origins = tuple(len(row.tokens) for row in self.rows)
         places = tuple(origin + begin for origin, begin in zip(origins, starts, strict=True))
@@ -119,13 +120,13 @@ def _attempt(rows: Sequence[Row], logits: Tensor, texts: Prefixes, model: str) -
 class Round:
     """A draft and its verification: the record that streams, statistics, benchmarks and controllers read.
 
-    `tokens[r]` were emitted for `rows[r]` after all cuts, none if it fails at once; `accepted[r]` of them came from
-    the draft, and one more, unless a cut came before it, from the target. `gammas` are what the drafter was asked for:
-    what the controller chose, within the room that is left. It may have drafted less: `draft.lengths`. `seconds` has
-    the phases `draft`, `target`, `accept` (laws, verification and draws) and `rest`, and `prefill` if a model that
-    drafts first had to read what it lacked of a text. `p` are the target's laws that
-    the draft was verified with, at the pending token and after every drafted one (None in the rounds of a simulation,
-    which has no models).
+    `tokens[r]` were emitted for `rows[r]` after all cuts, none if the row fails at once; `accepted[r]` of them came
+    from the draft, and one more, unless a cut came before it, from the target. `gammas` are the numbers of tokens that
+    the drafter was called with: the controller's choice, within the room that is left. It may have drafted fewer:
+    `draft.lengths`. `seconds` has the phases `draft`, `target`, `accept` (laws, verification and draws) and `rest`, and
+    `prefill` if a model that drafts had to read missing parts of a text first. `p` are the target's laws that the draft
+    was verified with, after the pending token and after every drafted one (None in the rounds of a simulation, which
+    has no models).
     """
 
     rows: tuple[Row, ...]
@@ -139,18 +140,18 @@ class Round:
 
     @property
     def reading(self) -> float:
-        """Seconds in which models that draft read what they lacked of the texts."""
+        """The seconds in which models that draft read parts of texts that were missing in their caches."""
         return self.seconds.get("prefill", 0.0)
 
     def source(self, row: int, position: int) -> str:
-        """Where an emitted token came from: "draft", "correction", "bonus", or "target" if nothing was drafted."""
+        """Return the origin of an emitted token: "draft", "correction", "bonus", or "target" if nothing was drafted."""
         if position < self.accepted[row]:
             return "draft"
         drafted = self.draft.depths[row]
         return "target" if not drafted else "correction" if position < drafted else "bonus"
 
     def refused(self, row: int) -> tuple[int, ...]:
-        """The drafted tokens of a row that were not accepted, in the order in which they were drafted."""
+        """Return the drafted tokens of a row that were not accepted, in the order in which they were drafted."""
         drafted = self.draft.tokens if self.verdict.path is None else self.draft.fed
         tokens = drafted[row, : self.draft.lengths[row]].tolist()
         kept: Sequence[int] = range(self.accepted[row])

@@ -1,4 +1,4 @@
-"""Sources: what an encoder reads, while the decoder writes the text that belongs to it."""
+"""Sources: the inputs of an encoder, for which the decoder writes the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Source = tuple[int, ...] | Tensor
-"""Token ids, or audio features (bins, frames)."""
+"""The input of an encoder: token ids, or audio features (bins, frames)."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class SourceForm:
     features: tuple[int, int] | None = None
 
     def example(self, length: int = 2) -> Source:
-        """A source to try a model with, of `length` tokens."""
+        """Make a source to try a model with: `length` tokens, or features of zeros."""
         if self.features is not None:
             return torch.zeros(self.features)
         return tuple((5 * place + length) % self.vocab for place in range(length))
 
     def check(self, source: Source, where: str, model: str) -> None:
-        """Raises ValueError for a source that the encoder cannot read; `where` names it, `model` reads it."""
+        """Raises ValueError for a source that the encoder cannot read; the message names `where` and `model`."""
         if self.features is not None:
             if not isinstance(source, Tensor) or tuple(source.shape) != self.features:
                 given = tuple(source.shape) if isinstance(source, Tensor) else "token ids"
@@ -48,14 +48,14 @@ class SourceForm:
             raise ValueError(f"{where} has token ids outside 0..{self.vocab - 1}, which {model} reads.")
 
     def cut(self, source: Source) -> Source:
-        """What the encoder reads of it: all, or as much as it can."""
+        """Return the part of a source that the encoder reads: all of it, or its first `longest` tokens."""
         return source if isinstance(source, Tensor) else source[: self.longest]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around sources: `prefix` before their text, `begin` at the beginning of what the decoder writes,
-    and `bans(length)`, processors for tokens that it must not write behind a beginning of so many tokens."""
+    """The fixed parts around a source: `prefix` before its text, `begin`, the first tokens of the decoder's text, and
+    `bans(length)`, processors that forbid tokens after a beginning of that many tokens."""
 
     prefix: str
     begin: tuple[int, ...]
@@ -63,7 +63,7 @@ class Frame:
 
 
 def framed(frame: Frame | None, given: Source) -> tuple[tuple[int, ...], Source | None]:
-    """What a user gave -> the prompt and the source of a request. Without a frame, it is the prompt."""
+    """Convert a user's input to the prompt and the source of a request; without a frame, the input is the prompt."""
     if frame is not None:
         return frame.begin, given
     if isinstance(given, Tensor):
@@ -72,14 +72,14 @@ def framed(frame: Frame | None, given: Source) -> tuple[tuple[int, ...], Source 
 
 
 def numbers(given: Source) -> tuple[int, ...]:
-    """Integers that name a source: its ids, or the bits of its features."""
+    """Return integers that identify a source: its token ids, or the bits of its features."""
     if isinstance(given, tuple):
         return given
     return tuple(given.float().cpu().contiguous().view(torch.int32).flatten().tolist())
 
 
 def check_source(form: SourceForm | None, source: Source | None, where: str, model: str) -> None:
-    """Raises ValueError unless the model (`form` None: it has no encoder) can work with this source (None: none)."""
+    """Raise ValueError unless a model (`form` None: one without encoder) can use this source (None: no source)."""
     if form is None:
         if source is not None:
             raise ValueError(f"{where} has a source, but {model} has no encoder to read it.")
@@ -90,7 +90,7 @@ def check_source(form: SourceForm | None, source: Source | None, where: str, mod
 
 
 def same_source(left: Source | None, right: Source | None) -> bool:
-    """Whether two sources are the same tokens, or the same features bit by bit."""
+    """Return whether two sources are equal: the same tokens, or the same features bit by bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right

@@ -1,4 +1,4 @@
-"""Stats: what is counted while decoding, and the figures made of it, each with its denominator."""
+"""`Stats`: the counts made while decoding, and the figures computed from them, each with its denominator."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass
 class Stats:
-    """Counts of one row, or of many when added up. Tokens that were cut are neither emitted nor accepted.
+    """The counts of one row, or the sums over many. Tokens that were cut are neither emitted nor accepted.
 
     `target_calls` counts forward passes of the target after prefill; a pass that serves a batch counts once for
     each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
     round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
-    model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because what
-    they leave in the cache was known. `predicted` drafted tokens were copied from the request's prediction, and
-    `predicted_accepted` of them stood. `undrafted` counts rounds without the draft that was asked of another
+    model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because their
+    cache entries were taken over. `predicted` drafted tokens were copied from the request's prediction, and
+    `predicted_accepted` of them were accepted. `undrafted` counts rounds without the draft requested from another
     machine, by reason: "late", "refused", "disconnected".
     """
 
@@ -60,7 +60,7 @@ class Stats:
 
     @property
     def alpha(self) -> float | None:
-        """Mean of beta over tested positions (Corollary 3.6); None when nothing was tested."""
+        """The mean of beta over tested positions (Corollary 3.6); None when nothing was tested."""
         return self.beta / self.tested if self.tested else None
 
     @property
@@ -81,12 +81,12 @@ class Stats:
 
     @property
     def mean_distance(self) -> float | None:
-        """Mean total-variation distance of a tested position's law from the target's; 0 for lossless rules."""
+        """The mean total-variation distance of a tested position's law from the target's; 0 for lossless rules."""
         return self.distance / self.tested if self.tested else None
 
     @property
     def total_seconds(self) -> float:
-        """Time of all rounds and of the prefill."""
+        """The seconds of all rounds and of the prefill."""
         return sum(self.seconds.values())
 
     @property
@@ -96,7 +96,7 @@ class Stats:
         return self.emitted / decode if decode > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures under their public names, for JSON."""
+        """Return the figures under their public names, for JSON."""
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
             *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "predicted"),
