@@ -1,6 +1,6 @@
-"""Verifiers: how many drafted tokens stand, and the law of the token after them.
+"""Verifiers of chains: they decide how many drafted tokens stand, and return the law of the token after them.
 
-Functions of laws. They return laws, and their only randomness comes from the `draw` they are given. `p` covers
+They are functions from laws to laws, whose only randomness comes from the `draw` that they are called with. `p` covers
 gamma + 1 positions, the draft and its law q gamma; rows may draft fewer (`draft.lengths`).
 """
 
@@ -62,7 +62,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def survival(p: Law, draft: Draft) -> Tensor:
-    """b_0..b_gamma of block verification -> (rows, gamma + 1), in float64 and log space.
+    """Return b_0..b_gamma of block verification, (rows, gamma + 1), computed in float64 and log space.
 
     Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i.
     """
@@ -74,7 +74,7 @@ def survival(p: Law, draft: Draft) -> Tensor:
 
 
 def _excess(b: Tensor, p: Law, q: Law) -> Tensor:
-    """R_i = sum_v max(b_i p_i(v) - q_i(v), 0) for i = 0..gamma-1."""
+    """Return R_i = sum_v max(b_i p_i(v) - q_i(v), 0) for i = 0..gamma-1."""
     weight = b[:, :-1]
     if q.tokens is not None:
         return weight * (1 - p.of(q.tokens))
@@ -99,11 +99,11 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def lenient(leniency: float) -> Verifier:
-    """Token verification with lenience l in (0, 1] (section A.5): NOT lossless for l < 1.
+    """Make the verifier of token verification with lenience l in (0, 1] (section A.5): NOT lossless for l < 1.
 
     Sampling: accept with chance min(1, p/(l q)); the correction comes from the ordinary residual, so that no token
-    gets more than p(x)/l. Greedy: accept x if p(x) >= l max p (before standardizing). The verdict tells the price:
-    which tokens only lenience let pass, and the total-variation distance of every position's law from the target's.
+    gets more than p(x)/l. Greedy: accept x if p(x) >= l max p (before standardizing). The verdict reports the price:
+    which tokens passed only because of lenience, and the total-variation distance of every position's law from p.
     Raises ValueError for l outside (0, 1].
     """
     if not 0 < leniency <= 1:
@@ -140,7 +140,7 @@ def _lenient_greedy(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[
 
 
 def lenient_law(p: Law, q: Law, leniency: float) -> Law:
-    """The law of one lenient position: min(q, p/l) + (1 - beta_l)/(1 - beta_1) max(0, p - q), at most p/l."""
+    """Return the law of one lenient position: min(q, p/l) + (1 - beta_l)/(1 - beta_1) max(0, p - q), at most p/l."""
     dense = q.dense if q.tokens is None else torch.zeros_like(p.dense).scatter_(-1, q.tokens.unsqueeze(-1), 1)
     kept = torch.minimum(dense, p.dense / leniency)
     law = kept + (1 - kept.sum(-1, keepdim=True)) * residual(p, q).dense
@@ -149,10 +149,10 @@ def lenient_law(p: Law, q: Law, leniency: float) -> Law:
 
 
 def residual(p: Law, q: Law, weight: Tensor | None = None) -> Law:
-    """norm(max(0, w p - q)), the law after a rejection (section 2.3; w = 1, or b in block verification).
+    """Return norm(max(0, w p - q)), the law after a rejection (section 2.3; w = 1, or b in block verification).
 
-    p and q cover the same (rows, positions), as does w. Where nothing is left numerically, p itself. A point mass p
-    is its own residual: what is rejected for it is another token.
+    p, q and w cover the same (rows, positions). Where the residual is numerically zero, it is p itself. A point mass p
+    is its own residual: the token that was rejected is another one.
     """
     if p.point:
         return p
@@ -166,7 +166,7 @@ def residual(p: Law, q: Law, weight: Tensor | None = None) -> Law:
 
 
 def beta(p: Law, q: Law) -> Tensor:
-    """sum_x min(p(x), q(x)) (Theorem 3.5) at each of q's positions -> (rows, gamma)."""
+    """Return sum_x min(p(x), q(x)) (Theorem 3.5) at each of q's positions, (rows, gamma)."""
     ours = p.first(q.positions)
     if ours.tokens is not None:
         return q.of(ours.tokens)
@@ -205,7 +205,7 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
 
 
 def nothing_drafted(p: Law) -> Verdict:
-    """A plain step: the next token comes from p after the pending one."""
+    """Return the verdict of a plain step: the next token comes from p after the pending one."""
     none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
     return Verdict(none, p.at(none), _no_beta(none))
 

@@ -1,4 +1,4 @@
-"""Counting a round: its tokens, acceptance by position and seconds go to the statistics of its rows."""
+"""Adds a round's tokens, acceptance by position and seconds to the statistics of its rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slipstream.core.stats import Stats
 
 
 def count_round(round: Round) -> None:
-    """Add the round to the statistics of its rows."""
+    """Add the tokens and the acceptance of a round to the statistics of its rows."""
     verdict = round.verdict
     counts = verdict.accepted.tolist()
     for r, row in enumerate(round.rows):
@@ -28,7 +28,7 @@ def count_round(round: Round) -> None:
 
 
 def share_time(round: Round) -> None:
-    """Every row of a round has an equal part of its time."""
+    """Add the seconds of a round to the statistics of its rows, in equal parts."""
     for row in round.rows:
         for phase, seconds in round.seconds.items():
             row.stats.seconds[phase] = row.stats.seconds.get(phase, 0.0) + seconds / len(round.rows)

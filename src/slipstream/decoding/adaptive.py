@@ -1,4 +1,4 @@
-"""`Adaptive`, the controller that drafts as many tokens as pay by the time measured, none included."""
+"""`Adaptive`, the controller that chooses the fastest gamma by measured times; 0 is plain decoding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from slipstream.core.request import Row
 from slipstream.core.round import Round
 from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts, clocked
 
-NEAR = 0.97  # gammas whose predicted speed is this near to the best may be tried instead, to time them
-ENOUGH = 2  # times
-SHARE = 0.5  # of what a position costs per row, which a row must be expected to gain to take part in it
+NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
+ENOUGH = 2  # measured rounds of a gamma, after which its time counts as known
+SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
 PATIENCE = (4, 32)  # plain rounds before a new attempt: at least, at most
-OUTLIER = 2.0  # a round that took longer than so many predictions counts as so many
+OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The state of `Adaptive`: what rounds cost, what is accepted, and when to try again.
+    """The state of `Adaptive`: measured costs of rounds, acceptance, and when to draft again after plain rounds.
 
-    `credit` is what may still be lost against plain decoding, in plain steps. `behind` counts the rounds since the last
-    draft, `wait` those before the next attempt, `patience` those after an attempt that fails.
+    `credit` is the time that may still be lost against plain decoding, in plain steps. `behind` counts the rounds since
+    the last draft, `wait` those until the next attempt, `patience` those to wait after an attempt that fails.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
@@ -37,19 +37,19 @@ class Learned:
 class Adaptive:
     """Chooses the gamma with the most expected tokens per measured second, 0 included.
 
-    The renewal rule: a round emits 1 + s_1 + ... + s_gamma tokens, s_i being the chance that i drafted tokens stand,
-    and takes the seconds that such rounds took. The gamma with the greatest ratio is where one more token stops being
-    worth its time: s_{gamma+1} <= tokens per second x its seconds. Nothing is assumed about costs; they are medians
-    of what was measured for so many rows.
+    The renewal rule: a round emits 1 + s_1 + ... + s_gamma tokens, where s_i is the chance that i drafted tokens stand,
+    and takes as long as earlier rounds of this gamma took. At the gamma with the greatest ratio one more token stops
+    being worth its time: s_{gamma+1} <= tokens per second x its seconds. Nothing is assumed about costs; they are
+    medians of measurements with a similar number of rows.
 
-    When no draft is worth it, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 32 of them; an
-    attempt that stands is followed up at once. A budget bounds whatever is tried: once `credit` plain steps, and
-    `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs of which nothing is known, as
-    when the number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest
-    gamma, `start` the one of the first two drafts, which a plain step follows. Raises ValueError for values outside
-    these meanings.
+    When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 32 of them;
+    after an attempt that stands, drafting goes on at once. A budget limits all attempts: once `credit` plain steps, and
+    `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs that are unknown, as when the
+    number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest gamma, `start`
+    the one of the first two drafts, after which comes a plain step. Raises ValueError if `start` or `probe` is not
+    between 1 and `most`, or `credit` or `allowance` is negative.
 
-    Seeds: the choice depends on the clock, so a sampled text of a seed may differ between runs; its law does not.
+    The choice depends on the clock, so a sampled text of a seed may differ between runs; its law does not.
     """
 
     most: int = 8
@@ -70,7 +70,7 @@ class Adaptive:
         return Learned(credit=self.credit)
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
-        """The best gamma by what is known; a row with little hope drafts less, or nothing."""
+        """Return the best gamma by what was measured; a row with low acceptance drafts fewer tokens, or none."""
         count, opening = len(rows), (self.start, self.start, 0)
         if state.rounds < len(opening):
             return [opening[state.rounds]] * count
@@ -86,7 +86,7 @@ class Adaptive:
         return [0 if state.wait or min(price, self.credit) > state.credit else self.probe] * count
 
     def update(self, state: Learned, round: Round) -> Learned:
-        """Learn the times and what was accepted, and what speculation has gained or lost."""
+        """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
         drafted, new = any(round.gammas), any(row.index not in state.acceptance.rows for row in round.rows)
         costs = state.costs.learn(round, new, state.behind)
         credit = state.credit + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
@@ -104,14 +104,14 @@ class Adaptive:
 class _Outlook:
     """Expected tokens and seconds of the next round, for gamma 0, 1, ..."""
 
-    timed: list[int]  # how many such rounds were seen
-    survivals: list[list[float]]  # of each row, from 1 token on
+    timed: list[int]  # how many rounds of each gamma were measured
+    survivals: list[list[float]]  # per row: the chances that at least 1, 2, ... drafted tokens stand
     seconds: list[float]
     tokens: list[float]
 
     @staticmethod
     def of(acceptance: Acceptance, rows: Sequence[Row], costs: tuple[Curve, Curve], most: int) -> _Outlook:
-        """Make the outlook of rounds that cost so much: drafting, and everything else, which is more than nothing."""
+        """Make the outlook from acceptance and two cost curves: drafting, and the rest, which must be above 0."""
         (draft, rest), count = costs, len(rows)
         chances = acceptance.chances(most)
         hit = acceptance.hit
@@ -125,19 +125,19 @@ class _Outlook:
         return _Outlook([rest.timed(gamma) for gamma in range(most + 1)], survivals, seconds, tokens)
 
     def speed(self, gamma: int) -> float:
-        """Expected tokens per second."""
+        """Return the expected tokens per second of a gamma."""
         return self.tokens[gamma] / self.seconds[gamma]
 
     def loss(self, gamma: int) -> float:
-        """Plain steps that a round takes longer than a plain one, if nothing stands."""
+        """Return how much longer than a plain round a round takes, in plain steps: what is lost if nothing stands."""
         return self.seconds[gamma] / self.seconds[0] - 1
 
     def best(self, credit: float) -> int:
-        """The gamma with the greatest speed among those that can lose no more than this."""
+        """Return the gamma with the greatest speed among those that can lose at most `credit` plain steps."""
         return max((i for i in range(len(self.seconds)) if not i or self.loss(i) <= credit), key=self.speed)
 
     def less_known(self, best: int) -> int:
-        """A gamma as good as the best, as far as one can tell, that was hardly timed; or the best."""
+        """Return a gamma predicted to be nearly as fast as the best that was hardly timed yet; else the best."""
         if not best or self.timed[best] < ENOUGH:
             return best
         least = NEAR * self.speed(best)
@@ -145,7 +145,7 @@ class _Outlook:
         return min(near, key=lambda gamma: self.timed[gamma], default=best)
 
     def shares(self, gamma: int) -> list[int]:
-        """A gamma per row: while it gains a fair part of what a position costs."""
+        """Return a gamma per row: the positions at which the row is expected to gain its share of their cost."""
         prices = [SHARE * (self.seconds[i] - self.seconds[i - 1]) * self.speed(gamma) for i in range(1, gamma + 1)]
         prices = [price / len(self.survivals) for price in prices]
         return [
@@ -154,7 +154,7 @@ class _Outlook:
 
 
 def _loss(costs: RoundCosts, round: Round, new: bool) -> float:
-    """Plain steps that a round with a draft took longer than plain decoding of its tokens would have; 0 if its times
+    """Return how much longer a round took than plain decoding of its tokens would have, in plain steps; 0 if its times
     cannot be true."""
     if not clocked(round):
         return 0.0

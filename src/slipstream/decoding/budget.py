@@ -1,4 +1,4 @@
-"""`Guarded`, a controller for many rows at once: what speculation loses there stays within a share of the time."""
+"""`Guarded`, a controller for large batches that limits the time lost by speculation to a share of the total."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slipstream.decoding.round_estimates import Curve, clocked, size
 
 @dataclass(frozen=True, slots=True)
 class Purse:
-    """The state of `Guarded`: what the controller inside knows, the seconds of plain rounds by the size of the batch,
-    the seconds that may be lost, how many rows may draft at the next attempt, and the plain rounds it may lose."""
+    """The state of `Guarded`: the inner controller's state, the seconds of plain rounds by batch size, the seconds that
+    may be lost (`left`), how many rows may draft next (`pilots`), and the plain rounds that it may cost (`price`)."""
 
     inside: Any
     plain: dict[int, Curve] = field(default_factory=dict)
@@ -27,20 +27,20 @@ class Purse:
 
 @dataclass(frozen=True)
 class Guarded:
-    """Lets a controller choose for fewer than `crowd` rows; for more, only as long as there are seconds left to lose.
+    """Uses another controller's gammas below `crowd` rows; from there on only while there are seconds left to lose.
 
-    In a crowd a plain round serves everybody at nearly the price of one row, and a draft model has to read everybody's
-    text before it can draft: one bad attempt may cost more than speculation ever wins back. Here every second counts,
-    that of reading texts too, except what the target takes to read prompts. A round loses what it took longer than
-    plain rounds of this size take for as many tokens. The purse for that begins empty, gets `share` of the time of
-    every round, and holds no more than `most_steps` plain rounds. Nobody drafts, which costs nothing, until it has what
-    the attempt before has lost. The first attempt drafts for one row, each further one for twice as many, so that none
+    In a large batch a plain round serves all rows at nearly the price of one, and a draft model has to read the texts
+    of all rows before it can draft: one bad attempt may cost more than speculation ever wins back. All time counts
+    here, that of reading texts too, except the time in which the target reads prompts. A round loses the time by which
+    it exceeds plain rounds of this batch size for as many tokens. The purse for losses begins empty, gets `share` of
+    the time of every round, and holds at most `most_steps` plain rounds. Nothing is drafted until it holds as much as
+    the previous attempt lost. The first attempt drafts for one row, each further one for twice as many, so that none
     loses much more than the one before.
 
-    All of this is known from older rounds, before anything is drafted, so that every choice is exact. How many
-    tokens to verify must never be chosen by the drafted tokens themselves: that gives another law.
+    All of this depends on older rounds alone, before anything is drafted, so that every choice is exact. How many
+    tokens to verify must never depend on the drafted tokens themselves: that gives another law.
 
-    Raises ValueError for a crowd below 2, a share outside 0 to 1, or a negative purse.
+    Raises ValueError for a `crowd` below 2, a `share` outside 0 to 1, or a negative `most_steps`.
     """
 
     inner: Controller = field(default_factory=Adaptive)
@@ -57,7 +57,7 @@ class Guarded:
 
     @property
     def most(self) -> int:
-        """The greatest gamma of the controller inside."""
+        """The greatest gamma of the inner controller."""
         return self.inner.most
 
     def init(self) -> Purse:
@@ -65,7 +65,7 @@ class Guarded:
         return Purse(self.inner.init())
 
     def gammas(self, state: Purse, rows: Sequence[Row]) -> list[int]:
-        """What the controller inside says, for as many rows as may draft; none without seconds to lose."""
+        """Return the inner controller's gammas for as many rows as may draft, and 0 for the others."""
         chosen = list(self.inner.gammas(state.inside, rows))
         if len(rows) < self.crowd:
             return chosen
@@ -74,7 +74,7 @@ class Guarded:
         return [*chosen[:pilots], *[0] * len(chosen[pilots:])]
 
     def update(self, state: Purse, round: Round) -> Purse:
-        """Fill the purse, take from it what was lost, and learn what plain rounds take."""
+        """Return the state after a round: its share added to the purse, its loss subtracted, plain seconds stored."""
         state = replace(state, inside=self.inner.update(state.inside, round))
         rows, key, drafted = len(round.rows), size(len(round.rows)), any(round.gammas)
         if rows < self.crowd or not clocked(round):

@@ -1,4 +1,4 @@
-"""Controllers: how many tokens to draft next. Settings are immutable; the state goes in and out."""
+"""Controllers: they choose how many tokens to draft next. Settings are immutable; the state is passed in and out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.decoding.budget import Guarded
 
 @dataclass(frozen=True)
 class Fixed:
-    """Always the same gamma; 0 is plain decoding. Raises ValueError if negative."""
+    """Chooses the same gamma in every round; 0 is plain decoding. Raises ValueError if it is negative."""
 
     tokens: int
 
@@ -28,14 +28,14 @@ class Fixed:
 
     @property
     def most(self) -> int:
-        """The constant."""
+        """The constant gamma."""
         return self.tokens
 
     def init(self) -> None:
-        """No state."""
+        """Return None: this controller has no state."""
 
     def gammas(self, state: None, rows: Sequence[Row]) -> list[int]:
-        """The constant, for every row."""
+        """Return the constant gamma for every row."""
         return [self.tokens] * len(rows)
 
     def update(self, state: None, round: Round) -> None:
@@ -44,11 +44,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan prescribes: a gamma for each number of rows that run together; 0: do not speculate.
+    """Chooses the gamma that a plan gives for the number of rows that run together; 0 is plain decoding.
 
-    Between two planned numbers holds the greater one, whose gamma is the more cautious: verifying gamma + 1 tokens
-    costs more with more rows. Above the greatest it holds too. Raises ValueError for no gamma, a negative one, and
-    a number of rows below 1.
+    Between two planned numbers the gamma of the greater one applies, which is the more cautious: verifying gamma + 1
+    tokens costs more with more rows. Above the greatest its gamma applies too. Raises ValueError for an empty plan, a
+    negative gamma, and a number of rows below 1.
 
     >>> Planned({1: 5, 8: 2})  # 5 tokens alone, 2 tokens for each of 2 to 8 and more rows  # doctest: +SKIP
     """
@@ -65,14 +65,14 @@ class Planned:
 
     @property
     def most(self) -> int:
-        """The greatest of the plan."""
+        """The greatest gamma of the plan."""
         return max(self.by_rows.values())
 
     def init(self) -> None:
-        """No state."""
+        """Return None: this controller has no state."""
 
     def gammas(self, state: None, rows: Sequence[Row]) -> list[int]:
-        """What is planned for so many rows, for each of them."""
+        """Return the gamma that is planned for this number of rows, once for each row."""
         sizes = list(self.by_rows)
         size = sizes[min(bisect_left(sizes, len(rows)), len(sizes) - 1)]
         return [self.by_rows[size]] * len(rows)
@@ -82,7 +82,7 @@ class Planned:
 
 
 def controller(gamma: int | str | Controller, most: int | None = None) -> Controller:
-    """What users give -> a controller: a number, "auto", or a controller as it is; `most` limits "auto".
+    """Convert a user's gamma to a controller: a number, "auto", or a controller as it is; `most` limits "auto".
 
     Raises ValueError for anything else.
     """

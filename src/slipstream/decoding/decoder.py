@@ -1,4 +1,4 @@
-"""`Decoder`: the parts that take part in decoding, and `NoDraft`, the drafter of plain decoding."""
+"""`Decoder`, the target, drafter, verifier and controller of decoding, and `NoDraft`, the drafter of plain decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NoDraft:
     by_text = True
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """An empty draft."""
+        """Return an empty draft."""
         return Draft.empty(len(context.rows), torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
@@ -33,7 +33,7 @@ class NoDraft:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Everything that takes part in decoding. The target, the drafter and their caches serve one `rounds` at a time."""
+    """The parts with which requests are decoded. Target, drafter and their caches serve one `Scheduler` at a time."""
 
     target: Scorer
     drafter: Drafter = field(default_factory=NoDraft)
@@ -41,23 +41,23 @@ class Decoder:
     controller: Controller = field(default_factory=lambda: Fixed(5))
     batch_size: int = 8
     rng: Rng = draw
-    inside: bool = False  # a draft: its texts are not to end where no law can be made, any will do
+    inside: bool = False  # it decodes a draft: where no law can be made, an arbitrary one serves, and the text goes on
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, 1)
 
     @cached_property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The models that hold texts of the rows: the target, and those that draft."""
+        """The Scorers of the models that hold the rows' texts: the target, and those that draft."""
         return (self.target, *scorers_among([self.drafter]))
 
     @cached_property
     def stores(self) -> tuple[Recalling, ...]:
-        """These models, as what takes over texts that were read before."""
+        """The same models as stores, which can take over texts from the prefix cache."""
         return tuple(map(recalling, self.scorers))
 
     @cached_property
     def secret(self) -> int | None:
-        """What draws are made from besides the seed, so that a draft that is not trusted cannot foresee them; None
-        where every draft is trusted."""
+        """The secret that draws are made from besides the seed, so that an untrusted drafter cannot predict them; None
+        if every drafter is trusted."""
         return secret_among(self.drafter)

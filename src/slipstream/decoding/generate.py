@@ -1,4 +1,4 @@
-"""Decoding requests to their end: `rounds` yields every round, `generate` drains it, `plain` is the baseline."""
+"""Decodes requests to their end: `rounds` yields every round, `generate` returns the rows, `plain` is the baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.decoding.scheduler import Scheduler, check_requests
 def rounds(decoder: Decoder, requests: Sequence[Request], numbers: Sequence[int] | None = None) -> Iterator[Round]:
     """Decode the requests, at most `batch_size` at a time, a new one joining as soon as one ends.
 
-    `numbers` are the indices of their rows, where they are not 0, 1, 2 ...
+    `numbers` are the indices of their rows, if they are not 0, 1, 2 ...
 
     Raises ValueError before any work if a prompt is empty or longer than the target's context, and RuntimeError if
     another call has not ended: its stream has to be drained or closed first.
@@ -38,7 +38,7 @@ def generate(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
 
 
 def plain(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
-    """Ordinary decoding with the same target, counted by the same code."""
+    """Decode all requests without drafts, with the same target and the same counting -> their rows."""
     return generate(replace(decoder, drafter=NoDraft(), controller=Fixed(0)), requests)
 
 

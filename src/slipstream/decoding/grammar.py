@@ -1,7 +1,7 @@
-"""Grammars: which texts are allowed, as masks of tokens, by llguidance.
+"""Grammars: which texts are allowed, as masks of tokens, computed by llguidance.
 
-A mask is made after every position's own prefix, for the target's law p and for a draft's q. So the rules are exact for
-the masked law. Text is never forced by tokenizing it: a token that has to come has its chance like any other.
+A mask is made for every position after its own prefix, for the target's law p and for a draft's q, so that the rules
+are exact for the masked law. Text that must come is never inserted as tokens: every token is drawn from the law.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transformers import LogitsProcessor
 from slipstream.text.jsontext import json_text
 
 MATCHERS = 64
-"""Texts of one grammar whose states are kept; another one is followed from its beginning."""
+"""The number of texts per grammar whose states are kept; any other text is matched from its beginning."""
 
 
 class Grammar:
-    """Which outputs are allowed, for one tokenizer: `allowed` tells the tokens that may come after an output.
+    """The outputs that are allowed, for one tokenizer: `allowed` returns the tokens that may come after an output.
 
-    Made by `Grammars`. It remembers how far the latest texts have come, and is to be used by one thread at a time.
+    It is made by `Grammars`, keeps the matcher states of the latest texts, and may be used by one thread at a time.
     """
 
     def __init__(self, source: str, tokens: Any, vocab: int) -> None:
@@ -35,30 +35,30 @@ class Grammar:
         self._count = 0
 
     def allowed(self, output: Sequence[int]) -> Tensor:
-        """The tokens that may come after an output, bool (vocab,); see `masks`."""
+        """Return the tokens that may come after an output, bool (vocab,); see `masks`."""
         return self.masks([output])[0]
 
     def masks(self, outputs: Sequence[Sequence[int]]) -> Tensor:
-        """The tokens that may come after each of some outputs, bool (outputs, vocab).
+        """Return the tokens that may come after each of these outputs, bool (outputs, vocab).
 
-        After an output that is not allowed itself every token is: such a draft has been refused before that counts.
+        After an output that is not allowed itself, every token is allowed: it contains a drafted token that is refused.
         """
         words = np.stack([np.frombuffer(self._mask(list(output)), np.uint8) for output in outputs])
         bits = np.unpackbits(words, axis=-1, count=self.vocab, bitorder="little")
         return torch.from_numpy(bits.view(bool))
 
     def fitting(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of some tokens may follow an output, one after another."""
+        """Return how many of these tokens, from the first on, may follow an output one after another."""
         state = self._follow(output)
         return 0 if state is None else state.matcher.validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> list[int]:
-        """The tokens in which the only text that may come next is usually written; empty if there is a choice."""
+        """Return the usual tokens of the only text that may come next; empty if several may."""
         state = self._follow(output)
         return [] if state is None else state.matcher.compute_ff_tokens()
 
     def _mask(self, output: list[int]) -> bytes:
-        """The mask after an output, in bits; the target takes those that the draft has asked for."""
+        """Return the mask after an output, in bits; the target reuses masks that were computed for the draft."""
         for known in reversed(self._states.values()):
             if len(output) in known.masks and known.tokens[: len(output)] == output:
                 return known.masks[len(output)]
@@ -69,7 +69,7 @@ class Grammar:
         return state.masks[len(output)]
 
     def _follow(self, output: Sequence[int]) -> _State | None:
-        """The state after an output; None if the output is not allowed."""
+        """Return the state after an output; None if the output is not allowed."""
         tokens = list(output)
         number, state = self._nearest(tokens)
         self._states[number] = state
@@ -79,13 +79,13 @@ class Grammar:
         return state if state.move_to(tokens) else None
 
     def _nearest(self, tokens: list[int]) -> tuple[int, _State]:
-        """The state that shares the longest beginning with a text; a new one where another text would lose its own."""
+        """Return the number and state of a text to continue or roll back to these tokens, or else a new state."""
         for number, state in reversed(self._states.items()):
             if state.tokens == tokens[: len(state.tokens)] or tokens == state.tokens[: len(tokens)]:
                 return number, state
         best = max(self._states.items(), key=lambda item: _shared(item[1].tokens, tokens), default=None)
         if best and _shared(best[1].tokens, tokens) >= len(best[1].tokens) - DRAFTED:
-            return best  # it only went along with a draft
+            return best  # all that it has to take back may be a draft
         self._count += 1
         return self._count, _State(self._new())
 
@@ -96,24 +96,24 @@ class Grammar:
 
 
 DRAFTED = 64
-"""Tokens by which a state may have run ahead of its text, along a draft."""
+"""The number of tokens by which a state may be ahead of its text, because it followed a draft."""
 
 
 @dataclass
 class _State:
-    """A matcher, the tokens that it has taken in, and the masks after the latest of them, by how many stand before."""
+    """A matcher, the tokens that it has consumed, and the latest masks by the number of tokens before them."""
 
     matcher: Any
     tokens: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
 
     def move_to(self, tokens: list[int]) -> bool:
-        """Roll back and go on to another text -> whether that is possible; if not, it stays where the fault is."""
+        """Roll back and consume another text -> whether it is allowed; if not, the state keeps the allowed part."""
         shared = _shared(self.tokens, tokens)
         if shared < len(self.tokens):
             self.matcher.rollback(len(self.tokens) - shared)
             del self.tokens[shared:]
-        least = len(tokens) - DRAFTED  # of older ones nobody asks again
+        least = len(tokens) - DRAFTED  # older masks are not needed any more
         self.masks = {length: mask for length, mask in self.masks.items() if least <= length <= shared}
         rest = tokens[shared:]
         taken = self.matcher.try_consume_tokens(rest) if rest else 0
@@ -122,7 +122,7 @@ class _State:
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the longest common prefix of two texts."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length
@@ -130,7 +130,7 @@ def _shared(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class GrammarMask(LogitsProcessor):
-    """Forbids what a grammar does not allow after the output, which begins behind `prompt_length` tokens."""
+    """Forbids the tokens that a grammar does not allow after the output, which begins after `prompt_length` tokens."""
 
     def __init__(self, grammar: Grammar, prompt_length: int) -> None:
         self.grammar, self.prompt_length = grammar, prompt_length
@@ -141,14 +141,14 @@ class GrammarMask(LogitsProcessor):
     def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         """Mask scores (positions, vocab), each position after its own prefix (length,)."""
         if scores.shape[-1] != self.grammar.vocab:
-            return scores  # of a draft over other tokens, for which any law is exact
+            return scores  # a draft with another vocabulary, for which any law is exact
         allowed = self.grammar.masks([prefix[self.prompt_length :].tolist() for prefix in prefixes])
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """The largest grammar that is taken: bytes of its text, and how deep a JSON schema is nested."""
+    """The limits of a grammar: the bytes of its text, and the nesting depth of a JSON schema."""
 
     size: int = 1 << 20
     depth: int = 256
@@ -157,8 +157,8 @@ class GrammarLimits:
 class Grammars:
     """Makes grammars for one tokenizer and a model of `vocab` tokens; texts end with one of the tokens `eos`.
 
-    Raises ValueError where that cannot be: without llguidance, a fast tokenizer, or an end-of-text token. Its methods
-    raise ValueError, in one sentence, for what is no grammar or above the `limits`.
+    Raises ValueError without llguidance, a fast tokenizer, or an end-of-text token. Its methods raise ValueError, in
+    one sentence, for an invalid grammar or one above the `limits`.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos: frozenset[int], limits: GrammarLimits | None = None) -> None:
@@ -175,7 +175,7 @@ class Grammars:
         self.vocab, self.limits = vocab, limits or GrammarLimits()
 
     def json_schema(self, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Texts that are JSON by a schema, given as an object or as its JSON text."""
+        """Make the grammar of JSON texts that match a schema, given as an object or as its JSON text."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -188,11 +188,11 @@ class Grammars:
         return self._made("JSON schema", json_text(schema), _json_grammar)
 
     def json_object(self) -> Grammar:
-        """Texts that are any JSON object."""
+        """Make the grammar whose texts are any JSON object."""
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Grammar:
-        """Texts that a regular expression matches as a whole (Rust's syntax, without looking around)."""
+        """Make the grammar of texts that a regular expression matches as a whole (Rust syntax, no look-around)."""
         return self._made("regular expression", pattern, lambda matcher, text: matcher.grammar_from_regex(text))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
@@ -204,7 +204,7 @@ class Grammars:
         return self._made("choice", lark, lambda matcher, text: matcher.grammar_from_lark(text))
 
     def lark(self, grammar: str) -> Grammar:
-        """Texts of a context-free grammar in llguidance's dialect of Lark; it begins at `start`."""
+        """Make a context-free grammar from llguidance's dialect of Lark; its first rule is `start`."""
         return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
 
     def _made(self, what: str, text: str, make: Any) -> Grammar:
@@ -223,12 +223,12 @@ class Grammars:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
-    # One space at most: a model that is not sure could write white space alone until its limit.
+    # At most one space: otherwise an uncertain model could write nothing but white space up to its limit.
     return matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
 
 
 def _depth(value: Any, most: int) -> int:
-    """How deep a JSON value is nested, or more than `most`; without recursion."""
+    """Return the nesting depth of a JSON value, or `most` + 1 if it is greater; without recursion."""
     level, depth = [value], 0
     while level and depth <= most:
         depth += 1
@@ -238,6 +238,6 @@ def _depth(value: Any, most: int) -> int:
 
 
 def _line(error: Any) -> str:
-    """What went wrong as one sentence."""
+    """Convert an error to one sentence."""
     text = " ".join(str(error).split())
     return text if text.endswith(".") else f"{text}."

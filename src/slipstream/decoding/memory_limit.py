@@ -1,4 +1,4 @@
-"""How many rows the memory for keys and values has room for: a limit in bytes, and what is done at it."""
+"""Limits the rows that run together by the bytes that their KV caches take."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slipstream.decoding.decoder import Decoder
 
 
 class Room(Protocol):
-    """Says which rows can be held at the same time."""
+    """Decides which rows can be held in memory at the same time."""
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows can play one more round with the longest drafts."""
+        """Return whether there is memory for one more round of these rows with the longest drafts."""
         ...
 
 
@@ -23,16 +23,17 @@ class Unlimited:
     """Room for any rows."""
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Bytes for the keys and values of all rows, of the target and of the models that draft, at the greatest gamma.
+    """A limit in bytes for the keys and values of all rows, in the target and the models that draft.
 
-    Counted is what the caches allocate, which is more than what texts take: it grows by doubling. What an encoder
-    leaves of sources is not counted. Raises ValueError below 1 byte, and for a target that cannot tell what it needs.
+    Drafts are counted at the greatest gamma. What counts is what the caches allocate, which is more than the texts
+    take, because they grow by doubling; keys and values of an encoder's sources are not counted. Raises ValueError
+    below 1 byte, and if a model cannot compute what its cache takes.
     """
 
     bytes: int
@@ -49,7 +50,7 @@ class MemoryLimit:
             raise ValueError(f"memory={self.bytes} cannot be kept: {names} cannot tell what rows take. Leave it out.")
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows can play one more round with the longest drafts."""
+        """Return whether there is memory for one more round of these rows with the longest drafts."""
         lengths = self._lengths(rows)
         return sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes
 

@@ -1,8 +1,8 @@
-"""Greedy multi-path block verification: of several independent drafts the most promising one is verified as a block.
+"""Greedy multi-path block verification: of several independent drafts, the greatest by p/q is verified as a block.
 
 The same contract as on chains (`acceptance`) and trees (`tree_acceptance`): laws in, a law out, randomness only through
-`draw`. The draft is a tree of k paths that part at the root (`Draft.paths`), each drawn from q without regard to the
-others, so that two of them may hold the same tokens.
+`draw`. The draft is a tree of k paths that branch at the root (`Draft.paths`), each drawn from q independently of the
+others, so that two of them may have the same tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
         q*(v | s) = ((A + J F(<=v))^k - (A + J F(<v))^k) / ((A + J)^k - A^k)
 
-    with J = q(s), A the chance of one path to begin with less than s, F the sums of q(. | s) in that order. Whatever
+    with J = q(s), A the chance that one path begins with less than s, F the sums of q(. | s) in that order. Whatever
     the order, block verification of that path with q* in place of q is exact. With one path q* is q. The paths have to
     be drawn independently of each other; for a point mass p the rule is `tree_acceptance.match`.
     """
@@ -51,22 +51,22 @@ def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 @dataclass(frozen=True)
 class Greatest:
-    """The greatest of a draft's paths: its nodes (rows, depth) and the law of each of its tokens, as such a one."""
+    """The greatest of a draft's paths: its nodes (rows, depth) and the law q* of each of its tokens (rows, depth)."""
 
     nodes: Tensor
     law: Law
 
 
 def greatest_path(p: Law, draft: Draft) -> Greatest:
-    """Go down from the root, along the greatest token at every node -> that path, and its law q*.
+    """Follow the greatest token at every node, from the root down -> that path, and its law q*.
 
-    Paths with the same tokens so far stand at the same prefix; the first of them speaks for all, so that one p and one
-    q order what they go on with. Shapes: p (rows, 1 + nodes, vocab), the draft's law (rows, nodes, vocab).
+    Paths with the same tokens so far have the same prefix; p and q of the first of them are used for all, so that their
+    next tokens are in one order. Shapes: p (rows, 1 + nodes, vocab), the draft's law (rows, nodes, vocab).
     """
     assert draft.law is not None and draft.paths is not None
     count, rows = draft.paths, torch.arange(p.rows, device=p.device)
     alive = torch.ones(p.rows, count, dtype=torch.bool, device=p.device)
-    place = torch.zeros(p.rows, 1, dtype=torch.float64, device=p.device)  # A / (A + J), by which J follows
+    place = torch.zeros(p.rows, 1, dtype=torch.float64, device=p.device)  # A / (A + J); J / (A + J) is the rest
     nodes, laws = list[Tensor](), list[Tensor]()
     position = torch.zeros_like(rows)
     for start in range(0, draft.tokens.shape[1], count):
@@ -84,8 +84,8 @@ def greatest_path(p: Law, draft: Draft) -> Greatest:
 
 @dataclass(frozen=True)
 class Order:
-    """The tokens after one prefix by rising p/q. All tensors are (rows, vocab); `upto` and `before` are F(<=v) and
-    F(<v) in float64, by token, and `rank` is a token's place in the order."""
+    """The order of the tokens after one prefix by rising p/q. All tensors are (rows, vocab); `upto` and `before` are
+    F(<=v) and F(<v) in float64, by token, and `rank` is a token's place in the order."""
 
     rank: Tensor
     upto: Tensor
@@ -93,7 +93,7 @@ class Order:
 
     @staticmethod
     def of(p: Tensor, q: Tensor) -> Order:
-        """Order by p/q, equal ones by their ids: choice and sums must agree on ties, or the law is not the path's."""
+        """Make the order from p and q, ties by token id: choice and sums must break ties alike, or q* is wrong."""
         order = torch.where(q > 0, p / q, torch.inf).argsort(dim=-1, stable=True)
         sums = q.double().gather(-1, order).cumsum(-1)
         sums = sums / sums[:, -1:]
@@ -102,7 +102,7 @@ class Order:
         return Order(rank, sums.gather(-1, rank), lower.gather(-1, rank))
 
     def greatest(self, place: Tensor, count: int) -> Tensor:
-        """q* (rows, vocab) after a prefix at `place`, as a sum without differences of large numbers: b^k - a^k is
+        """Return q* (rows, vocab) after a prefix at `place`, as a sum without differences of large numbers: b^k - a^k =
         (b - a)(b^(k-1) + b^(k-2) a + ... + a^(k-1))."""
         here = 1 - place
         upper, lower = place + here * self.upto, place + here * self.before
@@ -111,12 +111,12 @@ class Order:
         return weights / weights.sum(-1, keepdim=True)
 
     def place_of(self, token: Tensor, place: Tensor) -> Tensor:
-        """A / (A + J) (rows, 1) after one more token."""
+        """Return A / (A + J) (rows, 1) after one more token."""
         here = 1 - place
         upper, lower = place + here * self.upto.gather(-1, token), place + here * self.before.gather(-1, token)
         return torch.where(upper > 0, lower / upper, 0.0)
 
 
 def _rows_at(laws: Tensor, places: Tensor) -> Tensor:
-    """Laws (rows, n, vocab) at places (rows, m) -> (rows, m, vocab)."""
+    """Select laws (rows, n, vocab) at places (rows, m) -> (rows, m, vocab)."""
     return laws[torch.arange(laws.shape[0], device=laws.device)[:, None], places]

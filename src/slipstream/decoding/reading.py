@@ -1,4 +1,4 @@
-"""The prompts that are being read: in pieces, the short ones first, equal ones once."""
+"""Chunked prefill: prompts are read in pieces, the shortest rest first, and equal prompts only once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from slipstream.core.source import same_source
 
 @dataclass
 class Reading:
-    """Rows whose texts are equal, of which one is read for all, in one row of the target's cache."""
+    """Rows with equal texts, which are read once for all of them, in one row of the target's cache."""
 
     rows: list[Row]
 
     @property
     def text(self) -> list[int]:
-        """What has to be read: all but the last token, which stays pending."""
+        """The tokens to read: all but the last token, which stays pending."""
         return self.rows[0].tokens[:-1]
 
     def equals(self, row: Row) -> bool:
-        """Whether what is read for these rows will do for another one."""
+        """Return whether another row has the same text, tenant, source and images, and so can share this reading."""
         ours, its = self.rows[0].request, row.request
         if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
             return False
@@ -33,17 +33,17 @@ class Reading:
 
     @property
     def illustrated(self) -> bool:
-        """Whether the text has images: it is read in one piece, and not stored, for its tokens do not tell them."""
+        """Whether the text has images: it is read in one piece and not stored, as its tokens do not identify them."""
         return self.rows[0].request.images is not None
 
 
 class Reader:
-    """Reads the texts of new rows into the target's cache, behind the rows that run.
+    """Reads the texts of new rows into the target's cache, after the rows that run.
 
-    While rows run, one call reads one piece, of at most `piece` tokens, or up to `growth` times as many where that many
-    texts wait for each row that runs: larger pieces are read faster, but all that run wait for them. Where none runs,
-    it reads `growth` pieces of each text. Texts that are nearly read go first, so that a short prompt does not wait for
-    a long one; the eldest gets half of every piece, so that it does not wait forever.
+    While rows run, one call reads one piece, of at most `piece` tokens, or up to `growth` times as many if that many
+    texts wait for each running row: larger pieces are read faster, but all running rows wait for them. If no row runs,
+    it reads `growth` pieces of each text. Texts with the fewest tokens left go first, so that a short prompt does not
+    wait for a long one; the oldest gets half of every piece, so that it does not wait forever.
     """
 
     def __init__(self, target: Scorer, store: Recalling, piece: int, growth: int = 1) -> None:
@@ -56,7 +56,7 @@ class Reader:
         return [row for group in self.groups for row in group.rows]
 
     def add(self, row: Row) -> None:
-        """Begin to read the text of a row, or let it wait for an equal one that is being read."""
+        """Begin to read the text of a row, or add the row to an equal text that is being read."""
         twin = next((group for group in self.groups if group.equals(row)), None)
         if twin:
             twin.rows.append(row)
@@ -68,7 +68,7 @@ class Reader:
             self.groups.append(Reading([row]))
 
     def drop(self, gone: Sequence[Row], first: int) -> None:
-        """Read no further for these rows; `first` is the place of the first text in the target's cache."""
+        """Stop reading for these rows; `first` is the place of the first text in the target's cache."""
         names = set(map(id, gone))
         for group in self.groups:
             group.rows = [row for row in group.rows if id(row) not in names]
@@ -77,7 +77,7 @@ class Reader:
             self.groups = [group for group in self.groups if group.rows]
 
     def read(self, first: int) -> list[Row]:
-        """Read a piece -> the rows that can run now; those lie behind the `first` rows that did already."""
+        """Read a piece -> the rows that can run now, placed after the `first` rows that run already."""
         if not self.groups:
             return []
         watch = Stopwatch()
@@ -93,14 +93,14 @@ class Reader:
         return self._release(first)
 
     def _recall(self, first: int) -> None:
-        """Take over what is stored of the texts that nothing was read of."""
+        """Take over stored prefixes of the texts of which nothing was read yet."""
         for place, group in enumerate(self.groups, first):
             if not self.target.lengths[place] and group.text and not group.illustrated:
                 known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
 
     def _pieces(self, running: int, have: Sequence[int]) -> list[list[int]]:
-        """What to read of every text now, while so many rows run."""
+        """Return the tokens to read now of every text, while this many rows run."""
         left = [max(0, len(group.text) - known) for group, known in zip(self.groups, have, strict=True)]
         if running:
             counts, room = [0] * len(left), self.piece * min(self.growth, max(1, len(left) // running))
@@ -117,7 +117,7 @@ class Reader:
         ]
 
     def _release(self, first: int) -> list[Row]:
-        """Put the rows that are read in front of the others, each with a copy of its own -> those rows."""
+        """Put the rows whose texts are read before the others, each with its own copy in the cache -> those rows."""
         have = self.target.lengths[first:]
         places = {id(group): first + place for place, group in enumerate(self.groups)}
         done = [group for group, known in zip(self.groups, have, strict=True) if known >= len(group.text)]

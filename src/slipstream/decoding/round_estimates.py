@@ -1,4 +1,4 @@
-"""What a controller learns from rounds: how long they take, and which drafted tokens stand. Immutable, pure Python."""
+"""Estimates that a controller makes from rounds: their times, and the acceptance. Immutable, pure Python."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.core.round import Round
 
-WINDOW = 9  # samples of one kind that are kept: what is older was another load of the machine, another text length
-DRIFT = 0.1  # how fast the load of the machine is followed
-FAST, SLOW = 0.88, 0.985  # what a round leaves of the counts of a row, and of all rows together
+WINDOW = 9  # samples kept per kind: older ones were measured under another load or with other text lengths
+DRIFT = 0.1  # how fast the estimate of the machine's load follows new measurements
+FAST, SLOW = 0.88, 0.985  # the factor by which counts fade per round: those of a row, and of all rows together
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds that a clock can have measured
 LOADS = 1e-50, 1e50  # only ratios count, so the load may creep; it must not leave what floats can hold
-PRIOR, LEVEL_WEIGHT = 0.6, 4.0  # alpha before anything is seen, and as how many tests that counts
-POSITION_WEIGHT, ROW_WEIGHT = 8.0, 5.0  # as how many tests the mean of all positions, of all rows counts
+PRIOR, LEVEL_WEIGHT = 0.6, 4.0  # alpha before any round, and the number of tests as which it counts
+POSITION_WEIGHT, ROW_WEIGHT = 8.0, 5.0  # the number of tests as which the mean of all positions, or of all rows, counts
 
 
 def believable(seconds: float) -> bool:
-    """Whether some work can have taken so long: nothing is learned from 0, from what is negative, infinite or NaN."""
+    """Return whether a measured time can be true: it is not 0, negative, infinite or NaN."""
     return SHORTEST <= seconds <= LONGEST
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by a number of tokens, from noisy samples: medians, made monotone, with lines between them.
+    """Seconds as a function of a number of tokens, from noisy samples: monotone medians, interpolated linearly.
 
-    Beyond the greatest number that was tried the line goes on as it rose so far.
+    Beyond the greatest number that was measured, the last line is extrapolated.
     """
 
     samples: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     points: tuple[tuple[int, float], ...] = ()
 
     def add(self, tokens: int, seconds: float) -> Curve:
-        """The curve with one more sample."""
+        """Return the curve with one more sample."""
         samples = {**self.samples, tokens: (*self.samples.get(tokens, ())[1 - WINDOW :], seconds)}
         return Curve(samples, _monotone([(n, _median(samples[n]), len(samples[n])) for n in sorted(samples)]))
 
     def timed(self, tokens: int) -> int:
-        """How many samples there are of just this number."""
+        """Return how many samples there are of exactly this number of tokens."""
         return len(self.samples.get(tokens, ()))
 
     def at(self, tokens: int) -> float:
-        """Seconds for so many tokens; 0 before the first sample."""
+        """Return the seconds for this number of tokens; 0 before the first sample."""
         if not self.points:
             return 0.0
         place = bisect_left(self.points, (tokens, 0.0))
@@ -53,22 +53,22 @@ class Curve:
         return right[1] + slope * (tokens - right[0])
 
     def scaled(self, factor: float) -> Curve:
-        """All points times `factor`, without samples of its own."""
+        """Return a curve of the same points times `factor`, without samples."""
         return Curve({}, tuple((tokens, seconds * factor) for tokens, seconds in self.points))
 
     @property
     def tried(self) -> bool:
-        """Whether it knows anything about 1 token or more."""
+        """Whether the curve has a point at 1 token or more."""
         return bool(self.points) and self.points[-1][0] > 0
 
 
 def _median(samples: Sequence[float]) -> float:
-    """The lower one of two: the first run of a shape is slow, and stalls only ever lengthen."""
+    """Return the median, the lower of the middle two: a first run of a shape is slow, and stalls only add time."""
     return sorted(samples)[(len(samples) - 1) // 2]
 
 
 def _monotone(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds, weight) -> the nearest points that never fall: neighbours that do are averaged."""
+    """Convert points (tokens, seconds, weight) to the nearest that never fall: falling neighbours are averaged."""
     blocks: list[tuple[list[int], float, int]] = []
     for tokens, seconds, weight in points:
         block = ([tokens], seconds, weight)
@@ -82,36 +82,36 @@ def _monotone(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[int, floa
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Seconds of a round by its number of rows, to the next power of two, and the depth of its longest draft.
+    """The seconds of a round by its number of rows (the next power of two) and the depth of its longest draft.
 
-    All are divided by the load of the machine when they were measured, so that a machine that slows down or a text that
-    grows does not make a gamma look bad for having been tried last: only ratios count here.
+    All are divided by the load of the machine when they were measured, so that a gamma does not look slow because it
+    was tried last, when the machine was slower or the text longer: only ratios count here.
     """
 
     draft: Mapping[int, Curve] = field(default_factory=dict)
     rest: Mapping[int, Curve] = field(default_factory=dict)  # target, laws, verification, bookkeeping
-    missed: tuple[float, ...] = ()  # seconds for each token that the draft had to catch up with
+    missed: tuple[float, ...] = ()  # seconds per token emitted without the draft, which it then had to read
     load: float = 1.0
 
     @property
     def catching_up(self) -> float:
-        """Seconds for each token that was emitted without the draft."""
+        """The seconds in which the draft reads one token that was emitted without it."""
         return min(self.missed, default=0.0)
 
     def of(self, rows: int) -> tuple[Curve, Curve]:
-        """Return the seconds of drafting for so many rows, and those of everything else."""
+        """Return the curves for this number of rows: the seconds of drafting, and those of everything else."""
         return _find(self.draft, size(rows)), _find(self.rest, size(rows))
 
     def learn(self, round: Round, new: bool, behind: int) -> RoundCosts:
         """Return the costs after one more round.
 
-        Where a draft read the prompts of `new` rows, or tokens that were emitted without it (`behind`), and did not say
-        how long that took, its time is only an upper limit of what drafting costs. Times that cannot be true change
+        If a draft read the prompts of `new` rows, or tokens that were emitted without it (`behind`), and did not report
+        how long that took, its time is only an upper limit of the cost of drafting. Times that cannot be true change
         nothing."""
         if not clocked(round):
             return self
         rows, depth = len(round.rows), max(round.draft.depths)
-        asked = depth or max(round.gammas)  # a drafter that found nothing has searched all the same
+        asked = depth or max(round.gammas)  # a drafter that found nothing has searched nevertheless
         draft = round.seconds["draft"]
         rest = sum(round.seconds.values()) - draft - round.reading
         key, after = size(rows), self.rest.get(size(rows), Curve())
@@ -129,18 +129,18 @@ class RoundCosts:
 
 
 def clocked(round: Round) -> bool:
-    """Whether the times of a round can be true. Drafting may take none: a plain step has no draft."""
+    """Return whether the times of a round can be true. Drafting may take 0 seconds: a plain step has no draft."""
     draft = round.seconds["draft"]
     return 0 <= draft <= LONGEST and believable(sum(round.seconds.values()) - draft - round.reading)
 
 
 def size(rows: int) -> int:
-    """The next power of two: batches of similar size share what is learned."""
+    """Return the next power of two: batches of similar size share their estimates."""
     return 1 << (rows - 1).bit_length()
 
 
 def _find(curves: Mapping[int, Curve], key: int) -> Curve:
-    """The own curve; while it has at most one point, the nearest with more, made to agree there."""
+    """Return the curve of this key; while it has at most one point, the nearest other, scaled to it."""
     own = curves.get(key, Curve())
     known = [other for other, curve in curves.items() if len(curve.points) > 1]
     if len(own.points) > 1 or not known:
@@ -154,10 +154,10 @@ def _find(curves: Mapping[int, Curve], key: int) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Chances that drafted tokens stand, by position; counts that fade.
+    """The chances that drafted tokens stand, by position, estimated from counts that fade over rounds.
 
-    All rows together have a chance per position, drawn to the mean of all positions. Each row has what it kept beyond
-    that (`surplus` of `weight` tests), with a shorter memory. `given` of `asked` drafts had a token at all.
+    All rows together have a chance per position, shrunk to the mean of all positions. Each row has the number of tokens
+    that it kept beyond that (`surplus`, in `weight` tests), which fades faster. `given` of `asked` drafts had a token.
     """
 
     kept: tuple[float, ...] = ()
@@ -168,18 +168,18 @@ class Acceptance:
 
     @property
     def hit(self) -> float:
-        """Chance that the drafter has a token to propose."""
+        """The chance that the drafter proposes at least one token."""
         return self.given / self.asked
 
     def chances(self, most: int) -> list[float]:
-        """The share of tokens kept at position 1 to `most`, given that all before it stand, over all rows together."""
+        """Return the chance that a token at positions 1 to `most` is kept, if all before it stand, over all rows."""
         level = (sum(self.kept) + PRIOR * LEVEL_WEIGHT) / (sum(self.tested) + LEVEL_WEIGHT)
         known = zip(self.kept, self.tested, strict=True)
         found = [(kept + POSITION_WEIGHT * level) / (tested + POSITION_WEIGHT) for kept, tested in known]
         return (found + [level] * (most - len(found)))[:most]
 
     def survival(self, row: int, chances: Sequence[float]) -> list[float]:
-        """Chance that at least i drafted tokens stand, i = 1 .. len(chances), if the drafter has them."""
+        """Return the chances that at least i tokens of a row stand, i = 1 .. len(chances), if they are drafted."""
         surplus, weight = self.rows.get(row, (0.0, 0.0))
         shift, left, found = surplus / (weight + ROW_WEIGHT), 1.0, []
         for chance in chances:
@@ -190,7 +190,7 @@ class Acceptance:
     def learn(self, round: Round) -> Acceptance:
         """Return the acceptance after one more round.
 
-        Rows that ended are forgotten: their last draft may have been cut."""
+        Rows that ended are dropped: their last draft may have been cut."""
         depths = round.draft.depths
         chances = self.chances(max(depths))
         rows, wide = dict[int, tuple[float, float]](), max(max(depths), len(self.tested))

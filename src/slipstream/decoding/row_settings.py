@@ -1,7 +1,7 @@
-"""Rows of one batch that are decoded in different ways: each with its own rule and draws, greedy beside sampled.
+"""Serves batches whose rows have different rules, draws or samplers, greedy and sampled ones together.
 
-A batch whose rows agree costs nothing here. Where they differ, passes of target and draft still serve all rows; only
-laws are verified group by group.
+A batch whose rows agree costs nothing here. Otherwise passes of target and draft still serve all rows; only laws are
+verified group by group.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from slipstream.decoding.decoder import Decoder
 
 
 def rng_of(decoder: Decoder, rows: Sequence[Row]) -> Rng:
-    """How the rows draw: by the rules of their requests, else by the decoder's; beside a draft that is not trusted, so
-    that no one who knows the seed can foresee it."""
+    """Return the `Rng` of the rows, from their requests' rules or else from the decoder; with an untrusted drafter,
+    draws are made with its secret, so that the seed is not enough to predict them."""
     rules, secret = [row.request.rule for row in rows], decoder.secret
     if not any(rules):
         return decoder.rng if secret is None else _sealed(decoder.rng, secret, len(rows))
@@ -32,7 +32,7 @@ def rng_of(decoder: Decoder, rows: Sequence[Row]) -> Rng:
 
 
 def _sealed(rng: Rng, secret: int, rows: int) -> Rng:
-    """Draws that nobody else can foresee; coupled ones, which need no secret, stay as they are."""
+    """Return draws made with a secret; coupled draws, which need none, stay as they are."""
     if not rng.coupled:
         return Sealed(rng, secret)
     ways = [rng.select([place]) for place in range(rows)]
@@ -42,7 +42,7 @@ def _sealed(rng: Rng, secret: int, rows: int) -> Rng:
 
 
 def verify(decoder: Decoder, context: Context, p: Law, draft: Draft) -> Verdict:
-    """The verdict on all rows, each by its own rule; greedy and sampled rows are verified apart."""
+    """Return the verdict on all rows, each by its own rule; greedy and sampled rows are verified separately."""
     groups: dict[tuple[Verifier, bool], list[int]] = {}
     for place, row in enumerate(context.rows):
         verifier = decoder.verifier if row.request.rule is None else row.request.rule.verify

@@ -1,4 +1,4 @@
-"""Rules: how drafts are accepted, on chains and on trees, and how they draw, under users' names."""
+"""Acceptance rules under the names that users give: their verifiers for chains and trees, and their draws."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slipstream.decoding import tree_acceptance as trees
 
 @dataclass(frozen=True)
 class Rule:
-    """A verifier and how it draws. `lossless` rules leave the target's law exactly as it is. A rule of `paths` needs
-    drafts of so many independent paths."""
+    """A verifier and the `Rng` of its draws. `lossless` rules keep the target's law exactly. A rule with `paths` needs
+    drafts of that many independent paths."""
 
     name: str
     verify: Verifier
@@ -28,14 +28,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class ByShape:
-    """The verifier for chains, the one for trees, or the one for independent paths."""
+    """Verifies a draft by its shape: with one verifier for chains, one for trees, one for independent paths."""
 
     chain: Verifier
     tree: Verifier
     paths: Verifier
 
     def __call__(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-        """Verify the draft as its shape wants it."""
+        """Verify the draft with the verifier for its shape."""
         if draft.parents is None:
             return self.chain(p, draft, draw)
         return (self.tree if draft.paths is None else self.paths)(p, draft, draw)
@@ -47,24 +47,24 @@ MATCH = Rule("match", ByShape(acceptance.match, trees.match, trees.match))
 COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 
 MOST_PATHS = 32
-"""The most paths of a round: every one is a chain of gamma tokens that the target scores."""
+"""The greatest number of paths in a round; each is a chain of gamma tokens that the target scores."""
 
 
 def lenient(leniency: float) -> Rule:
-    """The lossy rule of section A.5, on chains; lossless at 1. Raises ValueError outside (0, 1]."""
+    """Make the lossy rule of section A.5, for chains; lossless at 1. Raises ValueError outside (0, 1]."""
     return Rule(f"lenient:{leniency:g}", acceptance.lenient(leniency), lossless=leniency == 1)
 
 
 def gbv(paths: int) -> Rule:
-    """Greedy multi-path block verification of so many independent paths. Raises ValueError outside 1 to MOST_PATHS."""
+    """Make the rule of greedy multi-path block verification. Raises ValueError for paths outside 1 to MOST_PATHS."""
     if not 1 <= paths <= MOST_PATHS:
         raise ValueError(f"{paths} paths are not possible: it must be 1 to {MOST_PATHS}.")
     return Rule(f"gbv:{paths}", BLOCK.verify, paths=paths)
 
 
 def rule(name: str | Rule) -> Rule:
-    """ "token", "block", "match", "coupled", "gbv:3" or "lenient:0.5" -> the rule; a rule as it is. Raises ValueError
-    for anything else."""
+    """Convert a name to its rule: "token", "block", "match", "coupled", "gbv:3" or "lenient:0.5"; return a rule as it
+    is. Raises ValueError for anything else."""
     if isinstance(name, Rule):
         return name
     if not isinstance(name, str):

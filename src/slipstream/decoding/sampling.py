@@ -1,4 +1,4 @@
-"""Logits -> the law really sampled from.
+"""Sampling settings: they turn logits into the law really sampled from.
 
 Standardized sampling (section 2.2 of arXiv 2211.17192): argmax, temperature, top-k, nucleus and the rest are maps
 from logits to a distribution. They are applied at every position of a round, on the prefix that position really
@@ -35,7 +35,7 @@ class TakesPositions(Protocol):
         ...
 
 
-# Processors that never look at the prefix: applied to all positions of all rows in one call.
+# Processors that do not depend on the prefix: applied to all positions of all rows in one call.
 PREFIX_FREE = frozenset(
     {
         *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper),
@@ -72,7 +72,7 @@ RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "min_new_tokens": (int, "0 or more", lambda x: x >= 0),
     "no_repeat_ngram_size": (int, "0 (off) or more", lambda x: x >= 0),
 }
-"""setting -> its kind of number, and what is allowed, in words and as a check."""
+"""The settings that are numbers: name -> type, the allowed values in words, and a check of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,10 @@ class Sampling:
 
     `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
     `typical_p` 1, `no_repeat_ngram_size` 0 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos`
-    are the tokens that end a text, which `min_new_tokens` forbids at first. `grammar` says which outputs are allowed,
-    before anything else changes the logits. `processors` are the user's own, e.g. a
+    are the tokens that end a text; the first `min_new_tokens` may not be one of them. `grammar` masks the outputs that
+    it does not allow, before anything else changes the logits. `processors` are the user's own, e.g. a
     `LogitsProcessorList`: each is called with `(input_ids (1, length), scores (1, vocab))` for one row and position at
-    a time. Raises ValueError in one sentence for what cannot be.
+    a time. Raises ValueError, in one sentence, for values that are not possible.
     """
 
     temperature: float = 0.0
@@ -135,7 +135,7 @@ class Sampling:
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1) and not self.greedy
 
     def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
-        """The processors in order, for a row whose prompt has `prompt_length` tokens."""
+        """Return the processors, in order, for a row whose prompt has `prompt_length` tokens."""
         if (prompt_length, device) not in self._chains:
             warpers = () if self.greedy else self._warpers()
             chain = (*self._penalties(prompt_length, device), *self.processors, *warpers)
@@ -179,9 +179,9 @@ class Sampling:
         return chain
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
-        """The law really sampled from, in float32 or wider, of logits (rows, positions, vocab).
+        """Return the law really sampled from, in float32 or wider, from logits (rows, positions, vocab).
 
-        Raises RowFailure, a FloatingPointError, where there is none: the logits hold NaN or infinity, a processor
+        Raises RowFailure, a FloatingPointError, if a position has none: the logits hold NaN or infinity, a processor
         raises or returns NaN or another shape, or no token is left. It names model or processor, text and position.
         """
         scores = wide(logits)
@@ -193,11 +193,11 @@ class Sampling:
         return law if certain else self._law_by_position(scores, rows, texts, model)
 
     def _law(self, scores: Tensor) -> tuple[Law, bool]:
-        """What becomes of processed scores (rows, positions, vocab), and whether it is certain to be a law."""
+        """Make a law of processed scores (rows, positions, vocab), and return whether it is certainly valid."""
         if self.greedy:
             best = scores.max(-1)  # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
             return Law(tokens=best.indices, scores=scores), math.isfinite(best.values.sum().item())
-        probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token tells
+        probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token is enough to see it
         return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
 
     def _process(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes) -> Tensor:
@@ -230,7 +230,7 @@ class Sampling:
         return law
 
     def _law_at(self, logits: Tensor, row: Row, prefix: Tensor, model: str) -> tuple[Law, Fault | None]:
-        """The law (1, 1) of logits (1, vocab) after a prefix; or an arbitrary one, and why there is none."""
+        """Return the law (1, 1) of logits (1, vocab) after a prefix; or an arbitrary one, and the fault."""
         where = f"text {row.index} after {len(prefix)} tokens"
         scores, culprit = logits, ""
         try:
@@ -263,7 +263,7 @@ class Sampling:
 
 
 def _check_bias(biases: Any) -> None:
-    """Raises ValueError for what is no mapping of token ids to numbers; -inf forbids a token, as in transformers."""
+    """Raises ValueError unless biases map token ids to numbers; -inf forbids a token, as in transformers."""
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers.")
     for token, bias in biases.items():
@@ -276,7 +276,7 @@ def _check_bias(biases: Any) -> None:
 
 
 class _WrongShape(ValueError):
-    """Tells what a processor returned instead of scores."""
+    """Raised if a processor returns something other than scores of the right shape."""
 
 
 def _name(processor: Processor) -> str:
@@ -284,7 +284,7 @@ def _name(processor: Processor) -> str:
 
 
 def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
-    """Scores (1, vocab) after a prefix (length,), processed."""
+    """Apply a processor to scores (1, vocab) after a prefix (length,)."""
     processed = processor(prefix[None], scores.clone())
     if getattr(processed, "shape", None) != scores.shape:
         shape = getattr(processed, "shape", None)
@@ -295,6 +295,6 @@ def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
 
 def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
     """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
-    if hasattr(processor, "process_positions"):  # asking the protocol would take longer than most processors
+    if hasattr(processor, "process_positions"):  # a check of the protocol would take longer than most processors
         return cast(TakesPositions, processor).process_positions(prefixes, scores)
     return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])

@@ -1,4 +1,4 @@
-"""The scheduler: which rows run. Requests come and go between rounds, and rows of every kind share a batch."""
+"""The scheduler of continuous batching: requests join and leave between rounds, and rows of all kinds share a batch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Scheduler:
     may be called by any thread at any time; they take effect when the next step begins. Rows wait in the order of their
     priority, then of their arrival.
 
-    Prompts are read in pieces of `prefill_chunk` tokens, one between two rounds: running rows wait for one piece at
-    most, which is up to `prefill_growth` times as long while that many prompts wait for each of them, or none runs.
-    Equal prompts are read once. With a `prefix_cache`, the target and the models that draft take over what was
-    read before of a prompt. With `memory`, the bytes that the caches of both may take at the greatest gamma, rows wait
-    until there is room; if a running row cannot grow, the youngest of the lowest priority gives way: its tokens stay,
-    and it is read again and goes on when there is room. A row for which there is no room alone ends like one that
-    fills the target's context.
+    Prompts are read in pieces of `prefill_chunk` tokens, one between two rounds (chunked prefill): running rows wait
+    for one piece at most, which is up to `prefill_growth` times as long while that many prompts wait for each of them,
+    or none runs. Equal prompts are read once. With a `prefix_cache`, the target and the models that draft reuse the
+    states of prefixes that were read before. With `memory`, the bytes that the caches of both may take at the greatest
+    gamma, rows wait until there is room; if a running row cannot grow, the youngest of the lowest priority is
+    preempted: its tokens stay, and it is read again and continued when there is room. A row that does not fit even
+    alone ends like one that fills the target's context.
 
     In the target's cache the running rows come first, then the texts that are being read. Raises RuntimeError if the
     target still serves another scheduler.
@@ -138,7 +138,7 @@ class Scheduler:
         self.close()
 
     def _take_in(self) -> None:
-        """What other threads asked for since the last step."""
+        """Apply the additions and aborts of other threads since the last step."""
         for row in _drained(self._arrivals):
             row.turn = (row.request.priority, next(self._turns))
             insort(self.waiting, row, key=_turn)
@@ -148,7 +148,7 @@ class Scheduler:
         self._dismiss()
 
     def _admit(self) -> None:
-        """Make room for the rows that are here, then fill free places of the batch, first come, first served."""
+        """Preempt rows until the others fit in memory, then fill free places of the batch from the waiting rows."""
         here = [*self.running, *self.reading]
         while len(here) > 1 and not self._room.fits(here):
             youngest = max(here, key=_turn)
@@ -159,11 +159,11 @@ class Scheduler:
             if here and not self._room.fits([*here, self.waiting[0]]):
                 break
             here.append(self.waiting.pop(0))
-            here[-1].started = here[-1].started or monotonic()  # a row that had to leave has begun before
+            here[-1].started = here[-1].started or monotonic()  # a preempted row has started before
             self._reader.add(here[-1])
 
     def _end_at_limits(self) -> None:
-        """A row that fills the target's context, or all memory, or whose time is over, has ended."""
+        """End the rows that fill the target's context or all memory, or whose time is over."""
         context = self.decoder.target.context
         for row in self.running:
             if row.finish_reason:
@@ -178,13 +178,13 @@ class Scheduler:
         self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])
 
     def _leave(self, gone: Sequence[Row]) -> None:
-        """Free rows of the target, after what they leave in the cache was stored."""
+        """Free rows in the target, after storing their texts for the prefix cache."""
         names, target = set(map(id, gone)), self.decoder.target
         places = [place for place, row in enumerate(self.running) if id(row) in names]
         self._reader.drop(gone, len(self.running))
         for place in places:
             row = self.running[place]
-            if row.finish_reason != "error" and row.request.images is None:  # by its tokens it would be mistaken
+            if row.finish_reason != "error" and row.request.images is None:  # its tokens do not identify its images
                 self.decoder.stores[0].remember(place, row.tokens[: target.lengths[place]], row.request.cache_salt)
         if places:
             target.free(places)

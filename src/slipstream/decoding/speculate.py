@@ -52,7 +52,7 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], 
 
 
 def _room(target: Scorer, row: Row, gamma: int) -> int:
-    """No more drafts than can be emitted: a round emits at most gamma + 1 tokens, within limit and context."""
+    """Limit gamma to what can be emitted: a round emits at most gamma + 1 tokens, within limit and context."""
     room = row.room if target.context is None else min(row.room, target.context - len(row.tokens))
     return max(0, min(gamma, room - 1))
 
@@ -76,9 +76,9 @@ def _commit(
 
 
 def _cut(running: Sequence[Row], stands: Sequence[list[int]], verdict: Verdict, faults: Faults) -> None:
-    """Drop the tokens for which there was no law, and say so in the row: plain decoding would have come as far.
+    """Drop the tokens that have no law, and set the row's error: plain decoding would have failed at the same token.
 
-    Up to there the arbitrary law has no influence: the rules are exact for whatever law stands behind a prefix.
+    The tokens before it do not depend on the arbitrary law: the rules are exact whatever law follows a prefix.
     """
     paths = [range(len(new)) for new in stands] if verdict.path is None else verdict.path.tolist()
     for place, (row, new, path) in enumerate(zip(running, stands, paths, strict=True)):
@@ -90,19 +90,19 @@ def _cut(running: Sequence[Row], stands: Sequence[list[int]], verdict: Verdict, 
 
 
 def emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Append tokens to the row until one of them ends it -> the appended ones."""
+    """Append tokens to the row until one of them ends it -> the appended tokens."""
     for count, new in enumerate(tokens, 1):
         row.tokens.append(new)
         row.finish_reason = finish_reason_of(row, new)
         if row.finish_reason:
-            row.error = None  # it ends before
+            row.error = None  # the row ends before the fault
             return tuple(tokens[:count])
     row.finish_reason = "error" if row.error else None
     return tuple(tokens)
 
 
 def finish_reason_of(row: Row, new: int) -> str | None:
-    """Say why plain decoding would end the row after its last token, `new`; None if it would go on."""
+    """Return the reason for which plain decoding would end the row after its last token, `new`; None if it goes on."""
     request = row.request
     if new in request.eos:
         return "stop"
@@ -112,7 +112,7 @@ def finish_reason_of(row: Row, new: int) -> str | None:
 
 
 def _roll_back(target: Scorer, running: Sequence[Row], faults: Faults) -> None:
-    """Forget what does not stand."""
+    """Drop the cache entries of tokens that do not stand, and zero them after a fault."""
     target.rollback([len(row.tokens) - 1 for row in running])
     if faults:
         target.scrub()

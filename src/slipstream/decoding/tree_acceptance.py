@@ -1,7 +1,7 @@
 """Verifiers on trees: several candidates per position, scored by one target call.
 
 The same contract as on chains (`acceptance`): laws in, a law out, randomness only through `draw`. `p` covers the
-pending token (position 0) and every node j (position j + 1). All rows share the topology, not the fate.
+pending token (position 0) and every node j (position j + 1). All rows share the topology; each is verified by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = -1
 def recursive(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """Recursive rejection at every node from the root down (arXiv 2305.09781; without replacement: 2402.14160).
 
-    With R = p at the node: candidate x passes with chance min(1, R(x)/D(x)) and is descended into; after a refusal
+    With R = p at the node: candidate x passes with chance min(1, R(x)/D(x)) and becomes the node; after a refusal
     R <- norm(max(0, R - D)). D is the law the candidate was drawn from: q, without the siblings drawn before it.
     """
     if draft.law is None:
@@ -67,7 +67,7 @@ def traversal(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def _visit(walk: TreeWalk, node: int, a: Tensor, here: Tensor) -> Tensor:
-    """Rows (bool) that settle at this node or below."""
+    """Verify the subtree of a node -> the rows (bool) that settle at this node or below."""
     law, open_ = walk.p(node), here
     for child, (token, q, present) in walk.candidates(node):
         asked, x = open_ & present, token.unsqueeze(-1)
@@ -87,8 +87,8 @@ def _visit(walk: TreeWalk, node: int, a: Tensor, here: Tensor) -> Tensor:
 def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """Sample and match: draw y from p at the node, descend if a candidate equals y, else emit y.
 
-    Exact for any candidates chosen without looking at y; the best there is for deterministic ones, and with the
-    coupled draws the drafter-invariant rule (arXiv 2408.07978).
+    It is exact for any candidates chosen independently of y, optimal for deterministic ones, and with coupled draws the
+    drafter-invariant rule (arXiv 2408.07978).
     """
     if draft.law is None:
         return nothing_drafted(p)
@@ -109,7 +109,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 class TreeWalk:
-    """The state of a verification: the node at which every row stands, and the law of its next token there."""
+    """The state of a tree verification: the node that each row has reached, and the law of its next token there."""
 
     def __init__(self, p: Law, draft: Draft, draw: Draw) -> None:
         assert draft.parents is not None
@@ -122,19 +122,19 @@ class TreeWalk:
         self._law: Tensor | None = None if p.point else p.dense[:, 0].clone()
 
     def p(self, node: int) -> Tensor:
-        """The target's law after a node: (rows, vocab)."""
+        """Return the target's law after a node, (rows, vocab)."""
         return self._p.dense[:, node + 1]
 
     def level(self, node: int) -> int:
-        """How many tokens stand before the node in the tree."""
+        """Return how many tokens of the tree come before the node."""
         return len(self.lines[node]) - 1
 
     def present(self, node: int) -> Tensor:
-        """Rows that have this candidate."""
+        """Return the rows (bool) that have this candidate."""
         return (self._lengths > node) & (self._draft.tokens[:, node] != ABSENT)
 
     def candidates(self, node: int) -> list[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """A node's children: (child, (token, the law it was drawn from (rows, vocab), rows that have it))."""
+        """Return a node's children: (child, (token, the law it was drawn from (rows, vocab), rows that have it))."""
         found, drawn = [], list[Tensor]()
         for child, parent in enumerate(self.parents):
             if parent == node:
@@ -156,18 +156,18 @@ class TreeWalk:
         return _norm(rest, q)
 
     def toss(self, heads: Tensor, tails: Tensor, asked: Tensor, node: int) -> Tensor:
-        """A coin with these weights for the rows that are asked; the others get False without chance."""
+        """Toss a coin with these weights in the `asked` rows -> heads (rows,); all other rows get False."""
         coin = torch.stack([torch.where(asked, heads, 1), torch.where(asked, tails, 0)], -1)
         return asked & (self._draw(Law(probs=coin.unsqueeze(1)), Purpose.ACCEPT, node=node)[:, 0] == 0)
 
     def settle(self, node: int, here: Tensor, law: Tensor) -> None:
-        """These rows end at this node; `law` (rows, vocab) is that of their next token."""
+        """End the rows `here` at this node; `law` (rows, vocab) is the law of their next token."""
         assert self._law is not None
         self.node = torch.where(here, node, self.node)
         self._law = _where(here, law, self._law)
 
     def verdict(self, law: Law | None = None) -> Verdict:
-        """The outcome; `law` overrides the one that was settled."""
+        """Return the verdict; `law` replaces the laws that were settled."""
         lines = [(*line, *(0,) * (self.depth - len(line))) for line in ((), *self.lines)]
         table = torch.tensor(lines, device=self.node.device)
         counts = torch.tensor([0, *map(len, self.lines)], device=self.node.device)
@@ -178,7 +178,7 @@ class TreeWalk:
         return Verdict(accepted, law, self._beta(path), path=path)
 
     def _beta(self, path: Tensor) -> Tensor:
-        """The chance of ONE candidate along the path, sum min(p, q): the paper's, whatever the tree adds."""
+        """Return sum min(p, q) along the path, the chance of ONE candidate as in the paper, without the tree's gain."""
         first = [
             next((c for c, parent in enumerate(self.parents) if parent == node), 0)
             for node in range(-1, max(self.parents) + 1)
