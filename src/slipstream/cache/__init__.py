@@ -1,1 +1,1 @@
-"""Caches: what models remember of the texts that run together, with one length per row."""
+"""Caches of models: the KV cache and recurrent states of the rows of a batch, with one length per row."""

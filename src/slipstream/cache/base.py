@@ -1,4 +1,4 @@
-"""The protocol of caches: what a model remembers of the texts that run together, row by row."""
+"""`Cache`, the protocol of a model's cache for a batch of rows."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Protocol
 
 
 class Cache(Protocol):
-    """What a model remembers of every row's text, whether keys and values of its tokens or a state that sums them up.
+    """A model's cache of every row's text: keys and values of its tokens, or a recurrent state that summarizes them.
 
-    One forward pass is `reserve`, then whatever the model writes by the cache's own methods, then `advance`. How far a
-    row can be rolled back is each cache's own promise: one of keys and values can forget any number of tokens, one of
+    One forward pass is `reserve`, then the writes of the model by methods that differ between caches, then `advance`.
+    How far a row can be rolled back depends on the cache: one of keys and values can drop any number of tokens, one of
     states only as many as it holds earlier states for. Every row can be rolled back to 0.
     """
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         ...
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more token takes in all layers: 0 before the first pass, and where the size does not grow."""
+        """The bytes of one more token in all layers: 0 before the first pass, and if the size does not grow."""
         ...
 
     @property
     def bytes_in_use(self) -> int:
-        """What all rows take together, without what is allocated ahead."""
+        """The bytes of all rows together, without what is allocated ahead."""
         ...
 
     def add(self, rows: int) -> None:
@@ -50,14 +50,14 @@ class Cache(Protocol):
         ...
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are."""
         ...
 
     def scrub(self) -> None:
-        """Zero what rolled-back tokens left behind: NaN passes any mask, since 0 * NaN is NaN."""
+        """Zero the entries of rolled-back tokens: NaN passes any mask, since 0 * NaN is NaN."""
         ...
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move a tree's path together, in the first rows: what lies at starts[r] + paths[r][i] goes to starts[r] + i.
+        """Move a tree's path together, in the first rows: the entry at starts[r] + paths[r][i] goes to starts[r] + i.
         A cache of states, which cannot take tokens out of the middle of a text, raises ValueError."""
         ...

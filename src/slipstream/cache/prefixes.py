@@ -1,4 +1,4 @@
-"""`PrefixCache` keeps keys and values of texts that were read, so that a text with the same beginning need not be."""
+"""`PrefixCache` stores keys and values of texts, so that a text with the same prefix need not be read again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 BLOCK = 16
-"""Tokens of a block: the unit that is stored and found."""
+"""The number of tokens in a block, the unit that is stored and found."""
 
 
 @dataclass(eq=False)
 class _Block:
-    """The states of some tokens, given all blocks before it; a root holds none."""
+    """The keys and values of a block of tokens after all blocks before it; a root has none."""
 
     tokens: tuple[int, ...]
     parent: _Block | None
@@ -25,11 +25,11 @@ class _Block:
 
 
 class PrefixCache:
-    """Keys and values of texts, in a budget of bytes: what was used least recently goes first.
+    """Stores keys and values of texts within a budget of bytes, and drops the least recently used ones first.
 
-    Texts are stored in blocks of `block` tokens. Those with a common beginning share its blocks, which are found by
-    the tokens themselves, so that no two texts are ever confused. Every model has a shelf of its own, and on it every
-    `cache_salt`, so that one tenant cannot learn by the clock what another has sent. One thread uses it at a time.
+    Texts are stored in blocks of `block` tokens. Texts with a common prefix share its blocks, which are found by the
+    tokens themselves, so that no two texts are ever confused. Every model has a shelf of its own, divided by
+    `cache_salt`, so that response times do not reveal to one tenant what another has sent. It is not thread-safe.
 
     Raises ValueError for sizes below 1.
     """
@@ -39,26 +39,26 @@ class PrefixCache:
             raise ValueError(f"{limit} bytes in blocks of {block} tokens are not possible: both must be 1 or more.")
         self.limit, self.block, self.bytes = limit, block, 0
         self._shelves: WeakKeyDictionary[object, Shelf] = WeakKeyDictionary()
-        # From the least to the most recently used; a block is always behind those that follow it in a text.
+        # From the least to the most recently used; a block always comes after those that follow it in a text.
         self._used: OrderedDict[_Block, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many blocks are stored."""
+        """Return the number of stored blocks."""
         return len(self._used)
 
     def shelf(self, owner: object) -> Shelf:
-        """What is stored of one model's texts, known by an object that lives as long as the model does."""
+        """Return the shelf of one model, identified by an object that lives as long as the model does."""
         if owner not in self._shelves:
             self._shelves[owner] = Shelf(self)
         return self._shelves[owner]
 
     def touch(self, path: Sequence[_Block]) -> None:
-        """These blocks, which follow each other, were used last."""
+        """Mark these blocks, which follow each other, as the most recently used."""
         for block in reversed(path):
             self._used.move_to_end(block)
 
     def put(self, block: _Block, path: Sequence[_Block]) -> bool:
-        """Store a block behind those of `path`, in place of what was used least recently -> whether there is room."""
+        """Store a block after those of `path`, dropping the least recently used ones -> whether there is room."""
         assert block.states is not None and block.parent is not None
         size = block.states.nbytes
         while self.bytes + size > self.limit:
@@ -79,20 +79,20 @@ class PrefixCache:
 
 
 class Shelf:
-    """What is stored of one model's texts, apart by salt."""
+    """The stored blocks of one model's texts, separate for each salt."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._roots: dict[str, _Block] = {}
 
     def longest(self, text: Sequence[int], salt: str) -> list[Tensor]:
-        """The states of the first blocks of a text, as many as are stored."""
+        """Return the keys and values of the longest stored prefix of a text, one tensor per block."""
         path = self._path(text, salt)
         self._cache.touch(path)
         return [block.states for block in path if block.states is not None]
 
     def store(self, text: Sequence[int], salt: str, states: Callable[[int, int], Tensor]) -> None:
-        """Store a text's whole blocks; `states(start, stop)` copies those of its tokens, and is asked for new ones."""
+        """Store a text's whole blocks; `states(start, stop)` is called for new ones, to copy their keys and values."""
         size = self._cache.block
         path = self._path(text, salt)
         for start in range(len(path) * size, len(text) - size + 1, size):
@@ -115,7 +115,7 @@ class Shelf:
             yield (block := found)
 
     def _root(self, salt: str) -> _Block:
-        """Where the texts of a salt begin; salts of which nothing is left are forgotten."""
+        """Return the root of a salt's texts; making a new one drops salts without blocks."""
         if salt not in self._roots:
             self._roots = {name: root for name, root in self._roots.items() if root.following}
             self._roots[salt] = _Block((), None)
@@ -124,26 +124,26 @@ class Shelf:
 
 @runtime_checkable
 class Recalling(Protocol):
-    """A model that can take over from a `PrefixCache` what was read before."""
+    """A model that can reuse stored prefixes from a `PrefixCache`."""
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts there from now on, and look there for them; None: nowhere."""
+        """Use this cache to store and find prefixes from now on; None: use none."""
         ...
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Make an empty row one of the longest stored beginning of a text -> how many tokens that has."""
+        """Fill an empty row with the longest stored prefix of a text -> the number of its tokens."""
         ...
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store what a row holds of a text, whose tokens are those of the row."""
+        """Store the prefix of a text that a row holds."""
         ...
 
 
 class Forgetful:
-    """Stands for a model that cannot take over what was read before."""
+    """The store of a model that cannot reuse prefixes; it stores and finds nothing."""
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Ignore the cache: this store keeps nothing."""
+        """Ignore the cache."""
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
         """Return 0, the number of tokens that were recalled."""
@@ -154,5 +154,5 @@ class Forgetful:
 
 
 def recalling(scorer: object) -> Recalling:
-    """The model itself if it can take over what was read before, else one that knows nothing."""
+    """Return the model itself if it can reuse prefixes, else a store that finds nothing."""
     return scorer if isinstance(scorer, Recalling) else Forgetful()

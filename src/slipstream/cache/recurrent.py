@@ -1,4 +1,4 @@
-"""`StateCache`: states that sum up texts, with earlier ones of each row to go back to."""
+"""`StateCache`, a cache of recurrent states, with earlier states of each row for rollback."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from typing import Generic, TypeVar
 State = TypeVar("State")
 
 MOST_KEPT = 64
-"""Earlier states of a row at most: more than a round ever makes."""
+"""The greatest number of states kept per row: more than a round ever makes."""
 
 
 @dataclass
 class _Row(Generic[State]):
-    """The length of a row, and its states by the lengths that they sum up, the newest last."""
+    """A row's length, and its states with the number of tokens that each summarizes, the newest last."""
 
     length: int = 0
     states: list[tuple[int, State]] = field(default_factory=list)
 
 
 class StateCache(Generic[State]):
-    """A `Cache` of one state per row, whatever a state is; `size` says how many bytes one takes.
+    """A `Cache` of one recurrent state per row, of any type; `size` returns the bytes of a state.
 
-    A state cannot forget tokens, so every pass leaves a new one, and those before it stay until `rollback`. If that
-    goes to a length between two states, `shorten(state, tokens)` is asked for the newer one without its last tokens.
-    Where it has none, the row has the older one and lacks some tokens, which have to be read again before the next
-    pass: `known` says how many tokens its state holds. States are never written to, so rows that fork
-    share them. They take no part in the prefix cache: what is stored there are blocks of tokens, and a state cannot be
-    cut into blocks.
+    Tokens cannot be removed from a state, so every pass stores a new one, and older ones stay until `rollback`. If that
+    goes to a length between two states, `shorten(state, tokens)` may return the newer one without its last tokens. If
+    it returns None, the row keeps the older state and lacks some tokens, which have to be read again before the next
+    pass: `known` returns how many tokens its state summarizes. States are never written to, so that forked rows share
+    them. They are not stored in the prefix cache, which holds blocks of tokens: a state cannot be cut into blocks.
     """
 
-    bytes_per_token = 0  # a state has one size; what else a model keeps counts in `bytes_in_use`
+    bytes_per_token = 0  # a state does not grow with tokens; all bytes count in `bytes_in_use`
 
     def __init__(
         self, size: Callable[[State], int], shorten: Callable[[State, int], State | None] = lambda state, tokens: None
@@ -39,16 +38,16 @@ class StateCache(Generic[State]):
         self._size, self._shorten = size, shorten
         self._rows: list[_Row[State]] = []
         self._part = slice(0, 0)
-        self._written: dict[int, State] = {}  # by this pass, by row
+        self._written: dict[int, State] = {}  # the states written in this pass, by row
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every row, whether its state holds them or has yet to read some of them again."""
+        """The number of tokens per row, including those that its state lacks after a rollback."""
         return [row.length for row in self._rows]
 
     @property
     def bytes_in_use(self) -> int:
-        """What all states take that are kept; those that rows share count once."""
+        """The bytes of all stored states; a state that rows share counts once."""
         states = {id(state): state for row in self._rows for _, state in row.states}
         return sum(map(self._size, states.values()))
 
@@ -70,12 +69,12 @@ class StateCache(Generic[State]):
     # ---- one pass ----
 
     def known(self, row: int) -> int:
-        """How many tokens the newest state of a row sums up: fewer than its length after some rollbacks."""
+        """Return how many tokens the newest state of a row summarizes; after some rollbacks fewer than its length."""
         states = self._rows[row].states
         return states[-1][0] if states else 0
 
     def state(self, row: int) -> State | None:
-        """The newest state of a row; None if nothing was read."""
+        """Return the newest state of a row; None if nothing was read."""
         states = self._rows[row].states
         return states[-1][1] if states else None
 
@@ -84,11 +83,11 @@ class StateCache(Generic[State]):
         self._part, self._written = slice(first, len(self._rows) if stop is None else stop), {}
 
     def write(self, row: int, state: State) -> None:
-        """Give a row the state behind the tokens that this pass brings it."""
+        """Store a row's state after the tokens of this pass."""
         self._written[row] = state
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Commit the pass: row first + r has `counts[r]` more tokens, and a state for them that was written."""
+        """Commit the pass: row first + r has `counts[r]` more tokens, and the state that was written for them."""
         for number, count in enumerate(counts, self._part.start):
             if count:
                 row = self._rows[number]
@@ -97,15 +96,15 @@ class StateCache(Generic[State]):
                 row.states = [*row.states, (row.length, self._written.pop(number))][-MOST_KEPT:]
 
     def bring_forward(self, row: int, state: State) -> None:
-        """Give a row the state of all of its tokens, after those that it lacked were read again."""
+        """Store the state of all tokens of a row, after those that it lacked were read again."""
         assert self.known(row) < self._rows[row].length, "the row lacks nothing"
         self._rows[row].states = [(self._rows[row].length, state)]
 
     # ---- going back ----
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are. Of what
-        is left only the newest state is kept."""
+        """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are. Only the
+        newest of the remaining states is kept."""
         assert len(lengths) <= len(self._rows), "one length per row, of the first rows"
         for row, length in zip(self._rows, lengths, strict=False):
             assert 0 <= length <= row.length, "rollback only shortens"
@@ -120,6 +119,6 @@ class StateCache(Generic[State]):
         """Do nothing: the states of tokens that were rolled back are dropped already."""
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move nothing, for a path whose tokens follow each other. Raises ValueError for any other one."""
+        """Do nothing for paths of consecutive tokens. Raises ValueError for any other path."""
         if any(list(path) != list(range(len(path))) for path in paths):
             raise ValueError("a state cannot take tokens out of the middle of a text: draft chains instead of trees.")

@@ -1,8 +1,8 @@
-"""RowCache: preallocated keys and values with one length per row.
+"""`RowCache`, a KV cache of preallocated keys and values with one length per row.
 
 New keys go to each row's own slots; rolling back moves a length and copies nothing. Slots beyond a row's length may
-hold leftovers of rejected tokens or padding: no query may look at them, which the mask (slot <= position) ensures,
-and the next tokens overwrite them.
+hold leftovers of rejected tokens or padding: the mask (slot <= position) hides them from every query, and the next
+tokens overwrite them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 FIRST_SLOTS = 128
 INDEXER = 1_000_000
-"""Where the stores of indexers begin, behind those of all layers."""
+"""The first layer number under which keys of indexers are stored, above all numbers of layers."""
 
 
 class RowCache:
@@ -29,9 +29,9 @@ class RowCache:
         self._capacity = 0
         self._slots = FIRST_SLOTS
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._views: tuple[slice, list[tuple[Tensor, Tensor]]] | None = None  # some rows, and the stores of those
+        self._views: tuple[slice, list[tuple[Tensor, Tensor]]] | None = None  # rows, and the stores of these
         self._dirty: list[int] = []  # slots that were ever written since a row was added
-        self.least = 0  # slots that a pass looks at even if fewer are in use
+        self.least = 0  # slots that a pass reads at least, even if fewer are in use
         self.part = slice(0, 0)  # the rows that take part in this pass
         self._count = 0
 
@@ -75,7 +75,7 @@ class RowCache:
 
     @torch.inference_mode()
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
-        """Make a row one of `length` tokens: of the last ones, layers have keys and values (heads, count, head_dim)."""
+        """Set a row to `length` tokens; layers have keys and values (heads, count, head_dim) of the last `count`."""
         self._resize(slots=length + 1)
         for layer, states in layers.items():
             if layer not in self._layers:
@@ -87,13 +87,13 @@ class RowCache:
 
     @torch.inference_mode()
     def copy(self, row: int, start: int, stop: int) -> Tensor:
-        """Keys and values of some tokens of a row, of all layers, in one stretch of memory: that of the first layer."""
+        """Copy all layers' keys and values of a row's tokens start..stop to one flat tensor, on the first device."""
         stores = list(chain.from_iterable(self._layers[layer] for layer in sorted(self._layers)))
         return torch.cat([store[row, :, start:stop].flatten().to(stores[0].device) for store in stores])
 
     @torch.inference_mode()
     def paste(self, row: int, blocks: Sequence[Tensor], size: int) -> None:
-        """Make a row one of the tokens that were copied in blocks of `size`."""
+        """Set a row to the tokens that `copy` returned, in blocks of `size` tokens."""
         length, offset = len(blocks) * size, 0
         self._resize(slots=length + 1)
         together = torch.stack(tuple(blocks))
@@ -105,14 +105,14 @@ class RowCache:
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget what comes after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are."""
         assert len(lengths) <= len(self.lengths), "one length per row, of the first rows"
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
         self.lengths = [*lengths, *self.lengths[len(lengths) :]]
 
     @torch.inference_mode()
     def scrub(self) -> None:
-        """Zero the leftovers behind the lengths."""
+        """Zero the slots after each row's length that were ever written."""
         for row, length in enumerate(self.lengths):
             for store in chain.from_iterable(self._layers.values()):
                 store[row, :, length : self._dirty[row]] = 0
@@ -120,7 +120,7 @@ class RowCache:
 
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move what lies at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
+        """Move the entries at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
         for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
             if list(path) == list(range(len(path))):
                 continue
@@ -150,38 +150,38 @@ class RowCache:
 
     @property
     def stores(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, of all rows, with all their slots; empty before the first pass."""
+        """The keys and values of every layer, of all rows, with all their slots; empty before the first pass."""
         return self._of(slice(0, len(self.lengths)))
 
     @property
     def taking_part(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, of the rows of this pass, with all their slots."""
+        """The keys and values of every layer, of the rows of this pass, with all their slots."""
         return self._of(self.part)
 
     def _of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        if self._views is None or self._views[0] != rows:  # dozens of views, which every pass would make again
+        if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
             layers = [self._layers[layer] for layer in sorted(self._layers)]
             self._views = rows, [(keys[rows], values[rows]) for keys, values in layers]
         return self._views[1]
 
     @property
     def last_sees_all(self) -> bool:
-        """Whether every row of this pass ends at its last slot, so that a single new token may look at all slots."""
+        """Whether every row of this pass ends at its last slot, so that a single new token may attend to all slots."""
         return len(set(self._lengths)) == 1 and self.end == self.past + self._count
 
     @property
     def past(self) -> int:
-        """The longest row of this pass, before it."""
+        """The length of the longest row of this pass, before the pass."""
         return max(self._lengths, default=0)
 
     @property
     def end(self) -> int:
-        """The number of slots that this pass looks at, counted from the first."""
+        """The number of slots that this pass reads, counted from the first."""
         return max(self.past + self._count, self.least)
 
     @torch.inference_mode()
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (rows, heads, count, head_dim) -> all of these rows so far, (rows, heads, end, ...)."""
+        """Store keys and values (rows, heads, count, head_dim) -> all of the rows' so far, (rows, heads, end, ...)."""
         if layer not in self._layers:
             self._layers[layer], self._views = (self._allocate(keys), self._allocate(values)), None
         stores = tuple(store[self.part] for store in self._layers[layer])
@@ -190,8 +190,8 @@ class RowCache:
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
 
     def look(self, layer: int, slots: Tensor) -> Tensor | None:
-        """What a layer of one head has stored at slots (rows, n) of the first rows -> keys beside values, (rows, n,
-        width); None before the first pass."""
+        """Return the entries of a layer with one head at slots (rows, n) of the first rows: keys and values
+        concatenated, (rows, n, width); None before the first pass."""
         if layer not in self._layers:
             return None
         places = slots.to(self._layers[layer][0].device)  # layers may lie on other devices
@@ -199,8 +199,8 @@ class RowCache:
         return torch.cat([store[rows, 0, places] for store in self._layers[layer]], -1).to(slots.device)
 
     def update_indexer(self, layer: int, keys: Tensor) -> Tensor:
-        """Store the keys (rows, count, dim) by which a layer chooses what it attends to -> all so far, (rows, end,
-        dim). They lie as keys of one head beside values of no size."""
+        """Store the keys (rows, count, dim) by which a layer's indexer selects tokens -> all so far, (rows, end, dim).
+        They are stored as the keys of one head, with values of size 0."""
         single = keys[:, None]
         return self.update(INDEXER + layer, single, single[..., :0])[0][:, 0]
 
@@ -213,7 +213,7 @@ class RowCache:
             store[row, :, start : start + self._count] = new[row]
 
     def advance(self, counts: Sequence[int]) -> None:
-        """The pass is over: row first + r has `counts[r]` more tokens."""
+        """Commit the pass: row first + r has `counts[r]` more tokens."""
         for row, count in enumerate(counts, self.part.start):
             self.lengths[row] += count
 
@@ -221,22 +221,22 @@ class RowCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one token takes in all layers; 0 before the first pass."""
+        """The bytes of one token in all layers; 0 before the first pass."""
         stores = chain.from_iterable(self._layers.values())
         return sum(store.element_size() * store.shape[1] * store.shape[3] for store in stores)
 
     @property
     def bytes_in_use(self) -> int:
-        """What the tokens of all rows take."""
+        """The bytes of the tokens of all rows."""
         return self.bytes_per_token * sum(self.lengths)
 
     @property
     def bytes_allocated(self) -> int:
-        """What all rows take with what is allocated ahead."""
+        """The bytes of all rows with what is allocated ahead."""
         return self.bytes_per_token * self._capacity * self._slots
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What is allocated at most for rows of these lengths."""
+        """Return the bytes that are allocated at most for rows of these lengths."""
         rows, slots = self._shape_for(len(lengths), max(lengths, default=0))
         return self.bytes_per_token * rows * slots
 
@@ -248,14 +248,14 @@ class RowCache:
         return torch.zeros(self._capacity, heads, self._slots, dim, dtype=like.dtype, device=like.device)
 
     def _resize(self, rows: int = 0, slots: int = 0) -> None:
-        """Make room. What the present rows do not need is given back then, so that a long text that has ended does not
-        make all rows of later ones long."""
+        """Reallocate if more rows or slots are needed, at the size that the present rows need: memory of a long text
+        that has ended is freed then."""
         if rows > self._capacity or slots > self._slots:
             self._reshape(*self._shape_for(max(rows, len(self.lengths)), max([*self.lengths, slots - 1])))
 
     @torch.inference_mode()
     def _reshape(self, capacity: int, slots: int) -> None:
-        """Allocate so many rows and slots, and move what lies in both."""
+        """Allocate stores of this many rows and slots, and copy the entries that fit."""
         rows, width = min(capacity, self._capacity), min(slots, self._slots)
         self._capacity, self._slots, self._views = capacity, slots, None
         self._dirty = [min(dirty, slots) for dirty in self._dirty[:rows]] + [0] * (capacity - rows)
@@ -267,7 +267,7 @@ class RowCache:
 
 
 def _doubled(size: int, least: int) -> int:
-    """A size, doubled until it is large enough."""
+    """Return a size, doubled until it is at least `least`."""
     while size < least:
         size *= 2
     return size

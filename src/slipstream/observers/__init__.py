@@ -1,1 +1,1 @@
-"""Observers read rounds while they happen: the coloured explanation in the terminal is one."""
+"""Observers, which receive every round: the coloured explanation in the terminal is one."""

@@ -1,7 +1,7 @@
-"""A stream of rounds -> what happened in them, for a terminal: a line per round as in the paper's Figure 1, the
-whole text coloured by where each token came from, and the figures.
+"""Prints rounds in a terminal: a line per round as in the paper's Figure 1, the whole text coloured by the origin of
+each token, and the figures.
 
-Without colours every kind of token carries marks instead, so the output means the same in a file. A Console with
+Without colours every kind of token has marks instead, so that the output is readable in a file. A Console with
 `record=True` also exports HTML.
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 TAIL = 8
-"""Tokens before a token that may change its text: those of an unfinished character, and one for spaces."""
+"""The number of earlier tokens that may change a token's text: those of an unfinished character, and one for spaces."""
 
-INCOMPLETE = "◌"  # a token that only together with later ones makes a character
+INCOMPLETE = "◌"  # a token that is a character only together with later ones
 END = "∎"  # an end-of-text token
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a kind of token appears: a rich style in colour, marks around it without."""
+    """The look of a kind of token: a rich style with colours, or marks around it without, and its meaning."""
 
     style: str
     left: str
@@ -50,7 +50,7 @@ LOOKS = {
     "target": Look("magenta", "{", "}", "target alone"),
     "cut": Look("dim", "×", "×", "cut off"),
 }
-"""By `Round.source`, and `rejected` and `cut` for proposals that were not emitted."""
+"""The looks by `Round.source`, and `rejected` and `cut` for drafted tokens that were not emitted."""
 
 LEGEND = ("draft", "rejected", "correction", "bonus", "target", "cut")
 
@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Line:
-    """What a round did for one text: the proposals that stand, those that were refused, and the target's own token."""
+    """A round of one text: the drafted tokens that stand, those that were refused, and the target's own token."""
 
     spans: tuple[Span, ...]
     accepted: int
@@ -73,7 +73,7 @@ class Line:
 
 
 class Story:
-    """What happened to one text, round by round."""
+    """The rounds of one text, as lines and as the coloured spans of the output."""
 
     def __init__(self, row: Row, decode: Decode) -> None:
         self.row = row
@@ -84,7 +84,7 @@ class Story:
         self._reader = _primed(decode, self._tokens)
 
     def add(self, round: Round, place: int) -> Line:
-        """The text's row `place` in a round -> its line."""
+        """Add a round, in which the text is at `place` -> its line."""
         accepted, emitted = round.accepted[place], round.tokens[place]
         fate = "rejected" if len(emitted) > accepted else "cut"
         lost = [Span(self._proposed(emitted[:depth], tokens), fate) for depth, tokens in _lost(round, place)]
@@ -97,7 +97,7 @@ class Story:
         return line
 
     def whole(self) -> Iterator[Span]:
-        """Prompt and output; a character that never got complete shows as INCOMPLETE."""
+        """Yield prompt and output; a character that stayed incomplete is shown as INCOMPLETE."""
         source = self.row.request.source
         begin = self._decode(self.row.request.prompt)
         yield Span(f"{self._decode(source)}\n{begin}" if isinstance(source, tuple) else begin, "prompt")
@@ -105,7 +105,7 @@ class Story:
         yield from (Span(text, span.kind) for text, span in zip(shown, self.spans, strict=True))
 
     def _proposed(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text of tokens that follow the text so far and `before`."""
+        """Return the text of tokens that follow the text so far and `before`."""
         reader = _primed(self._decode, [*self._tokens, *before])
         return "".join(_closed([self._shown(reader, token) for token in tokens]))
 
@@ -118,7 +118,7 @@ class Story:
 
 
 class Explanation:
-    """Listens to rounds (as `on_round`) and prints them: at once for one text, by text at the end for several.
+    """Receives rounds (as `on_round`) and prints them: at once for one text, text by text at the end for several.
 
     `names` are the titles of the texts, in the order of their requests. Call `finish` after the last round.
     """
@@ -130,7 +130,7 @@ class Explanation:
         self._stories: dict[int, Story] = {}
 
     def __call__(self, round: Round) -> None:
-        """Take in one round."""
+        """Add one round, and print its line if there is only one text."""
         for place, row in enumerate(round.rows):
             if row.index not in self._stories:
                 self._stories[row.index] = Story(row, self._decode)
@@ -142,7 +142,7 @@ class Explanation:
                 self._print.line(len(story.lines), line)
 
     def finish(self) -> None:
-        """Print what is left: the whole texts and the figures."""
+        """Print the rest: lines not printed yet, the whole texts and the figures."""
         for index in sorted(self._stories):
             story = self._stories[index]
             if not self._live:
@@ -162,33 +162,33 @@ class Explanation:
 
 
 class Printer:
-    """Puts lines, texts and figures on a Console, with colours if it has any, else with marks."""
+    """Prints lines, texts and figures on a Console, with colours if it has them, else with marks."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._coloured = console.color_system is not None and not console.no_color
 
     def title(self, name: str) -> None:
-        """A rule that begins a section."""
+        """Print a rule that begins a section."""
         self._console.rule(name, align="left")
         self._console.print()
 
     def head(self) -> None:
-        """The legend and the heads of the columns."""
+        """Print the legend and the column heads."""
         legend = [self._painted(LOOKS[kind].meaning, kind) for kind in LEGEND]
         self._put(Text("   ").join(legend), "")
         self._console.print()
         self._put(Text("kept of drafted", "dim"), "round  ")
 
     def line(self, number: int, line: Line) -> None:
-        """A numbered round: how many proposals stand, and its tokens on one line, wrapped if too long."""
+        """Print a numbered round: how many drafted tokens stand, and its tokens on one line, wrapped if too long."""
         text = Text()
         for span in line.spans:
             text.append_text(self._painted(_visible(span.text), span.kind))
         self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
 
     def whole(self, story: Story) -> None:
-        """Prompt and output as they are, with their line breaks."""
+        """Print prompt and output with their line breaks."""
         text = Text()
         for span in story.whole():
             text.append_text(self._painted(tame(span.text), span.kind))
@@ -197,7 +197,7 @@ class Printer:
         self._console.print()
 
     def figures(self, stats: Stats) -> None:
-        """The table of figures."""
+        """Print the table of figures."""
         rows = figures(stats)
         width = max(len(name) for name, _, _ in rows)
         for name, value, note in rows:
@@ -222,7 +222,7 @@ class Printer:
 
 
 def figures(stats: Stats) -> list[tuple[str, str, str]]:
-    """(name, value, note) of every figure, under the names of the house."""
+    """Return (name, value, note) for every figure, under the project's names."""
     phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats.seconds.items())
     lines = [
         ("alpha", _number(stats.alpha, 3), f"chance to keep a tested token; {stats.tested} tested"),
@@ -254,7 +254,7 @@ PHASES = {
 
 
 def breakdown(stats: Stats) -> Table:
-    """Where the time went: seconds by phase, their share of the rounds, and milliseconds per emitted token."""
+    """Return a table of the time: seconds by phase, their share of the rounds, and milliseconds per emitted token."""
     table = Table("phase", box=None, header_style="dim", pad_edge=False)
     for name in ("seconds", "of rounds", "ms per token"):
         table.add_column(name, justify="right")
@@ -271,7 +271,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _primed(decode: Decode, tokens: Sequence[int]) -> Detokenizer:
-    """A reader that stands after `tokens`."""
+    """Return a detokenizer that has read `tokens`."""
     reader = Detokenizer(decode)
     for token in tokens[-TAIL:]:
         reader.push(token)
@@ -279,7 +279,7 @@ def _primed(decode: Decode, tokens: Sequence[int]) -> Detokenizer:
 
 
 def _lost(round: Round, place: int) -> Iterator[tuple[int, list[int]]]:
-    """What was proposed in vain, each branch of a tree by itself: accepted tokens before it, and its tokens."""
+    """Yield the drafted tokens that were not accepted, per branch of a tree: accepted tokens before it, its tokens."""
     draft, accepted = round.draft, round.accepted[place]
     tokens = draft.tokens[place, : draft.lengths[place]].tolist()
     parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
@@ -295,7 +295,7 @@ def _lost(round: Round, place: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _closed(texts: list[str]) -> list[str]:
-    """Texts of tokens, with INCOMPLETE at the end if that is inside a character."""
+    """Return the texts of tokens, with INCOMPLETE at the end if that is inside a character."""
     return [*texts[:-1], texts[-1] or INCOMPLETE] if texts else texts
 
 
@@ -313,10 +313,10 @@ _VISIBLE = {**_CONTROLS, ord("\n"): "⏎", ord("\t"): "⇥"}
 
 
 def tame(text: str) -> str:
-    """Text that cannot move the cursor or turn the line around; line breaks and tabs stay."""
+    """Replace characters that move the cursor or change the direction of text; line breaks and tabs stay."""
     return text.translate(_TAME)
 
 
 def _visible(text: str) -> str:
-    """Text on one line: breaks, tabs and runs of spaces become signs."""
+    """Put a text on one line: line breaks, tabs and runs of spaces become visible signs."""
     return re.sub(r"^ +$| {2,}", lambda run: "·" * len(run.group()), text).translate(_VISIBLE)

@@ -1,1 +1,1 @@
-"""Text: prompts and documents that are read, and tokens that become text while they come."""
+"""Text: prompts and documents from files, answers to files, and tokens converted to text as they are emitted."""

@@ -1,4 +1,4 @@
-"""Answers as JSON lines, each written as soon as it is finished, and files of them that a later run goes on with."""
+"""Answers as JSON lines, each written as soon as it is finished, in files that a later run can resume."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slipstream.files import atomic_write
 from slipstream.text.jsontext import json_text
 
 FINISHED = ("stop", "length")
-"""The finish reasons of answers that need not be made again."""
+"""The finish reasons of complete answers, which a resumed run keeps."""
 
 
 def digest(value: Any) -> str:
-    """Sixteen hexadecimal digits that differ if the value, made of JSON's types, does."""
+    """Return a hash of a value of JSON's types, as 16 hexadecimal digits."""
     text = json_text(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -31,7 +31,7 @@ class Answers:
     """A stream of JSON lines, one per prompt, in the order in which they finish.
 
     `finished` are the indices of prompts that an earlier run has answered. `digests` (one per prompt, or none) go into
-    the lines, so that a later run can tell whether it was asked the same.
+    the lines, so that a later run can check that its settings and prompts are the same.
     """
 
     stream: TextIO
@@ -59,7 +59,7 @@ class Answers:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of the block: a line is written and known to be, or neither."""
+    """Delay Ctrl-C and SIGTERM until the block ends: a line is written and counted, or neither."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -79,10 +79,10 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def open_answers(path: str, digests: Sequence[dict[str, str]], resume: bool, force: bool) -> Answers:
-    """The file of answers, to be written from the start or, with `resume`, behind what is finished.
+    """Open a file of answers, to write it from the start or, with `resume`, to continue after the finished ones.
 
-    A file that is there is left alone, unless `resume` or `force` says what to do with it. Raises ValueError for that,
-    for a file that cannot be written, and for one that was made with other settings or prompts.
+    Raises ValueError if the file exists and neither `resume` nor `force` is given, if it cannot be written, and if it
+    was made with other settings or prompts.
     """
     file, kept = Path(path), list[str]()
     try:
@@ -99,7 +99,7 @@ def open_answers(path: str, digests: Sequence[dict[str, str]], resume: bool, for
 
 
 def _finished(file: Path, digests: Sequence[dict[str, str]]) -> list[str]:
-    """The lines of finished answers; failed and interrupted ones, and a last line without an end, are made again."""
+    """Return the lines of finished answers, without failed or interrupted ones and an incomplete last line."""
     kept: dict[int, str] = {}
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:

@@ -1,13 +1,13 @@
-"""Tokens -> text while they come: complete characters only, and an end where a stop string appears."""
+"""Converts tokens to text as they are emitted: complete characters only, up to a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text."""
+"""A function that decodes token ids to text."""
 
-BROKEN = "\ufffd"  # what decoders print for a character whose bytes are not all there
+BROKEN = "\ufffd"  # what decoders return for a character whose bytes are incomplete
 
 
 class Detokenizer:
@@ -20,16 +20,16 @@ class Detokenizer:
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._start = 0  # where the decoded tail begins
-        self._done = 0  # tokens whose text has been given out
+        self._start = 0  # the index at which the decoded tail begins
+        self._done = 0  # the number of tokens whose text has been returned
 
     def push(self, token: int) -> str:
-        """The text that became complete with this token, perhaps empty."""
+        """Add a token -> the text that became complete with it, perhaps empty."""
         self._tokens.append(token)
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """The rest, broken or not."""
+        """Return the rest of the text, even if its last character is incomplete."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
@@ -42,9 +42,9 @@ class Detokenizer:
 
 
 class Transcript:
-    """The text of one output as its tokens are emitted, and the judge of its stop strings.
+    """The text of one output as its tokens are emitted, up to a stop string.
 
-    `text` ends before the stop string. Text that may turn out to be the beginning of one is held back from `take`.
+    `text` ends before the stop string. `take` holds back text that may be the beginning of a stop string.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
@@ -55,17 +55,17 @@ class Transcript:
         self._taken = 0
 
     def push(self, token: int) -> str | None:
-        """Add an emitted token; "stop" if a stop string is complete."""
+        """Add an emitted token -> "stop" if a stop string is complete, else None."""
         self._append(self._detokenizer.push(token))
         return "stop" if self.stopped else None
 
     def finish(self) -> None:
-        """No more tokens: complete the text."""
+        """Complete the text after the last token."""
         if not self.stopped:
             self._append(self._detokenizer.flush())
 
     def take(self, final: bool = False) -> str:
-        """The text that is certain and was not taken before."""
+        """Return the text that is certain and was not returned before; with `final`, all of the rest."""
         end = len(self.text) - (0 if final or self.stopped else self._held())
         piece, self._taken = self.text[self._taken : end], max(self._taken, end)
         return piece
@@ -78,7 +78,7 @@ class Transcript:
             self.text, self.stopped = self.text[: min(ends)], True
 
     def _held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         lengths = range(min(len(self.text), max(map(len, self.stops), default=1) - 1), 0, -1)
         tails = ((length, self.text[-length:]) for length in lengths)
         return next((length for length, tail in tails if any(stop.startswith(tail) for stop in self.stops)), 0)

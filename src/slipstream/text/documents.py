@@ -1,4 +1,4 @@
-"""Documents as people keep them, in text files, JSON lines, folders and arrays -> texts and token ids."""
+"""Reads documents from text files, JSON lines, folders, arrays and datasets, as texts or token ids."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import numpy as np
 DATASET = "dataset:"
 
 Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
-"""A text, or token ids (length,)."""
+"""A document: a text, or token ids (length,)."""
 
 
 class NotText(ValueError):
-    """A file is no text in UTF-8."""
+    """Raised if a file is not text in UTF-8."""
 
 
 def read(
     sources: Sequence[str], field: str | None = None, skipped: list[Path] | None = None
 ) -> Iterator[tuple[str, Document]]:
-    """(where it is from, document) of files and folders, in order.
+    """Read files, folders and datasets, in order -> pairs (where it is from, document).
 
-    `.jsonl` (also `.gz`) has a document per line: in `field`, or the first of "text", "tokens" and "messages", of
-    which every assistant's content is one. `.npy` holds token ids, a document per row if it has two dimensions.
-    Any other file is one text. Of a folder all files are read but hidden ones and those that are no text in UTF-8,
-    which are added to `skipped`.
+    `.jsonl` (also `.gz`) has a document per line: in `field`, or the first of "text", "tokens" and "messages"; in the
+    last, the content of every assistant message is a document. `.npy` holds token ids, a document per row if it has
+    two dimensions. Any other file is one text. In a folder all files are read except hidden ones and those that are not
+    text in UTF-8, which are added to `skipped`.
     `dataset:NAME`, `dataset:NAME:SPLIT` and `dataset:NAME:CONFIG:SPLIT` stream a dataset of the `datasets` library,
-    whose rows are as those of JSON lines; the split is "train" unless given.
+    with rows like those of JSON lines; the split is "train" unless given.
 
-    Raises ValueError in one sentence for what is named and cannot be read.
+    Raises ValueError, in one sentence, for a source that cannot be read.
     """
     for source in sources:
         if not source:
@@ -76,12 +76,12 @@ def _folder(folder: Path, field: str | None, skipped: list[Path]) -> Iterator[tu
             if path.suffix != ".npy" and not _is_text(path):
                 raise NotText(f"{path} holds zero bytes, which no text has.")
             yield from _file(path, field)
-        except NotText:  # known before anything of it is yielded
+        except NotText:  # raised before any of its documents is yielded
             skipped.append(path)
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file of a folder is meant: text does not hold the zero byte."""
+    """Return whether a file in a folder looks like text: its first 4096 bytes have no zero byte, or it is .jsonl.gz."""
     with path.open("rb") as file:
         head = file.read(4096)
     return b"\0" not in head or path.name.endswith(".jsonl.gz")
@@ -118,7 +118,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, Document]]:
 
 
 def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
-    """The documents of a JSON line."""
+    """Yield the documents of a JSON line."""
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -127,7 +127,7 @@ def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
 
 
 def _found(record: Any, field: str | None, where: str) -> Iterator[Document]:
-    """The documents of one record."""
+    """Yield the documents of one record."""
     names = [field] if field else ["text", "tokens", "messages"]
     name = next((name for name in names if isinstance(record, dict) and name in record), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""JSON as the standard knows it: every JSON text that Slipstream writes is made here."""
+"""Valid JSON: every JSON text that Slipstream writes is made here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def json_text(value: Any, **how: Any) -> str:
-    """The value as JSON, with the settings of `json.dumps`; NaN and infinities, which JSON lacks, become null."""
+    """Convert a value to JSON, with the settings of `json.dumps`; NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(value), allow_nan=False, **how)
 
 

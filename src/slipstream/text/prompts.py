@@ -1,6 +1,6 @@
-"""Prompts as users write them, in arguments, files and stdin -> texts, chats and token ids.
+"""Reads users' prompts from arguments, files and stdin, as texts, chats or token ids.
 
-A prompt that cannot be read is an item with an error, so that it does not take the others with it.
+A prompt that cannot be read becomes an item with an error, so that the others can still be used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt as it was given: text, messages or token ids; or, in `error`, why it cannot be one.
+    """A prompt as it was given: a text, messages or token ids; or, in `error`, the reason why it cannot be used.
 
-    `where` names it in messages; `shown` is printed before its completion.
+    `where` names the prompt in error messages; `shown` is printed before its completion.
     """
 
     where: str
@@ -30,7 +30,7 @@ class Item:
 
 
 def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
-    """The prompts of the arguments, then those of the file. Raises ValueError if there are none."""
+    """Return the prompts of the arguments, then those of the file. Raises ValueError if there are none."""
     if [*prompts, file].count("-") > 1:
         raise ValueError("stdin (-) can be read only once: drop one of the dashes.")
     items = [
@@ -44,7 +44,7 @@ def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
 
 
 def sound(items: list[Item]) -> list[Item]:
-    """The items as they are, if all can be used. Raises ValueError for the first that cannot be used."""
+    """Return the items unchanged if all can be used. Raises ValueError for the first that cannot."""
     for item in items:
         if item.error:
             raise ValueError(f"{item.where}: {item.error}")
@@ -52,7 +52,7 @@ def sound(items: list[Item]) -> list[Item]:
 
 
 def illustrated(item: Item, images: Sequence[str]) -> Item:
-    """The item with the files of images in front of its prompt, or with an error."""
+    """Return the item with image files before its prompt, or with an error if that is not possible."""
     if not images or item.error:
         return item
     if isinstance(item.prompt, str):
@@ -67,7 +67,7 @@ def illustrated(item: Item, images: Sequence[str]) -> Item:
 
 
 def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
-    """What `read` returns, as an Item; a ValueError becomes the item's error."""
+    """Make an item of the prompt that `read` returns; a ValueError becomes its error."""
     try:
         prompt = read()
         if not prompt:
@@ -85,7 +85,7 @@ def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
 
 
 def _stdin() -> str:
-    """All of stdin as one text, without the line break at its end."""
+    """Read stdin as one text, without the line break at its end."""
     return _utf8(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
 
 
@@ -131,11 +131,11 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "messages": (_is_chat, 'a list of objects with "role" and "content"'),
     "tokens": (_is_ids, "a list of token ids"),
 }
-"""The ways to give a prompt in a JSON line: a check, and what is allowed."""
+"""The fields that may hold the prompt in a JSON line: a check of the value, and the allowed type in words."""
 
 
 def _from_json(line: bytes) -> Any:
-    """The prompt of a JSON line. Raises ValueError if there is none."""
+    """Return the prompt of a JSON line. Raises ValueError if there is none."""
     try:
         record = json.loads(_utf8(line))
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Transcripts: what was said, and when, as text and as subtitles."""
+"""Transcripts of speech with times, as text and as subtitles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Segment:
-    """What was said between two times, in seconds from the beginning of the sound; `tokens` are its text's."""
+    """The text spoken between two times, in seconds from the beginning of the audio, and its token ids."""
 
     start: float
     end: float
@@ -18,23 +18,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said in a sound of `duration` seconds, in the order of time."""
+    """The text spoken in an audio of `duration` seconds, as segments in the order of time."""
 
     segments: tuple[Segment, ...]
     duration: float
 
     @property
     def text(self) -> str:
-        """All of it, without times."""
+        """The whole text, without times."""
         return " ".join(segment.text.strip() for segment in self.segments).strip()
 
     def srt(self) -> str:
-        """Subtitles in the format of SubRip."""
+        """Return subtitles in the SubRip format."""
         parts = enumerate(self.segments, 1)
         return "".join(f"{number}\n{_between(each, ',')}\n{each.text.strip()}\n\n" for number, each in parts)
 
     def vtt(self) -> str:
-        """Subtitles in the format WebVTT."""
+        """Return subtitles in the WebVTT format."""
         return "WEBVTT\n\n" + "".join(f"{_between(each, '.')}\n{each.text.strip()}\n\n" for each in self.segments)
 
 
@@ -43,14 +43,14 @@ def _between(segment: Segment, point: str) -> str:
 
 
 def clock(seconds: float, point: str = ".") -> str:
-    """Hours, minutes, seconds and milliseconds."""
+    """Format seconds as hours:minutes:seconds and milliseconds after `point`."""
     whole, thousandths = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{point}{thousandths:03}"
 
 
 @dataclass(frozen=True)
 class Stamps:
-    """Tokens that stand for times: `first` for 0, each later one for `step` seconds more."""
+    """The timestamp tokens of a model: `first` is 0 seconds, each later token id `step` seconds more."""
 
     first: int
     step: float
@@ -58,9 +58,9 @@ class Stamps:
     def segments(
         self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], window: tuple[float, float]
     ) -> Iterator[Segment]:
-        """What was said in a window of a sound, from its begin to its end in seconds: the text between two times.
+        """Yield the segments of a window of an audio, given as begin and end in seconds: the text between two times.
 
-        Text behind the last time lasts until the end of the window.
+        Text after the last timestamp lasts until the end of the window.
         """
         begin, end = window
         start, kept = 0.0, list[int]()
