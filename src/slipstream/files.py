@@ -1,4 +1,4 @@
-"""Files that are whole or not there, what they may replace, and tensors in files with a header and a checksum."""
+"""Atomic writes of files, checks of what may be replaced, and files of tensors with a header and a checksum."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ Name = str | os.PathLike[str]
 
 
 class WriteError(OSError):
-    """A file that could not be written; it reads as one sentence with the reason, such as a full disk."""
+    """Raised if a file cannot be written; its text is one sentence with the reason, such as a full disk."""
 
     def __str__(self) -> str:
         return f"cannot write {self.filename}: {reason(self)}."
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused, in its own words without the number: "no space left on device"."""
+    """Return the system's reason of an error, without its number: "no space left on device"."""
     text = error.strerror or str(error)
     return text[:1].lower() + text[1:]
 
 
 @contextmanager
 def atomic_write(path: Name) -> Iterator[Path]:
-    """The path of a part file to write to, which takes the place of `path` if the block ends without an error.
+    """Yield the path of a part file to write to, which replaces `path` if the block ends without an error.
 
-    Whatever interrupts it, the file at `path` is the old one or the new one; the part file is left behind only by what
-    kills the process. A link stays, and the file it names is replaced. Raises WriteError if the system refuses.
+    After any interruption the file at `path` is the old one or the new one; the part file is left over only if the
+    process is killed. A link stays, and the file that it names is replaced. Raises WriteError if the system refuses.
     """
     file = Path(os.path.realpath(path))
     part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
@@ -52,7 +52,7 @@ def atomic_write(path: Name) -> Iterator[Path]:
         with open(part, "xb") as made:
             mode = os.fstat(made.fileno()).st_mode
         yield part
-        part.chmod(mode)  # what the umask gives; safetensors puts a file that only its owner reads in the part's place
+        part.chmod(mode)  # the umask's mode; safetensors replaces the part by a file that only its owner may read
         with open(part, "rb") as written:
             os.fsync(written.fileno())
         part.replace(file)
@@ -66,37 +66,37 @@ def atomic_write(path: Name) -> Iterator[Path]:
 
 
 class Recognisable(Protocol):
-    """A kind of file that knows its own: `what` is its name in messages."""
+    """A kind of file, which can recognise its files; `what` is its name in messages."""
 
     @property
     def what(self) -> str:
-        """ "n-gram model"."""
+        """The name of the kind in messages, such as "n-gram model"."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether an existing file is of this kind, in any version of it."""
+        """Return whether an existing file is of this kind, in any version of it."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A kind of file that is told by a mark near its beginning, such as the first line of a page."""
+    """A kind of text file, recognised by a mark in its first 4096 bytes, such as the first line of a page."""
 
     what: str
     mark: str
 
     def recognises(self, path: Path) -> bool:
-        """Whether the mark is among the first bytes."""
+        """Return whether the mark is in the first 4096 bytes."""
         return self.mark.encode() in _beginning(path, 4096)
 
 
 @dataclass(frozen=True)
 class JsonObject:
-    """A kind of JSON file, whose object has `fields`: a value that must be the same, or None if any will do."""
+    """A kind of JSON file, recognised by the `fields` of its object; a field of value None may have any value."""
 
     what: str
     fields: Mapping[str, str | None]
 
     def recognises(self, path: Path) -> bool:
-        """Whether it is JSON with these fields."""
+        """Return whether a file is a JSON object with these fields."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError):
@@ -108,22 +108,22 @@ class JsonObject:
 
 @dataclass(frozen=True)
 class Picture:
-    """PNG, SVG and PDF files, known by the end of the name and by their first bytes."""
+    """PNG, SVG and PDF files, recognised by the end of the name and by their first bytes."""
 
     what: str = "picture of that kind"
 
     def recognises(self, path: Path) -> bool:
-        """Whether the bytes are what the name says; false for other kinds of pictures."""
+        """Return whether the first bytes fit the name; False for other kinds of pictures."""
         marks = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".pdf": b"%PDF-"}
         mark, head = marks.get(path.suffix.lower()), _beginning(path, 1024)
         return mark is not None and (mark in head if path.suffix.lower() == ".svg" else head.startswith(mark))
 
 
 def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: Iterable[Name] = ()) -> None:
-    """Ask before any work whether a file may be written there. Raises ValueError in one sentence if not.
+    """Check, before any work, that a file may be written there. Raises ValueError, in one sentence, if not.
 
     An existing file must be of this `kind`, or empty, unless `force`. One of the `inputs`, or a file of a folder among
-    them that is not of this kind, is never replaced; neither is what is no file at all, such as a device.
+    them that is not of this kind, is never replaced; neither is anything but a regular file, such as a device.
     """
     file = Path(path)
     if not file.parent.is_dir():
@@ -146,7 +146,7 @@ def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: 
 def check_folder(
     folder: Name, kinds: Mapping[str, Recognisable], force: bool = False, inputs: Iterable[Name] = ()
 ) -> None:
-    """Ask the same for files by their names in a folder, which need not be there yet."""
+    """Check, as `check_writable` does, files by their names in a folder, which need not exist yet."""
     place = Path(folder)
     above = next(path for path in (place, *place.absolute().parents) if path.exists() or path.is_symlink())
     if not above.is_dir():
@@ -163,7 +163,7 @@ def _refused(path: Name, why: str) -> ValueError:
 
 
 def _is_input(file: Path, given: Path, ours: bool) -> bool:
-    """A folder's files are its texts: a model that was written among them before is none."""
+    """Return whether a file is an input: the given one, or in a given folder, unless an earlier run wrote it there."""
     if given.is_dir():
         return not ours and file.resolve().is_relative_to(given.resolve())
     return given.exists() and file.samefile(given)
@@ -183,12 +183,12 @@ def _beginning(path: Path, count: int) -> bytes:
 # ---- tensors ----------------------------------------------------------------------------------------------------
 
 CHECKSUM, LONGEST_HEADER = "checksum", 100_000_000
-"""The field of the header with the CRC-32 of all else, and the most bytes that safetensors reads as a header."""
+"""The header field with the CRC-32 of everything else, and the most bytes that safetensors reads as a header."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of safetensors file: `format` and `version` stand in its header, `what` and `remedy` are for messages."""
+    """A kind of safetensors file: `format` and `version` are in its header, `what` and `remedy` in messages."""
 
     what: str  # "n-gram model"
     format: str
@@ -196,7 +196,7 @@ class Kind:
     remedy: str  # "build it again"
 
     def recognises(self, path: Path) -> bool:
-        """Whether the header names this format, in whatever version."""
+        """Return whether the header names this format, in any version."""
         head = _beginning(path, 8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 0 < size <= min(LONGEST_HEADER, path.stat().st_size):
@@ -208,12 +208,12 @@ class Kind:
         return isinstance(about, str) and re.fullmatch(re.escape(self.format) + r"( \d+)?", about) is not None
 
     def damaged(self, path: Name, fault: object) -> ValueError:
-        """The error to raise for a file that is not what its header says."""
+        """Make the error for a file that does not fit its header."""
         return ValueError(f"{path} is damaged ({fault}): {self.remedy}.")
 
 
 def save_tensors(path: Name, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """Write contiguous tensors and a header, whole or not at all. Raises WriteError if the system refuses."""
+    """Write contiguous tensors and a header, atomically. Raises WriteError if the system refuses."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -221,7 +221,7 @@ def save_tensors(path: Name, kind: Kind, tensors: Mapping[str, Tensor], about: M
     with atomic_write(path) as part:
         try:
             save_file(dict(tensors), part, {**head, CHECKSUM: _checksum(tensors, head)})
-        except SafetensorError as error:  # a full disk comes as one, with the system's number in its text
+        except SafetensorError as error:  # also raised for a full disk, with the system's number in its text
             number = re.search(r"os error (\d+)", str(error))
             if number is None:
                 raise
@@ -229,7 +229,7 @@ def save_tensors(path: Name, kind: Kind, tensors: Mapping[str, Tensor], about: M
 
 
 def load_tensors(path: Name, kind: Kind) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, mapped into memory, and the header of a file. All of it is read once, for its checksum.
+    """Return a file's tensors, mapped into memory, and its header. All of it is read once, for its checksum.
 
     Raises ValueError in one sentence if the file is damaged, of another format or of another version.
     """
@@ -250,7 +250,7 @@ def load_tensors(path: Name, kind: Kind) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def _checksum(tensors: Mapping[str, Tensor], head: Mapping[str, str]) -> str:
-    """The CRC-32 of the header's fields and of every tensor's name, type, shape and bytes, as hexadecimal digits."""
+    """Return the CRC-32 of the header's fields and every tensor's name, type, shape and bytes, as hexadecimal."""
     import torch
 
     shapes: list[Any] = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in sorted(tensors)]

@@ -1,4 +1,4 @@
-"""Theory: alpha, c and gamma -> tokens per round, walltime, operations, best and oracle gamma; alpha from data.
+"""The paper's formulas: tokens per round, walltime, operations, best and oracle gamma, from alpha, c and gamma.
 
 Pure Python. Numbers of equations, theorems and sections are those of arXiv 2211.17192. p is the target's law and q the
 draft's, each a sequence with one probability per token. Time is counted in target steps: one step is T(1), a run of
@@ -15,14 +15,14 @@ from operator import mul
 Probabilities = Sequence[float]
 
 Curve = Callable[[int], float]
-"""Measured cost of one target run: rows -> T(rows) / T(1), for rows = gamma + 1 scored at once."""
+"""The measured cost of one target run: rows -> T(rows) / T(1), for rows = gamma + 1 scored at once."""
 
 SUM_TOLERANCE = 1e-4  # a float32 softmax over a large vocabulary does not sum to one exactly
-LIMIT = 256  # largest gamma that is looked at, unless told otherwise
+LIMIT = 256  # the largest gamma that is tried by default
 
 
 def distance(p: Probabilities, q: Probabilities) -> float:
-    """D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (Definition 3.2): total variation, in [0, 1].
+    """Return D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (Definition 3.2): total variation, in [0, 1].
 
     Symmetric, 0 iff p = q, 1 iff the supports are disjoint (Corollary 3.4). Raises ValueError unless both are laws
     over one vocabulary.
@@ -32,7 +32,7 @@ def distance(p: Probabilities, q: Probabilities) -> float:
 
 
 def beta(p: Probabilities, q: Probabilities) -> float:
-    """beta = sum_x min(p(x), q(x)) = 1 - D_LK(p, q) (Theorem 3.5, Lemma 3.3): the chance that x ~ q is kept.
+    """Return beta = sum_x min(p(x), q(x)) = 1 - D_LK(p, q) (Theorem 3.5, Lemma 3.3): the chance that x ~ q is kept.
 
     Its mean over prefixes is alpha (Corollary 3.6). Raises ValueError unless both are laws over one vocabulary.
     """
@@ -40,7 +40,7 @@ def beta(p: Probabilities, q: Probabilities) -> float:
 
 
 def lenient_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
-    """alpha_l = sum_x min(p(x) / l, q(x)) at one prefix (section A.5): not lossless for l < 1.
+    """Return alpha_l = sum_x min(p(x) / l, q(x)) at one prefix (section A.5): not lossless for l < 1.
 
     Raises ValueError unless 0 < l <= 1 and both are laws over one vocabulary.
     """
@@ -50,7 +50,7 @@ def lenient_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
 
 
 def lenient_greedy_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
-    """Chance that x ~ q is kept by the greedy test p(x) >= l max p (section A.5, where it is printed as <=).
+    """Return the chance that x ~ q is kept by the greedy test p(x) >= l max p (section A.5, where it is printed as <=).
 
     p is the target's law BEFORE argmax is applied; q is the law the draft is drawn from. Raises ValueError unless
     0 < l <= 1 and both are laws over one vocabulary.
@@ -62,7 +62,7 @@ def lenient_greedy_beta(p: Probabilities, q: Probabilities, lenience: float) -> 
 
 
 def rejection_acceptance(p: Probabilities, q: Probabilities) -> float:
-    """1 / M, what plain rejection sampling keeps (section A.2): never above beta; 0 if q misses a token of p.
+    """Return 1 / M, the acceptance of plain rejection sampling (section A.2): at most beta; 0 if q misses a token of p.
 
     Raises ValueError unless both are laws over one vocabulary.
     """
@@ -71,7 +71,7 @@ def rejection_acceptance(p: Probabilities, q: Probabilities) -> float:
 
 
 def rejection_constant(p: Probabilities, q: Probabilities) -> float:
-    """M = max_x p(x) / q(x) of rejection sampling (section A.2), at least 1; infinite if q misses a token of p.
+    """Return M = max_x p(x) / q(x) of rejection sampling (section A.2), at least 1; infinite if q misses a token of p.
 
     Raises ValueError unless both are laws over one vocabulary.
     """
@@ -80,10 +80,11 @@ def rejection_constant(p: Probabilities, q: Probabilities) -> float:
 
 
 def tokens_per_round(alpha: float, gamma: float) -> float:
-    """E(tokens) = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1), correction or bonus included: 1 to gamma + 1.
+    """Return E(tokens) = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1), correction or bonus included.
 
-    Exact if the betas are independent with mean alpha. gamma = math.inf gives 1 / (1 - alpha), what a free draft
-    would reach (section 3.6). Raises ValueError unless 0 <= alpha <= 1 and gamma is a whole number or infinite.
+    It lies between 1 and gamma + 1, and is exact if the betas are independent with mean alpha. gamma = math.inf gives
+    1 / (1 - alpha), the limit for a draft without cost (section 3.6). Raises ValueError unless 0 <= alpha <= 1 and
+    gamma is a whole number or infinite.
     """
     check_share("alpha", alpha)
     if not (gamma == math.inf or (gamma >= 0 and gamma == int(gamma))):
@@ -96,7 +97,7 @@ def tokens_per_round(alpha: float, gamma: float) -> float:
 
 
 def survival(betas: Iterable[float]) -> list[float]:
-    """Chance that at least i drafted tokens stand, i = 1..gamma: running products of per-position acceptance.
+    """Return the chances that at least i drafted tokens stand, i = 1..gamma: products of acceptance by position.
 
     `betas` are chances in [0, 1], each given that all positions before it were kept (Definition 3.1 without its
     i.i.d. assumption). Raises ValueError for one outside.
@@ -108,7 +109,7 @@ def survival(betas: Iterable[float]) -> list[float]:
 
 
 def token_survival(ratios: Iterable[float]) -> list[float]:
-    """prod_{j<=i} min(1, r_j) of token verification (Algorithm 1) for drafted tokens with ratios r_j = p(x_j)/q(x_j).
+    """Return prod_{j<=i} min(1, r_j) of token verification (Algorithm 1), for ratios r_j = p(x_j)/q(x_j) of drafts.
 
     Its mean over drafts x ~ q is the chance that i tokens stand. Raises ValueError for a negative or infinite ratio.
     """
@@ -116,17 +117,17 @@ def token_survival(ratios: Iterable[float]) -> list[float]:
 
 
 def block_survival(ratios: Iterable[float]) -> list[float]:
-    """b_i = min(1, b_{i-1} r_i), b_0 = 1, of block verification (arXiv 2403.10444) for ratios r_i = p(x_i)/q(x_i).
+    """Return b_i = min(1, b_{i-1} r_i), b_0 = 1, of block verification (arXiv 2403.10444); r_i = p(x_i)/q(x_i).
 
-    At least `token_survival`. b_i is the chance that i tokens stand given x_1..x_i alone, so only its mean over drafts
-    x ~ q is an expected number of tokens. Raises ValueError for a negative or infinite ratio.
+    It is at least `token_survival`. b_i is the chance that i tokens stand given x_1..x_i alone, so only its mean over
+    drafts x ~ q is an expected number of tokens. Raises ValueError for a negative or infinite ratio.
     """
     checked = (_check_cost("p(x)/q(x)", ratio) for ratio in ratios)
     return list(accumulate(checked, lambda b, ratio: min(1.0, b * ratio), initial=1.0))[1:]
 
 
 def expected_tokens(kept: Iterable[float]) -> float:
-    """Tokens per round, correction or bonus included: 1 + sum_i P(at least i drafted tokens stand).
+    """Return tokens per round, correction or bonus included: 1 + sum_i P(at least i drafted tokens stand).
 
     Needs no independence: `kept` is the output of `survival`, `token_survival` or `block_survival`, or the measured
     acceptance by position. alpha^i for i = 1..gamma gives Equation 1. Raises ValueError for a chance outside [0, 1].
@@ -135,12 +136,12 @@ def expected_tokens(kept: Iterable[float]) -> float:
 
 
 def flat(rows: int) -> float:
-    """The paper's assumption: a target run costs one step, however many rows it scores."""
+    """Return 1, as the paper assumes: a target run costs one step, however many rows it scores."""
     return 1.0
 
 
 def round_cost(gamma: int, c: float, verify: Curve = flat) -> float:
-    """Time of a round in target steps: T(gamma+1)/T(1) + gamma c, the denominator of Theorem 3.8 with a measured curve.
+    """Return a round's time in target steps: T(gamma+1)/T(1) + gamma c, as in Theorem 3.8 with a measured curve.
 
     c is the time of a draft step over T(1) (Definition 3.7). `verify(1)` is 1 by definition. Raises ValueError unless
     gamma is a whole number from 0 up, c >= 0, and the curve gives positive costs.
@@ -153,22 +154,22 @@ def round_cost(gamma: int, c: float, verify: Curve = flat) -> float:
 
 
 def walltime_factor(alpha: float, gamma: int, c: float, verify: Curve = flat) -> float:
-    """How many times faster than plain decoding: (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)) (Theorem 3.8).
+    """Return the speed over plain decoding: (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)) (Theorem 3.8).
 
-    With a measured curve, T(gamma+1)/T(1) stands for the 1 of the denominator. Long outputs and i.i.d. betas are
+    With a measured curve, T(gamma+1)/T(1) replaces the 1 of the denominator. Long outputs and i.i.d. betas are
     assumed; without the latter use `expected_tokens(...) / round_cost(...)`. Raises ValueError as these two do.
     """
     return tokens_per_round(alpha, gamma) / round_cost(gamma, c, verify)
 
 
 def remote_round_cost(gamma: int, c: float, delay: float, ready: float, verify: Curve = flat) -> float:
-    """Time of a round, in target steps, whose draft is made on a machine that is `delay` away, there and back.
+    """Return a round's time, in target steps, if its draft is made on a machine with a round-trip delay of `delay`.
 
-    While the target verifies, that machine goes on as if all stood: it guesses the bonus token and drafts gamma more,
-    in (gamma + 1) c. With chance `ready` that was right, and only what T(gamma+1)/T(1) + delay do not cover of it is
-    waited for; otherwise gamma tokens are drafted anew, after half a step, on average, of what is in progress, if it
-    is. `delay` is in target steps as all times are; `ready` 0 means that nothing made ahead is ever right.
-    Raises ValueError as `round_cost` does, and for a negative delay or a chance outside [0, 1].
+    While the target verifies, that machine continues as if all tokens stood: it guesses the bonus token and drafts
+    gamma more, in (gamma + 1) c. With chance `ready` the guess is right, and the target waits only for the part of that
+    time that T(gamma+1)/T(1) + delay do not cover; otherwise gamma tokens are drafted anew, after on average half a
+    step to finish the step in progress, if one is. `delay` is in target steps, as all times are; with `ready` 0 no
+    guess is ever right. Raises ValueError as `round_cost` does, and for a negative delay or a chance outside [0, 1].
     """
     check_share("ready", ready)
     target = round_cost(gamma, 0.0, verify) + (_check_cost("delay", delay) if gamma else 0.0)
@@ -178,14 +179,15 @@ def remote_round_cost(gamma: int, c: float, delay: float, ready: float, verify: 
 
 
 def remote_factor(alpha: float, gamma: int, c: float, delay: float, verify: Curve = flat) -> float:
-    """`walltime_factor` with a draft that is `delay` target steps away: what it goes ahead with is right with chance
-    alpha^(gamma+1), as gamma tokens and the bonus are. Raises ValueError as `remote_round_cost` does."""
+    """Return `walltime_factor` for a draft with a round-trip delay of `delay` target steps: what it drafts ahead is
+    right with chance alpha^(gamma+1), as gamma tokens and the bonus have to be. Raises ValueError as
+    `remote_round_cost` does."""
     ready = check_share("alpha", alpha) ** (gamma + 1)
     return tokens_per_round(alpha, gamma) / remote_round_cost(gamma, c, delay, ready, verify)
 
 
 def longest_delay(gain: Callable[[float], float]) -> float:
-    """The delay at which a speed-up, `gain(delay)`, which falls as the delay grows, reaches 1; 0 if it never exceeds 1.
+    """Return the delay at which a falling speed-up, `gain(delay)`, reaches 1; 0 if it never exceeds 1.
 
     Found by bisection, to one part in a million of the answer; the unit is that of `gain`.
     """
@@ -201,7 +203,7 @@ def longest_delay(gain: Callable[[float], float]) -> float:
 
 
 def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
-    """Arithmetic operations over those of plain decoding: (1 - alpha)(gamma c_hat + gamma + 1) / (1 - alpha^(gamma+1)).
+    """Return operations over those of plain decoding: (1 - alpha)(gamma c_hat + gamma + 1) / (1 - alpha^(gamma+1)).
 
     Theorem 3.11. c_hat is a draft's operations per token over the target's (Definition 3.10). Raises ValueError
     unless 0 <= alpha <= 1, gamma is a whole number from 0 up, and c_hat >= 0.
@@ -211,17 +213,18 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 
 
 def reads_factor(alpha: float, gamma: int, draft_reads: float = 0.0) -> float:
-    """Bytes of weights and keys/values read per token over plain decoding's: (1 + gamma d) / E(tokens) (section 3.4).
+    """Return bytes read per token over plain decoding's: (1 + gamma d) / E(tokens) (section 3.4).
 
-    d = `draft_reads` is what a draft step reads over what a target step reads; 0 counts the target alone, as the
-    paper does. Raises ValueError unless 0 <= alpha <= 1, gamma is a whole number from 0 up, and d >= 0.
+    Reads are those of weights and KV cache. d = `draft_reads` is the bytes that a draft step reads over those of a
+    target step; 0 counts the target alone, as the paper does. Raises ValueError unless 0 <= alpha <= 1, gamma is
+    a whole number from 0 up, and d >= 0.
     """
     _check_gamma(gamma)
     return (1 + gamma * _check_cost("draft_reads", draft_reads)) / tokens_per_round(alpha, gamma)
 
 
 def can_help(alpha: float, c: float) -> bool:
-    """Whether some gamma is faster than plain decoding: alpha > c (Corollary 3.9; the converse holds too).
+    """Return whether some gamma is faster than plain decoding: alpha > c (Corollary 3.9; the converse holds too).
 
     For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
     """
@@ -229,7 +232,7 @@ def can_help(alpha: float, c: float) -> bool:
 
 
 def guaranteed_factor(alpha: float, c: float) -> float:
-    """What the best gamma reaches at least: (1 + alpha) / (1 + c), its value at gamma = 1 (Corollary 3.9), or 1.
+    """Return the least factor of the best gamma: (1 + alpha) / (1 + c), its value at gamma = 1 (Corollary 3.9), or 1.
 
     For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
     """
@@ -237,7 +240,7 @@ def guaranteed_factor(alpha: float, c: float) -> float:
 
 
 def best_gamma(alpha: float, c: float, limit: int = LIMIT, verify: Curve = flat) -> int:
-    """The gamma in 0..limit with the largest `walltime_factor` (section 3.5); 0 = do not speculate.
+    """Return the gamma in 0..limit with the largest `walltime_factor` (section 3.5); 0 = do not speculate.
 
     Every gamma is tried, as a measured curve may have steps. Ties within 1e-12 go to the smaller. Raises ValueError
     unless 0 <= alpha <= 1, c >= 0, limit is a whole number from 0 up, and the curve gives positive costs.
@@ -248,9 +251,10 @@ def best_gamma(alpha: float, c: float, limit: int = LIMIT, verify: Curve = flat)
 
 
 def best_gamma_by_position(kept: Sequence[float], c: float, verify: Curve = flat) -> int:
-    """`best_gamma` without i.i.d. betas: kept[i-1] is the chance that at least i tokens stand; limit = len(kept).
+    """Return the best gamma without i.i.d. betas; kept[i-1] is the chance that at least i tokens stand.
 
-    Raises ValueError for a chance outside [0, 1], c < 0, or a curve that gives no positive costs.
+    The greatest gamma tried is len(kept). Raises ValueError for a chance outside [0, 1], c < 0, or a curve that does
+    not give positive costs.
     """
     return _argmax((check_share("chance", chance) for chance in kept), c, verify)
 
@@ -267,17 +271,18 @@ def _argmax(kept: Iterable[float], c: float, verify: Curve) -> int:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Walltime factor if just the tokens that will be kept were drafted (section 3.5): 1 / (1 - alpha (1 - c)).
+    """Return the walltime factor if only tokens that are kept were drafted (section 3.5): 1 / (1 - alpha (1 - c)).
 
-    1 / (1 - alpha) tokens, `tokens_per_round(alpha, inf)`, for a cost of 1 + c alpha / (1 - alpha) target steps: the
-    target still runs once (footnote 4). At c >= 1 nothing is drafted. Raises ValueError unless 0 <= alpha <= 1, c >= 0.
+    It makes 1 / (1 - alpha) tokens, `tokens_per_round(alpha, inf)`, at a cost of 1 + c alpha / (1 - alpha) target
+    steps: the target still runs once (footnote 4). At c >= 1 nothing is drafted. Raises ValueError unless
+    0 <= alpha <= 1 and c >= 0.
     """
     lost = 1 - check_share("alpha", alpha) * (1 - min(1.0, _check_cost("c", c)))
     return 1 / lost if lost > 0 else math.inf
 
 
 def oracle_gain(alpha: float, c: float, limit: int = LIMIT) -> float:
-    """What the oracle's gamma gains over the best fixed one (section 3.5): 0.07 is 7 % faster. Flat verify cost.
+    """Return the gain of the oracle's gamma over the best fixed one (section 3.5), for a flat verify cost; 0.07 is 7 %.
 
     Raises ValueError unless 0 <= alpha <= 1, c >= 0, and limit is a whole number from 0 up.
     """

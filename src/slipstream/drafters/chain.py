@@ -1,10 +1,10 @@
 """A draft that is drafted itself: n-gram -> tiny -> draft -> target, any depth.
 
 The gamma tokens of a draft model are themselves made by speculative rounds: a faster drafter proposes, the model scores
-in one call, the exact rule keeps a prefix. It is THE LOOP, one level down, so the tokens follow the model's own law q
-jointly, whatever drafts inside; q at every position is the law the inner round verified against. The outer rule
-therefore stays exact. How many tokens a row hands up is fixed before anything is sampled: what rows of a batch make
-beyond it, while others still work, is cut by position alone, which leaves the law of the others as it is.
+in one call, the exact rule keeps a prefix. It is the loop of Algorithm 1, one level down, so the tokens jointly have
+the model's own law q, whatever drafts inside; q at every position is the law that the inner round verified against. The
+outer rule therefore stays exact. How many tokens a row drafts is fixed before anything is sampled: tokens that rows of
+a batch make beyond it, while others are not done, are cut by position alone, which does not change the others' law.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from slipstream.decoding.speculate import play_round
 from slipstream.drafters.following import Follower
 
 ENDLESS = 1 << 62
-"""The limit of texts inside a draft: the rounds know how many tokens they want."""
+"""The token limit of texts inside a draft, which is never reached: the drafter counts the tokens itself."""
 
 
 class ChainDrafter:
-    """Samples a chain from a Scorer by speculative rounds with a faster drafter, which drafts `gamma` at a time.
+    """Samples a chain from a Scorer by speculative rounds with a faster drafter, which drafts `gamma` tokens at a time.
 
-    The drafts are those that `drafters.model.ModelDrafter` would make, in law. Counts and seconds of the inner rounds
+    The drafts have the law of those that `drafters.model.ModelDrafter` makes. Counts and seconds of the inner rounds
     are in the rows' `stats.levels`, under the scorer's name, with that scorer in the place of the target.
     """
 
@@ -50,11 +50,11 @@ class ChainDrafter:
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The model, and those that draft for it."""
+        """The Scorers of the model and of those that draft for it."""
         return (self.scorer, *scorers_among([self.inner]))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens per row, each from the model's law given all before it."""
+        """Draft up to `gammas[r]` tokens per row, each from the model's law given all before it."""
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows, context.watch)
@@ -68,17 +68,17 @@ class ChainDrafter:
         return Draft(tokens, laws, tuple(gammas), windowed, parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
-        """Forget drafted tokens that were not kept, here and further in."""
+        """Drop drafted tokens that were not kept, in this model's cache and in those of the inner drafter."""
         self._follower.rollback(round)
         shadows = [self._shadows[id(row)] for row in round.rows if id(row) in self._shadows]
         for shadow in shadows:
             shadow.reset()
-        if len(shadows) == len(round.rows):  # further in the text was cut, and nothing is new
+        if len(shadows) == len(round.rows):  # inside, the texts were cut, and no token is new
             rows = tuple(shadow.row for shadow in shadows)
             self.inner.observe(replace(round, rows=rows, tokens=((),) * len(rows)))
 
     def _cast(self, rows: Sequence[Row]) -> list[Shadow]:
-        """Our view of every row; a new one where the window of the text has moved."""
+        """Return the shadow of every row, reset to the row's text; a new one if the window of the text has moved."""
         kept = {}
         for row, start in zip(rows, self._follower.starts, strict=True):
             shadow = self._shadows.get(id(row))
@@ -109,7 +109,7 @@ class ChainDrafter:
         return made, Law.join([Law.join(_padded(each, width), 1).first(width) for each in laws], 0)
 
     def _decoder(self, rng: Rng, rows: Sequence[Row]) -> Decoder:
-        """Return the decoder of the rounds inside: coupled rows have to match, the others take token verification."""
+        """Return the decoder of the inner rounds: coupled rows are verified by matching, the others token by token."""
         ways = [rng.select([place]) for place in range(len(rows))]
         mixed = len({way.coupled for way in ways}) > 1
         for row, way in zip(rows, ways, strict=True):
@@ -121,7 +121,7 @@ class ChainDrafter:
 
 @dataclass(frozen=True)
 class Shadow:
-    """A row as it looks inside the draft: its text from `start` on, and what has been drafted behind it."""
+    """The copy of a row inside the draft: its text from `start` on, and the tokens drafted after it."""
 
     outer: Row
     start: int
@@ -129,16 +129,16 @@ class Shadow:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Length of the outer text, and where ours begins in it."""
+        """The length of the outer text, and the position at which the inner text begins in it."""
         return len(self.outer.readable), self.start
 
     def reset(self) -> None:
-        """Back to the outer text."""
+        """Reset the text to that of the outer row, from `start` on."""
         self.row.tokens[:] = self.outer.readable[self.start :]
 
 
 def _inside(row: Row, start: int) -> Row:
-    """A row that never ends by itself: what is cut is decided outside."""
+    """Make the inner row, which has no end of its own: the outer round decides where to cut."""
     request = replace(
         row.request,
         prompt=tuple(row.readable[: len(row.readable) - len(row.output)][start:]),
@@ -153,7 +153,7 @@ def _inside(row: Row, start: int) -> Row:
 
 
 def _padded(laws: list[Law], width: int) -> list[Law]:
-    """Laws (1, ...) of one row, padded to `width` positions with a copy of the last."""
+    """Pad the laws (1, ...) of a row to `width` positions with copies of the last."""
     missing = width - sum(law.positions for law in laws)
     last = laws[-1]
     end = torch.tensor([last.positions - 1], device=last.device)
@@ -161,7 +161,7 @@ def _padded(laws: list[Law], width: int) -> list[Law]:
 
 
 class _Fitted:
-    """A scorer with the target's vocabulary: it never proposes ids of its own, and is fed none that it lacks."""
+    """A Scorer cut or padded to the target's vocabulary; ids that it lacks are fed as its last id."""
 
     def __init__(self, scorer: Scorer, vocab: int) -> None:
         self._scorer, self.vocab = scorer, vocab
@@ -170,7 +170,7 @@ class _Fitted:
         return getattr(self._scorer, name)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Logits (rows, n, vocab of the target)."""
+        """Feed tokens -> logits (rows, n, the target's vocab); see `Scorer.extend`."""
         return pad_vocabulary(
             self._scorer.extend(tokens.clamp(max=self._scorer.vocab - 1), counts, first, tree), self.vocab
         )

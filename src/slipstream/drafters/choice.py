@@ -1,6 +1,6 @@
-"""Several drafters, one choice per round: the first that has something to say, or the one that has been fastest.
+"""Choose among several drafters in each round: the first that has a draft, or the one measured to be fastest.
 
-Any choice is exact that is made before a token is sampled, or that looks only at which rows got no draft at all.
+Any choice is exact that is made before a token is sampled, or that depends only on which rows got no draft at all.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from slipstream.drafters.tree import TreeDrafter
 
 
 class Choice:
-    """For every row the first drafter that drafts anything for it: copy where the text repeats itself, else a model.
+    """Drafts each row with the first drafter that has tokens for it: a copy if the text repeats itself, else a model.
 
-    Rows with and without a match share a round. Every drafter observes every round, so its caches follow.
+    Rows with and without a match share a round. Every drafter observes every round, which keeps its caches up to date.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        """In order of preference. Raises ValueError for fewer than two, and for trees."""
+        """`drafters`: in order of preference. Raises ValueError for fewer than two, and for trees."""
         self.drafters = _checked(drafters)
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The models of all drafters."""
+        """The Scorers of the models of all drafters."""
         return scorers_among(self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens for each row, by the first drafter that has some."""
+        """Draft up to `gammas[r]` tokens for each row, with the first drafter that has any."""
         left, drafts, parts = list(gammas), list[Draft](), list[Part]()
         for place, drafter in enumerate(self.drafters):
             if not any(left):
@@ -52,15 +52,15 @@ class Choice:
         return replace(merge(drafts), parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
-        """Everyone sees the round."""
+        """Pass the round to every drafter."""
         for drafter in self.drafters:
             drafter.observe(round)
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
-    """Drafts of the same rows, of which at most one has tokens for a row -> one draft.
+    """Merge drafts of the same rows, of which at most one has tokens for a row, into one draft.
 
-    Point masses become dense laws beside dense ones.
+    Point masses become dense laws if any of the laws is dense.
     """
     full = [draft for draft in drafts if any(draft.lengths)]
     if len(full) < 2:
@@ -79,7 +79,7 @@ def merge(drafts: Sequence[Draft]) -> Draft:
 
 
 def _vocab(drafts: Sequence[Draft]) -> Tensor | None:
-    """An empty row of the dense laws; None if all are point masses."""
+    """Return zeros (1, 1, vocab) like the dense laws; None if all are point masses."""
     return next((draft.law.dense[:1, :1] * 0 for draft in drafts if draft.law and not draft.law.point), None)
 
 
@@ -88,7 +88,7 @@ def _right(draft: Draft, width: int) -> tuple[int, int]:
 
 
 def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:
-    """The law of one row (1, width); padding has no weight."""
+    """Return the law of one row (1, width); padding has no weight."""
     assert draft.law is not None
     law, missing = draft.law, width - draft.tokens.shape[1]
     if blank is None:
@@ -107,7 +107,7 @@ def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:
 
 @dataclass(frozen=True)
 class Arm:
-    """The memory of one drafter: rounds, tokens and seconds, older ones with less weight."""
+    """The counts of one drafter: rounds, tokens and seconds, older ones with less weight."""
 
     rounds: float = 0.0
     tokens: float = 0.0
@@ -115,13 +115,13 @@ class Arm:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """The measured tokens per second; 0 before any round."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Pulls:
-    """The state of a bandit: its arms, the one that is used, and for how many more rounds."""
+    """The state of a bandit: its arms, the index of the one in use, and for how many more rounds it is used."""
 
     arms: tuple[Arm, ...]
     current: int = 0
@@ -133,7 +133,7 @@ class Ucb:
     """Discounted upper confidence bounds (Garivier and Moulines 2011, arXiv 0805.3415) on tokens per second.
 
     The arm with the largest speed + explore * (best speed) * sqrt(ln n / n_arm) is used for `hold` rounds; a round's
-    weight falls by `discount` with every later one. Raises ValueError for settings that cannot be.
+    weight falls by `discount` with every later one. Raises ValueError for settings that are not possible.
     """
 
     discount: float = 0.995
@@ -149,14 +149,14 @@ class Ucb:
         return Pulls((Arm(),) * arms)
 
     def choose(self, state: Pulls) -> Pulls:
-        """The state with the arm of the next round as `current`: each once, then by the bound."""
+        """Return the state with the next round's arm as `current`: each arm once, then that of the largest bound."""
         if state.left:
             return replace(state, left=state.left - 1)
         bounds = self.bounds(state)
         return replace(state, current=bounds.index(max(bounds)), left=self.hold - 1)
 
     def bounds(self, state: Pulls) -> list[float]:
-        """The upper confidence bound of every arm, in tokens per second; infinite for an arm that was never used."""
+        """Return every arm's upper confidence bound, in tokens per second; infinite for an arm never used."""
         everything = sum(arm.rounds for arm in state.arms)
         scale = self.explore * max(arm.speed for arm in state.arms)
         return [
@@ -165,7 +165,7 @@ class Ucb:
         ]
 
     def update(self, state: Pulls, tokens: int, seconds: float) -> Pulls:
-        """Learn what the current arm did in a round; learn nothing if the seconds cannot be true."""
+        """Return the state with a round of the current arm counted, or unchanged if the seconds cannot be true."""
         if not believable(seconds):
             return state
         arms = [
@@ -181,7 +181,7 @@ class Bandit:
     """Uses the drafter with the most tokens per second, measured while decoding; `decoding.NoDraft` may be one.
 
     The output law is exact, but which tokens a seed gives depends on times measured, unless decoding is greedy or
-    coupled. A model that has not drafted for a while reads what it missed when it is tried, and that time counts.
+    coupled. A model that has not drafted for some rounds reads the missing tokens when it is tried; that time counts.
     """
 
     def __init__(
@@ -195,16 +195,16 @@ class Bandit:
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The models of all drafters."""
+        """The Scorers of the models of all drafters."""
         return scorers_among(self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """By the drafter that is chosen for this round."""
+        """Draft with the drafter that is chosen for this round."""
         self.state = self.settings.choose(self.state)
         return self.drafters[self.state.current].propose(context, gammas)
 
     def observe(self, round: Round) -> None:
-        """Everyone sees the round, and the chosen one is judged by it; plain rounds by request say nothing."""
+        """Pass the round to every drafter, and count it for the chosen one if any row asked for a draft."""
         for drafter in self.drafters:
             drafter.observe(round)
         if any(round.gammas):

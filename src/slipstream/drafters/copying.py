@@ -1,4 +1,4 @@
-"""The parts that drafters that copy share: a record per running row, and tokens that are sure as a draft."""
+"""Parts shared by the drafters that copy: a record per running row, and drafts of copied tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ByRow(Generic[T]):
-    """Something of every row that runs. Rows are known by identity, and none is kept alive by being known."""
+    """A value per running row, keyed by the identity of the row, which is held by a weak reference."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[ref[Row], T]] = {}
@@ -30,43 +30,43 @@ class ByRow(Generic[T]):
         return self._known[id(row)][1]
 
     def follow(self, rows: Sequence[Row], make: Callable[[Row], T]) -> None:
-        """Know these rows, the new ones by what `make` gives, and no others."""
+        """Keep the values of these rows only, and make values for new rows with `make`."""
         known = {}
         for row in rows:
             entry = self._known.get(id(row))
-            if entry is None or entry[0]() is not row:  # the address may be one that is used again
+            if entry is None or entry[0]() is not row:  # another object may have got the address
                 entry = (ref(row, self._lost), make(row))
             known[id(row)] = entry
         self._known = known
 
     def forget(self, row: Row) -> None:
-        """Its text has ended."""
+        """Drop the value of a row that has ended."""
         self._known.pop(id(row), None)
 
     def _lost(self, gone: ref[Row]) -> None:
-        """Forget a row that has been garbage collected, because its stream was closed."""
+        """Drop the value of a row that was garbage collected, as happens when its stream is closed."""
         self._known = {key: entry for key, entry in self._known.items() if entry[0] is not gone}
 
 
 def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:
-    """Return the tokens of the row's source, which is worth copying from; empty without an encoder.
+    """Return the tokens of the row's source, to copy from; empty without an encoder.
 
-    It is also empty where the source has ids that a decoder of `vocab` tokens does not know.
+    It is also empty if the source has ids outside the decoder's vocabulary of `vocab` tokens.
     """
     source = row.request.source
     return source if isinstance(source, tuple) and max(source) < vocab else ()
 
 
 def grammar_of(row: Row) -> Grammar | None:
-    """The grammar that a row's text has to fit, if there is one."""
+    """Return the grammar of a row's request, or None."""
     return getattr(row.request.sampler, "grammar", None)
 
 
 def ended(copy: list[int], row: Row) -> list[int]:
-    """A copy up to its first end-of-text token, and before its first token that the row's grammar forbids.
+    """Cut a copy after its first end-of-text token, and before its first token that the row's grammar forbids.
 
-    Nothing behind them can be emitted. A copy is known before anything is drawn, so that cutting it is exact; what
-    could not stand is not scored, nor counted as drafted.
+    Nothing after them can be emitted. A copy is fixed before anything is drawn, so that cutting it is exact; tokens
+    that could not stand are neither scored nor counted as drafted.
     """
     copy = copy[: next((place for place, token in enumerate(copy, 1) if token in row.request.eos), len(copy))]
     grammar = grammar_of(row)
@@ -74,6 +74,6 @@ def ended(copy: list[int], row: Row) -> list[int]:
 
 
 def sure(copies: Sequence[Sequence[int]], device: torch.device = CPU, windowed: tuple[int, ...] = ()) -> Draft:
-    """Tokens per row, possibly none, as a draft (rows, longest): q is a point mass on each."""
+    """Make a draft (rows, longest) of the copies of each row, possibly none: q is a point mass on each token."""
     tokens, lengths = padded(copies, device), tuple(map(len, copies))
     return Draft(tokens, Law(tokens=tokens) if any(lengths) else None, lengths, windowed)

@@ -1,4 +1,4 @@
-"""`Follower` keeps a draft model's cache in step with the texts of a batch."""
+"""`Follower` keeps a draft model's cache up to date with the texts of a batch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from slipstream.execution.draft_graphs import FED
 
 
 class Follower:
-    """Keeps a scorer's cache in step with the rows of a context.
+    """Keeps a Scorer's cache up to date with the rows of a context.
 
     The cache may lag behind the text: by two tokens after a full acceptance (the last draft was sampled but never
-    fed), by any number after rounds without drafting, by the whole prompt at the start; `catch_up` feeds what is
-    missing. A text longer than the scorer's context is followed in a window of its last tokens.
+    fed), by any number after rounds without drafting, by the whole prompt at the start; `catch_up` feeds the missing
+    tokens. A text longer than the Scorer's context is followed in a window of its last tokens.
     """
 
     def __init__(self, scorer: Scorer, at_once: int = FED) -> None:
-        """`at_once`: how many tokens that the cache lacks are fed with the first drafting step."""
+        """`at_once`: the number of missing tokens that may be fed together with the first drafting step."""
         self._at_once = at_once
         scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
         self.scorer, self._store = scorer, recalling(scorer)
-        self.starts: list[int] = []  # where each row's window begins in its text
+        self.starts: list[int] = []  # the position at which each row's window begins in its text
         self._rows: list[Row] = []
-        self._known: list[int] = []  # how many tokens of each row are stored for others
-        self._late: list[bool] = []  # rows that are drafted nothing in this round
+        self._known: list[int] = []  # how many tokens of each row are stored in the prefix cache
+        self._late: list[bool] = []  # the rows that get no draft in this round
         self._watch = Stopwatch()
 
     def follow(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> None:
-        """Make our rows those of the context: free those that left, add the new.
+        """Follow the rows of the context: free the rows that left, and add the new ones.
 
-        Rows that run on keep their order; one that had to give way and came back is among the new. What is read until
-        the next call counts as `prefill` of the watch.
+        Rows that run on keep their order; a preempted row that came back is among the new. The time of reading until
+        the next call counts as `prefill` on the watch.
         """
         self._watch = watch or Stopwatch()
         kept = still_first(self._rows, rows)
@@ -53,7 +53,7 @@ class Follower:
         self._rows, self._late = list(rows), [False] * len(rows)
 
     def _join(self, row: Row) -> None:
-        """Append a row, with what is stored of its text."""
+        """Append a row, with the longest stored prefix of its text."""
         self.scorer.add(1, [row.request.source])
         text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
         if row.request.gamma != 0 and (limit is None or len(text) < limit):
@@ -62,22 +62,22 @@ class Follower:
         self._known.append(known)
 
     def _remember(self, place: int) -> None:
-        """Store what the cache holds of a row, if that is the beginning of its text."""
+        """Store a row's cached tokens in the prefix cache, if they are a prefix of its text."""
         row, have = self._rows[place], self.scorer.lengths[place]
         if not self.starts[place] and row.finish_reason != "error":
             self._store.remember(place, self._ids(row.readable[:have]), row.request.cache_salt)
         self._known[place] = have
 
     def read_late(self, gammas: Sequence[int], piece: int) -> list[int]:
-        """Read at most `piece` tokens of the texts that the cache lacks, if rows that run would wait for more.
+        """Read at most `piece` missing tokens of the texts, if running rows would have to wait for more.
 
-        Returns how many tokens to draft for each row in this round: none for those whose text is not read yet, `gammas`
-        for the others. What is unread is known before anything is sampled, so that any such choice is exact.
+        Returns how many tokens to draft for each row in this round: none for rows whose text is not read yet, `gammas`
+        for the others. Which texts are unread is known before anything is sampled, so that this choice is exact.
         """
         texts = self._texts_behind()
         wanted = [bool(gamma) and row.request.gamma != 0 for row, gamma in zip(self._rows, gammas, strict=True)]
         behind = [len(text) if want and len(text) > FED else 0 for want, text in zip(wanted, texts, strict=True)]
-        # What nobody asks for is not read until somebody does; a token or two are fed along, which costs nothing.
+        # Texts without a wanted draft are not read until one is; a token or two are fed along, which costs nothing.
         self._late = [
             not want and row.request.gamma != 0 and len(text) > FED
             for want, row, text in zip(wanted, self._rows, texts, strict=True)
@@ -96,11 +96,11 @@ class Follower:
         return [0 if is_late else gamma for is_late, gamma in zip(late, gammas, strict=True)]
 
     def catch_up(self, room: int) -> Tensor:
-        """Feed what the cache lacks, leaving room for more tokens -> logits (rows, 1, vocab) of the last token."""
+        """Feed the missing tokens, leaving room for `room` more -> logits (rows, 1, vocab) after the last token."""
         return self.feed(self.lacking(room))
 
     def lacking(self, room: int) -> list[list[int]]:
-        """Feed what the cache lacks but a few tokens, leaving room for more -> those tokens."""
+        """Feed all but at most `at_once` missing tokens, leaving room for `room` more -> the tokens still missing."""
         self._slide(room)
         missing = self._missing()
         if max(map(len, missing)) > self._at_once:
@@ -109,21 +109,21 @@ class Follower:
         return missing
 
     def feed(self, missing: Sequence[Sequence[int]]) -> Tensor:
-        """Feed tokens -> logits (rows, 1, vocab) of the last ones; those of a row that is fed none mean nothing."""
+        """Feed tokens -> logits (rows, 1, vocab) after the last ones, meaningless for a row that is fed none."""
         counts = torch.tensor([len(tokens) for tokens in missing], device=self.scorer.device)
         logits = self.scorer.extend(padded(missing, self.scorer.device), counts.tolist())
         return logits[torch.arange(len(missing), device=counts.device), counts - 1].unsqueeze(1)
 
     def cover(self, room: int) -> None:
-        """Feed what the cache lacks but the last token, leaving room for more: as a target's cache before a round."""
+        """Feed the missing tokens but the last, leaving room for `room` more: as a target's cache before a round."""
         self._slide(room)
         missing = [tokens[:-1] for tokens in self._texts_behind()]
         if any(missing):
             self._read(missing)
 
     def rollback(self, round: Round) -> None:
-        """Forget drafted tokens that were not kept; in a tree, move the accepted ones together."""
-        if not self._rows or not any(round.gammas):  # who was asked for nothing does nothing
+        """Drop drafted tokens that were not kept; in a tree, move the accepted ones together."""
+        if not self._rows or not any(round.gammas):  # nothing was drafted, so there is nothing to drop
             return
         kept = [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
         have = self.scorer.lengths
@@ -139,18 +139,18 @@ class Follower:
                 self._remember(place)  # the prompt has been read
 
     def _read(self, pieces: Sequence[Sequence[int]]) -> None:
-        """Feed tokens after which nothing is drafted yet."""
+        """Feed tokens without computing logits, and count the time as `prefill`."""
         with self._watch.apart("prefill"):
             self.scorer.prefill(pieces)
 
     def _missing(self) -> list[list[int]]:
-        """The tokens the cache lacks. A row that asked for no drafts is never read: its last token stands in for its
-        text, which nobody looks at. Nothing is fed to a row that has read its piece of this round."""
+        """Return the tokens that the cache lacks: only the last one for a row with gamma 0, whose text is never read
+        because its logits are not used; none for a row that has read its piece of this round."""
         texts = zip(self._rows, self._texts_behind(), self._late, strict=True)
         return [[] if late else text if row.request.gamma != 0 else text[-1:] for row, text, late in texts]
 
     def _texts_behind(self) -> list[list[int]]:
-        """Return the tokens of each text behind the cache; ids that only the target knows become the last id."""
+        """Return the tokens of each text that come after those in the cache; unknown ids become the last id."""
         places = zip(self._rows, self.starts, self.scorer.lengths, strict=True)
         return [self._ids(row.readable[start + have :]) for row, start, have in places]
 
@@ -159,7 +159,7 @@ class Follower:
         return [min(token, last) for token in tokens]
 
     def _slide(self, room: int) -> None:
-        """Begin a new window of half the context where text and draft no longer fit."""
+        """Begin a new window of half the context in rows whose text and draft no longer fit."""
         limit = self.scorer.context
         if limit is None:
             return
@@ -172,7 +172,7 @@ class Follower:
 
 
 def still_first(known: Sequence[Row], rows: Sequence[Row]) -> list[int]:
-    """The places of those known rows that are the first ones of the context, in its order."""
+    """Return the places of the known rows that the context begins with, in its order."""
     kept = list[int]()
     for place, row in enumerate(known):
         if len(kept) < len(rows) and row is rows[len(kept)]:
@@ -181,7 +181,7 @@ def still_first(known: Sequence[Row], rows: Sequence[Row]) -> list[int]:
 
 
 def _inner(parents: tuple[int, ...]) -> int:
-    """How many nodes were fed to the draft: all but the last level."""
+    """Return how many nodes of a tree were fed to the draft: all but the last level."""
     deepest = max(len(line) for line in ancestors(parents))
     return sum(len(line) < deepest for line in ancestors(parents))
 

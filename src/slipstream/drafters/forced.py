@@ -1,4 +1,4 @@
-"""Draft what a grammar makes come next: the usual tokens of a text that has no choice."""
+"""Draft the text that a grammar forces, in its usual tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slipstream.drafters.copying import grammar_of, sure
 
 
 class Forced:
-    """Drafts the tokens in which the only text that a row's grammar allows is usually written.
+    """Drafts the usual tokens of the next text where a row's grammar allows only one.
 
-    The same text may be possible in other tokens, so the target decides as about any draft: q is a point mass, and a
-    drafted x is kept with chance p(x), which is 1 where nothing else can stand. Rows without a grammar, or with a
-    choice, draft nothing.
+    The same text may be possible in other tokens, so the target verifies it as any draft: q is a point mass, and a
+    drafted x is kept with chance p(x), which is 1 if no other token is allowed. Nothing is drafted for rows without a
+    grammar, or whose grammar allows several texts.
     """
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens per row, (rows, longest)."""
+        """Draft up to `gammas[r]` forced tokens per row, (rows, longest)."""
         return sure([self._next(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:

@@ -1,4 +1,4 @@
-"""Draft first what is known beforehand: a prediction, and what a grammar makes come next; then as usual."""
+"""Draft predictions and forced texts first; for other rows, use another drafter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slipstream.drafters.tree import TreeDrafter
 
 
 class KnownFirst:
-    """Copies from predictions and drafts what grammars force; where that gives nothing, another drafter drafts.
+    """Copies from predictions and drafts what grammars force; rows for which that gives nothing use another drafter.
 
-    Rounds of rows without either are the other drafter's alone, and its draws have the same names in all rounds: what
-    becomes of a text does not depend on what stands beside it. What was copied from predictions is counted in the
-    rows' statistics. Raises ValueError for a drafter of trees, beside which chains cannot be verified.
+    In rounds of rows without either, the other drafter makes the whole draft, and its draws have the same names in all
+    rounds, so that a text does not depend on the rows beside it. Copied tokens of predictions are counted in the rows'
+    statistics. Raises ValueError for a drafter of trees, which cannot share a round with chains.
     """
 
     def __init__(self, inner: Drafter) -> None:
@@ -30,20 +30,20 @@ class KnownFirst:
                 "out."
             )
         self.inner, self.prediction, self.forced = inner, Prediction(), Forced()
-        self._copied: tuple[int, ...] = ()  # rows of the present round whose draft is a copy of their prediction
+        self._copied: tuple[int, ...] = ()  # places of the rows in this round whose draft is a copy of their prediction
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
-        """The other drafter."""
+        """The other drafter, in a tuple."""
         return (self.inner,)
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The models of the other drafter."""
+        """The Scorers of the other drafter's models."""
         return scorers_among([self.inner])
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens per row, known ones where there are some."""
+        """Draft up to `gammas[r]` tokens per row: a prediction, else a forced text, else the other draft."""
         self._copied = ()
         if not any(row.request.prediction or grammar_of(row) for row in context.rows):
             return self.inner.propose(context, gammas)
@@ -56,7 +56,7 @@ class KnownFirst:
         return parts[0].draft if len(parts) == 1 else replace(merge(drafts), parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
-        """Count what was copied, and let the others see the round."""
+        """Count the tokens copied from predictions, and pass the round to the inner drafters."""
         for place in self._copied:
             stats = round.rows[place].stats
             stats.predicted += round.draft.lengths[place]
@@ -66,5 +66,5 @@ class KnownFirst:
 
 
 def _served(draft: Draft) -> tuple[int, ...]:
-    """The places of the rows for which a draft has tokens."""
+    """Return the places of the rows for which a draft has tokens."""
     return tuple(place for place, length in enumerate(draft.lengths) if length)

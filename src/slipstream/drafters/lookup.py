@@ -1,8 +1,8 @@
-"""Draft by copying: what followed the longest suffix of the text when it occurred before (section 3.6 of the paper).
+"""Draft by copying the tokens after an earlier occurrence of the text's longest suffix (section 3.6 of the paper).
 
-No model, so c is about 0; strong where the output repeats its prompt or itself (edits, summaries, code, tables). The
-match is exact and of any length: a suffix automaton (Blumer et al. 1985) grows with the text, as in SAM decoding
-(arXiv 2411.10666); the draft grows with the match, as in suffix decoding (arXiv 2411.04975).
+It needs no model, so that c is about 0; it is strong where the output repeats its prompt or itself (edits, summaries,
+code, tables). The match is exact and of any length: a suffix automaton (Blumer et al. 1985) grows with the text, as in
+SAM decoding (arXiv 2411.10666); the draft grows with the match, as in suffix decoding (arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 
 class Lookup:
-    """Copies what followed the most recent earlier occurrence of the longest suffix of prompt (or source) and output.
+    """Copies the tokens after the latest earlier occurrence of the longest suffix of prompt (or source) and output.
 
     A match of m tokens drafts at most factor * m + offset tokens, never more than gamma; without a match the round
     is a plain step. q is a point mass, so a drafted x is kept with chance p(x). In texts that loop with more than
@@ -37,11 +37,11 @@ class Lookup:
         offset: float = 1.0,
         vocab: int = 0,
     ) -> None:
-        """The first two are transformers' names; None drafts up to gamma tokens and matches suffixes of any size.
+        """The first two are named as in transformers; None drafts up to gamma tokens and matches suffixes of any size.
 
-        `vocab` is the target's; without it, nothing is copied from the source of an encoder-decoder.
-        As there, a longer match counts as one of `max_matching_ngram_size`; one shorter than
-        `min_matching_ngram_size` counts as none. Raises ValueError for settings under which nothing can be drafted.
+        As in transformers, a longer match counts as one of `max_matching_ngram_size`; one shorter than
+        `min_matching_ngram_size` does not count. `vocab` is the target's; without it, nothing is copied from the source
+        of an encoder-decoder. Raises ValueError for settings under which nothing can be drafted.
         """
         largest = sys.maxsize if max_matching_ngram_size is None else max_matching_ngram_size
         most = sys.maxsize if prompt_lookup_num_tokens is None else prompt_lookup_num_tokens
@@ -58,16 +58,16 @@ class Lookup:
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
         self.factor, self.offset, self.vocab = factor, offset, vocab
-        # What was read of every row that runs; rows that have ended, or that nobody holds, leave it.
+        # The automaton of every running row; rows that have ended, or were garbage collected, are dropped.
         self.automata: ByRow[SuffixAutomaton] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
+        """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
         self.automata.follow(context.rows, lambda row: SuffixAutomaton(self.max_matching_ngram_size))
         return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
-        """Forget the rows that have ended; the others are read when they draft."""
+        """Drop the rows that have ended; the automata of others are extended when they draft."""
         for row in round.rows:
             if row.finish_reason:
                 self.automata.forget(row)

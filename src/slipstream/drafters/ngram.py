@@ -2,8 +2,8 @@
 
 The tables are smoothed by interpolated modified Kneser-Ney (Chen and Goodman 1998, section 3), which predicts best
 in their comparison and in ours with Witten-Bell: its lower orders count in how many contexts a token appears, not
-how often. Counts learned while decoding are smoothed by Witten-Bell instead, which needs no counts of counts, so that
-adding a token changes the law at once and in constant time.
+how often. Counts of tokens emitted while decoding are smoothed by Witten-Bell instead, which needs no counts of counts,
+so that adding a token changes the law at once and in constant time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from slipstream.drafters.sampled import law_of, sample_chain
 class Ngram:
     """Samples a chain from an n-gram model, with the request's own sampling settings.
 
-    `online` counts what is emitted, of all texts, and mixes it in from the next round on. That is exact: the law of
-    a draft is fixed before it is sampled. But which text a seed gives then depends on the texts decoded before.
+    `online` counts the emitted tokens of all texts, and mixes them in from the next round on. That is exact, as the law
+    of a draft is fixed before it is sampled, but the text of a seed then depends on the texts decoded before.
     """
 
     by_text = True
@@ -55,7 +55,7 @@ class Ngram:
         return sample_chain(context, law_after, gammas, torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
-        """Learn the emitted tokens, if asked to."""
+        """Count the emitted tokens, if `online`."""
         if self.online is not None:
             for row, new in zip(round.rows, round.tokens, strict=True):
                 self.online.add(row.tokens, len(new))

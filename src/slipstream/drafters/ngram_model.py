@@ -1,4 +1,4 @@
-"""N-gram language models: counting, Kneser-Ney smoothing, files, and counts that are learned while decoding."""
+"""N-gram language models: counting, Kneser-Ney smoothing, files, and counts that are updated while decoding."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MOST_TOKENS = 1 << 24  # in a vocabulary: more than any has, and few enough for 
 KIND = Kind("n-gram model", "slipstream.ngram", "2", "build it again")
 
 FALLBACK = (0.5, 1.0, 1.5)
-"""The discounts of 1, 2, 3 or more where counts of counts give none: too little text (KenLM's values)."""
+"""The discounts of counts 1, 2, 3 or more if there is too little text to compute them (KenLM's values)."""
 
 HELD = 1 << 18
-"""Contexts that online counts hold, about 100 MB; then the older half is forgotten."""
+"""The number of contexts that online counts hold, about 100 MB; then the older half is dropped."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 State = tuple[int, ...]
-"""The contexts known before a position, shortest first: entry k is the place of the last k tokens in the tables."""
+"""The known contexts of a position, shortest first: entry k is the place of the last k tokens in the tables."""
 
 Level = tuple[float, Array, Array]
-"""One step of interpolation, gamma * lower + alpha at tokens: (gamma, tokens (n,), alpha (n,))."""
+"""A step of interpolation, gamma * lower + alpha at tokens: (gamma, tokens (n,), alpha (n,))."""
 
 Progress = Callable[[int, int], None]
 
@@ -41,7 +41,7 @@ class Table:
 
     A context is the place of its own n-gram in the table one order lower (its token, for bigrams; the id `vocab`
     stands for the start of a text). `tokens` and `alpha` (ngrams,) are the last token of each n-gram and its
-    discounted probability; `gamma` (contexts,) is what the context leaves to the lower order.
+    discounted probability; `gamma` (contexts,) is the mass that a context leaves to the lower order.
     """
 
     starts: Array
@@ -50,18 +50,18 @@ class Table:
     gamma: Array
 
     def level(self, context: int) -> Level:
-        """Return the law of the next token as far as the context was seen."""
+        """Return the interpolation step of a context: its gamma, and tokens with alpha."""
         here = slice(int(self.starts[context]), int(self.starts[context + 1]))
         return float(self.gamma[context]), self.tokens[here], self.alpha[here]
 
     def find(self, context: int, token: int) -> int | None:
-        """The place of an n-gram, by binary search; None if it was never seen."""
+        """Return the place of an n-gram, by binary search; None if it was never seen."""
         start, end = int(self.starts[context]), int(self.starts[context + 1])
         place = start + int(self.tokens[start:end].searchsorted(self.tokens.dtype.type(token)))
         return place if place < end and int(self.tokens[place]) == token else None
 
     def fault(self, contexts: int) -> str | None:
-        """Which sizes do not fit together."""
+        """Return what is wrong with the sizes of the arrays; None if they fit together."""
         grams = len(self.tokens)
         if (len(self.starts), len(self.alpha), len(self.gamma)) != (contexts + 1, grams, contexts):
             return "its tables have sizes that do not fit together"
@@ -80,12 +80,12 @@ class NgramModel:
 
     @property
     def order(self) -> int:
-        """The longest n-gram."""
+        """The number of tokens in the longest n-grams."""
         return 1 + len(self.tables)
 
     @property
     def vocab(self) -> int:
-        """The size of the vocabulary."""
+        """The number of tokens in the vocabulary."""
         return len(self.unigram)
 
     @staticmethod
@@ -95,10 +95,10 @@ class NgramModel:
         vocab: int,
         on_progress: Progress | None = None,
     ) -> NgramModel:
-        """Count and smooth texts, each an array of token ids (length,). Needs 100 to 200 bytes of memory per token.
+        """Make a model by counting and smoothing texts, each an array of token ids (length,).
 
-        `on_progress(n, ngrams)` is called when order n is counted, with how many different n-grams it has. Raises
-        ValueError for an order outside 1..5, ids outside the vocabulary, and no tokens at all.
+        It needs 100 to 200 bytes of memory per token. `on_progress(n, ngrams)` is called when order n is counted, with the number of its different
+        n-grams. Raises ValueError for an order outside 1..5, ids outside the vocabulary, and no tokens at all.
         """
         if order not in ORDERS:
             raise ValueError(f"order={order} is not possible: it must be between {ORDERS[0]} and {ORDERS[-1]}.")
@@ -108,7 +108,7 @@ class NgramModel:
         return _smooth(levels, vocab, on_progress or (lambda n, ngrams: None))
 
     def state(self, text: Sequence[int]) -> State:
-        """The state after a text that begins with the first of `text`, or whose last order - 1 tokens it has."""
+        """Return the state after a text, given whole or by at least its last order - 1 tokens."""
         short = len(text) < self.order - 1
         state = self.advance((0,), self.vocab) if short else (0,)
         for token in text[max(0, len(text) - self.order + 1) :]:
@@ -116,7 +116,7 @@ class NgramModel:
         return state
 
     def advance(self, state: State, token: int) -> State:
-        """The state one token later: one binary search per order."""
+        """Return the state one token later, with one binary search per order."""
         known = [0, token][: self.order]
         for table, context in zip(self.tables[:-1], state[1:], strict=False):
             place = table.find(context, token)
@@ -126,7 +126,7 @@ class NgramModel:
         return tuple(known)
 
     def law(self, state: State, online: OnlineCounts | None = None, text: Sequence[int] = ()) -> Array:
-        """q (vocab,) of the next token. `online` counts join in by the last tokens of `text`."""
+        """Return q (vocab,) of the next token, with `online` counts mixed in by the last tokens of `text`."""
         base = self.unigram if online is None else online.unigram(self.unigram)
         parts, weight = [], 1.0
         for gamma, tokens, alpha in reversed(list(self._levels(state, online, text))):
@@ -138,7 +138,7 @@ class NgramModel:
         return q
 
     def _levels(self, state: State, online: OnlineCounts | None, text: Sequence[int]) -> Iterator[Level]:
-        """Lowest order first, in each order the tables before what was learned online."""
+        """Yield the interpolation steps, lowest order first; in each order the tables, then the online counts."""
         for size, table in enumerate(self.tables, 1):
             if size < len(state):
                 yield table.level(state[size])
@@ -148,7 +148,7 @@ class NgramModel:
                     yield level
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file. It appears under its name when it is whole, or not at all."""
+        """Write a safetensors file, atomically."""
         arrays = {"1.unigram": self.unigram}
         for n, table in enumerate(self.tables, 2):
             arrays |= {f"{n}.{name}": getattr(table, name) for name in Table.__slots__}
@@ -168,7 +168,7 @@ class NgramModel:
 
 
 def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> NgramModel:
-    """The model of a file's arrays. Raises ValueError if they are not what the file says it holds."""
+    """Make the model of a file's arrays. Raises ValueError if they do not fit the file's header."""
     try:
         order, vocab = int(about["order"]), int(about["vocab"])
         tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in range(2, order + 1)]
@@ -199,7 +199,7 @@ class _Grams:
 
 
 def _stream(sequences: Iterable[Sequence[int] | Array | torch.Tensor], vocab: int) -> tuple[Array, Array]:
-    """All texts in a row, each after the id `vocab`, and for every token its place in its text, from 1."""
+    """Concatenate all texts, each after the id `vocab` -> the ids, and every token's place in its text, from 1."""
     start, parts = np.array([vocab], np.int32), list[Array]()
     for sequence in sequences:
         ids = np.asarray(sequence)
@@ -219,10 +219,10 @@ def _stream(sequences: Iterable[Sequence[int] | Array | torch.Tensor], vocab: in
 
 
 def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams]:
-    """The n-grams of order 1, 2, ... with the counts of Kneser-Ney.
+    """Yield the n-grams of order 1, 2, ... with the counts of Kneser-Ney.
 
-    Below the highest order an n-gram counts the different tokens before it, the start of a text being one; what
-    begins with the start of a text has nothing before it and keeps its plain count.
+    Below the highest order an n-gram counts the different tokens before it, the start of a text being one; an n-gram
+    that begins with the start of a text has nothing before it and keeps its plain count.
     """
     ids = stream.astype(np.int64)  # of the n-gram that ends there; the first order has one per token, and the start
     keys, contexts = np.arange(vocab), 1
@@ -248,7 +248,7 @@ def _smooth(levels: Iterable[_Grams], vocab: int, on_progress: Progress) -> Ngra
     unigram, tables = np.empty(0), list[Table]()
     for n, grams in enumerate(levels, 1):
         table = _discounted(grams, vocab)
-        if n == 1:  # every token is in it, in order; what the seen ones leave goes to all alike
+        if n == 1:  # it has every token, in order, and shares the mass that is left equally
             unigram = table.alpha + table.gamma / np.float32(vocab)
         else:
             tables.append(table)
@@ -257,7 +257,7 @@ def _smooth(levels: Iterable[_Grams], vocab: int, on_progress: Progress) -> Ngra
 
 
 def _discounted(grams: _Grams, vocab: int) -> Table:
-    """alpha(w | h) = (c(h w) - D(c(h w))) / c(h), gamma(h) = its D added up / c(h); 1 for unfollowed contexts."""
+    """Make the table: alpha(w | h) = (c(h w) - D(c(h w))) / c(h), gamma(h) = sum of its D / c(h), 1 if c(h) is 0."""
     contexts, tokens = np.divmod(grams.keys, vocab)
     lost = np.array([0.0, *discounts(grams.counts)])[np.minimum(grams.counts, 3)]
     total = np.bincount(contexts, grams.counts, grams.contexts)
@@ -272,7 +272,7 @@ def _discounted(grams: _Grams, vocab: int) -> Table:
 
 
 def discounts(counts: Array) -> tuple[float, ...]:
-    """Return what counts of 1, 2, 3 and more give up: equation 26 of Chen and Goodman, from the counts of counts."""
+    """Return the discounts of counts 1, 2, 3 and more: equation 26 of Chen and Goodman, from the counts of counts."""
     of = np.bincount(np.minimum(counts, 5), minlength=6)
     if not of[1:5].all():
         return FALLBACK
@@ -296,7 +296,7 @@ class OnlineCounts:
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
 
     def __len__(self) -> int:
-        """How many contexts are held."""
+        """Return the number of contexts with counts."""
         return len(self._counts)
 
     def add(self, text: Sequence[int], new: int) -> None:
@@ -311,7 +311,7 @@ class OnlineCounts:
                 del self._counts[context]
 
     def unigram(self, base: Array) -> Array:
-        """The first order (vocab,), mixed into `base`."""
+        """Return `base` (vocab,) with the counts of the first order mixed in."""
         kinds, total = np.count_nonzero(self._first), self._first.sum()
         return base if not kinds else ((self._first + kinds * base) / (total + kinds)).astype(base.dtype)
 

@@ -1,4 +1,4 @@
-"""Chains from a model: `sample_chain` draws them token by token, `chains_by_graphs` at once where graphs were made."""
+"""Samples chains from a model: `sample_chain` token by token, `chains_by_graphs` all at once with graphs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
 
 LawAfter = Callable[[Tensor], Law | None]
-"""Tokens drafted so far (rows, i) -> the law (rows, 1) of the next one; None if no row drafts another."""
+"""A function from the tokens drafted so far (rows, i) to the law (rows, 1) of the next; None ends the chain."""
 
 
 def sample_chain(context: Context, law_after: LawAfter, gammas: Sequence[int], device: torch.device) -> Draft:
     """Sample a chain of at most max(gammas) tokens; row r proposes `gammas[r]` of them.
 
-    `law_after` is asked once per position, in order, and stops the chain early with None: what it looks at is known
-    before the token is drawn, so stopping is exact.
+    `law_after` is called once per position, in order, and stops the chain early by returning None: its arguments are
+    known before the token is drawn, so stopping is exact.
     """
     tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=device)
     laws: list[Law] = []
@@ -38,15 +38,15 @@ def sample_chain(context: Context, law_after: LawAfter, gammas: Sequence[int], d
 
 
 def law_of(context: Context, logits: Tensor, tokens: Tensor, name: str) -> Law:
-    """The law of the token after `tokens` (rows, i), from logits (rows, 1, vocab) of the model `name`."""
+    """Return the law of the token after `tokens` (rows, i), from logits (rows, 1, vocab) of the model `name`."""
     return context.law(logits, Prefixes.chain(tokens, 1), name)
 
 
 def chains_by_graphs(
     graphs: DraftsInGraphs | None, context: Context, fed: Sequence[Sequence[int]], gammas: Sequence[int], vocab: int
 ) -> tuple[Tensor, Law] | None:
-    """Tokens (rows, gamma) behind those that are `fed` and the law of each, drawn as token by token; None if there are
-    no graphs for that, or if more than temperatures makes the laws."""
+    """Draft with graphs -> tokens (rows, gamma) after those that are `fed`, and the law of each, equal to those drawn
+    token by token; None if there are no graphs, or if settings other than the temperature shape the laws."""
     if graphs is None or graphs.draft_graphs is None:
         return None
     samplers = [row.request.sampler for row in context.rows]

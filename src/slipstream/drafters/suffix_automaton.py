@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 DEPTH = 64
-"""How many nested suffixes learn of a new occurrence. Only texts that loop have more; bounds the work per token."""
+"""The number of nested suffixes whose latest occurrence is updated; only looping texts have more. Bounds the work."""
 
 
 class SuffixAutomaton:
@@ -14,8 +14,8 @@ class SuffixAutomaton:
 
     A state stands for the substrings that end at the same places; `links` leads to the state of its longest suffix
     that also ends elsewhere. So the link of the whole text is the longest suffix that occurred before. `length` is
-    its length, at most `limit`; 0 if the last token is new. Occurrences may overlap. `followers` says for every
-    state which token leads to which state.
+    its length, at most `limit`; 0 if the last token is new. Occurrences may overlap. `followers` maps, for every
+    state, tokens to the states that they lead to.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -27,11 +27,11 @@ class SuffixAutomaton:
         self.length = 0
         self.followers: list[dict[int, int]] = [{}]  # state 0 is the empty text
         self.links, self._longest = [-1], [0]
-        self._recent = [0]  # where the last known occurrence ends, the newest place of the text aside
+        self._recent = [0]  # where each state's latest known occurrence ends, except at the end of the text
         self._whole = self._match = 0
 
     def follow(self, tokens: list[int]) -> None:
-        """Make these tokens the text. The text inside a draft is cut where the draft is refused: it is read anew."""
+        """Set the text: append the new tokens, or rebuild if the text was cut, as inside a draft that is refused."""
         if self.text != tokens[: len(self.text)]:
             self._clear()
         self.extend(tokens[len(self.text) :])
@@ -46,9 +46,9 @@ class SuffixAutomaton:
             self._find(follower)
 
     def following(self, count: int) -> list[int]:
-        """The `count` tokens after the most recent earlier occurrence of the match; none without a match.
+        """Return the `count` tokens after the latest earlier occurrence of the match; none without a match.
 
-        Where the occurrence reaches into the end of the text, the copy goes on with itself: a loop is continued.
+        If the copy reaches the end of the text, it goes on with its own tokens, which continues a loop.
         """
         copy: list[int] = []
         start = self._recent[self._match] - len(self.text)  # negative: counted from the end
@@ -57,7 +57,7 @@ class SuffixAutomaton:
         return copy
 
     def _remember(self) -> None:
-        """The match and its suffixes now have an occurrence at the end of the text."""
+        """Set the latest occurrence of the match and its suffixes to the end of the text."""
         state = self._match
         for _ in range(DEPTH):
             if not state:
@@ -66,7 +66,7 @@ class SuffixAutomaton:
             state = self.links[state]
 
     def _grow(self, token: int) -> None:
-        """Blumer's step: the automaton of the text and one more token."""
+        """Extend the automaton by one token (Blumer's algorithm)."""
         new = self._add(self._longest[self._whole] + 1, 0, {}, len(self.text) + 1)
         state, self._whole = self._whole, new
         while state >= 0 and token not in self.followers[state]:
@@ -76,7 +76,7 @@ class SuffixAutomaton:
             self.links[new] = self._split(state, token)
 
     def _split(self, state: int, token: int) -> int:
-        """The state of exactly the longest string of `state` and the token; made if it had longer ones too."""
+        """Return the state whose longest string is that of `state` plus the token, split off if needed."""
         old, length = self.followers[state][token], self._longest[state] + 1
         if self._longest[old] == length:
             return old
@@ -95,7 +95,7 @@ class SuffixAutomaton:
         return len(self.followers) - 1
 
     def _find(self, follower: int) -> None:
-        """The state of the match. `follower` holds the last match and the new token, if that occurred before."""
+        """Set the match after a new token; `follower` is the state of the last match plus it, if it has one."""
         state = self.links[self._whole]
         if self._longest[state] > self._limit:  # the last match had the full size: go on from it, not from the top
             state = follower

@@ -21,7 +21,7 @@ from slipstream.drafters.model import MOST_LEVELS, MOST_NODES
 
 
 def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...]:
-    """Candidates per level, checked: as integers, within what can be verified and within the draft's vocabulary.
+    """Check a tree's candidates per level: integers, within the limits of verification and the draft's vocabulary.
 
     Raises ValueError for anything else.
     """
@@ -67,11 +67,11 @@ class TreeDrafter:
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The model."""
+        """The Scorer of the model, in a tuple."""
         return (self.scorer,)
 
     def release(self) -> None:
-        """Forget all rows."""
+        """Drop all rows, so that other code may use the model."""
         self._follower.follow(())
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -100,13 +100,13 @@ class TreeDrafter:
         return Draft(tokens, Law.join(laws, 1), lengths, windowed, parents, self.replacement)
 
     def observe(self, round: Round) -> None:
-        """Keep the accepted path, forget the rest."""
+        """Keep the accepted path in the cache, and drop the rest of the tree."""
         self._follower.rollback(round)
 
     def _level(
         self, context: Context, logits: Tensor, tokens: Tensor, place: tuple[tuple[int, ...], int, int]
     ) -> tuple[Tensor, Law]:
-        """Candidates (rows, nodes of this level) and the law each was drawn from; logits are their parents'."""
+        """Draw the candidates (rows, nodes of this level) from their parents' logits -> them, and the law of each."""
         parents, start, level = place
         above = sorted(set(parents[start:]))  # the parents, in the order of their logits
         texts = Prefixes(tokens.clamp(min=0), [ancestors(parents)[node] if node >= 0 else () for node in above])
@@ -137,7 +137,7 @@ class TreeDrafter:
         return torch.cat(drawn, 1), Law.join([one] * width, 1)
 
     def _siblings_by_kind(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
-        """The siblings of greedy rows, and those of sampled ones."""
+        """Draw siblings for greedy and sampled rows separately, and join them."""
         assert law.points is not None
         kinds = [[row for row, point in enumerate(law.points) if point is kind] for kind in (True, False)]
         found = [
@@ -150,7 +150,7 @@ class TreeDrafter:
 
 
 def tree_parents(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Branching by level -> the parent of every node, level by level, and where each level ends (from 0)."""
+    """Convert branching by level to the parent of every node, level by level, and the end of each level (from 0)."""
     parents: list[int] = []
     above, ends = [-1], [0]
     for width in shape:

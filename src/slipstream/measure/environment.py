@@ -1,4 +1,4 @@
-"""The facts that figures depend on: machine, threads, versions, models, and how busy the machine was before."""
+"""The facts that figures depend on: machine, threads, versions, models, and the load before the measurement."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PACKAGES = ("slipstream", "torch", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
 
 BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")
-"""Names by which Linux tells that a processor multiplies bfloat16 itself."""
+"""The flags in /proc/cpuinfo of processors that multiply bfloat16 natively."""
 
 
 def environment(engine: Engine) -> dict[str, Any]:
-    """The facts, for a report. No folder of this machine is named."""
+    """Return the facts for a report, without names of folders of this machine."""
     everyone = scorers(engine.decoder)
     device, info = everyone[0].device, CPUINFO.read_text() if CPUINFO.exists() else ""
     return {
@@ -50,13 +50,13 @@ def environment(engine: Engine) -> dict[str, Any]:
 
 
 def _bfloat16(info: str) -> str | None:
-    """ "native" or "emulated", if the processor tells. Emulated, it may be slower than float32."""
+    """Return "native" or "emulated" (which may be slower than float32), or None if no flags are listed."""
     flags = (_value(info, "flags") or _value(info, "Features")).split()
     return ("native" if {*BFLOAT16}.intersection(flags) else "emulated") if flags else None
 
 
 def _value(info: str, name: str) -> str:
-    """The first value of a name in /proc/cpuinfo; empty if there is none."""
+    """Return the first value of a name in /proc/cpuinfo; empty if there is none."""
     lines = (line.partition(":") for line in info.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
@@ -68,7 +68,7 @@ def _model(scorer: Scorer) -> dict[str, Any]:
 
 
 def parameters(model: Any) -> int:
-    """How many a model has, by its configuration: packed weights are no parameters any more, and tied ones are one."""
+    """Return the number of a model's parameters, by its configuration if weights are packed; tied ones count once."""
     if not any(isinstance(module, PackedLinear) for module in model.modules()):
         return int(model.num_parameters())
     with torch.device("meta"):
@@ -76,11 +76,11 @@ def parameters(model: Any) -> int:
 
 
 def without_folder(text: str) -> str:
-    """The text without the folders of this machine; `--option=/folder/file` becomes `--option=file`."""
+    """Return a text without folders of this machine; `--option=/folder/file` becomes `--option=file`."""
     option, equals, value = text.rpartition("=")
     return option + equals + (Path(value).name if Path(value).expanduser().is_absolute() else value)
 
 
 def scorers(decoder: Decoder) -> list[Scorer]:
-    """The target and, if a model drafts, the draft."""
+    """Return the Scorers of the target and, if a model drafts, of the draft."""
     return [decoder.target, *([decoder.drafter.scorer] if isinstance(decoder.drafter, ModelDrafter) else [])]

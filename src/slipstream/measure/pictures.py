@@ -1,4 +1,4 @@
-"""Pictures of what was measured: whether one can be written to a file, asked before anything is measured."""
+"""Checks, before anything is measured, whether a plot can be written to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.files import Picture, check_writable
 
 
 def check_plot(file: Path | str, force: bool = False, inputs: Iterable[str] = ()) -> None:
-    """Raises ValueError in one sentence if no picture can be written there; `inputs` are files to be left alone."""
+    """Raises ValueError, in one sentence, if no plot can be written there; `inputs` are never replaced."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:

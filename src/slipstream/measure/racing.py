@@ -1,4 +1,4 @@
-"""Races: everybody runs once in every lap, in an order that rotates, and is compared with others of the same lap."""
+"""Races: all contenders run once in every lap, in a rotating order, and are compared within the same lap."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Lap = TypeVar("Lap")
 Outcome = TypeVar("Outcome")
 
 Spread = dict[str, float]
-"""`median`, `min` and `max` over the laps."""
+"""The `median`, `min` and `max` over the laps."""
 
 
 def race(
     runners: Sequence[Runner], laps: Iterable[Lap], run: Callable[[Runner, Lap], Outcome]
 ) -> Iterator[list[Outcome]]:
-    """Run everybody once per lap -> the outcomes of each whole lap, in the order of `runners`.
+    """Run all runners once per lap -> the outcomes of each whole lap, in the order of `runners`.
 
-    Whoever is first in a lap is last in the next, so that a drift of the machine favours nobody; garbage is collected
-    before each run, so that nobody pays for another's.
+    The first runner of a lap is the last of the next, so that a drift of the machine favours none; garbage is collected
+    before each run, so that no run pays for that of another.
     """
     for number, lap in enumerate(laps):
         outcomes: dict[int, Outcome] = {}
@@ -33,10 +33,10 @@ def race(
 
 
 def ratios(speeds: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Speeds over the baseline's, each within its lap."""
+    """Return speeds divided by the baseline's, lap by lap."""
     return [speed / base for speed, base in zip(speeds, baseline, strict=True)]
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, smallest and largest."""
+    """Return the median, the smallest and the largest value."""
     return {"median": median(values), "min": min(values), "max": max(values)}

@@ -1,4 +1,4 @@
-"""Feeding finished texts to the target again: the laws that plain decoding would have seen."""
+"""Feeds finished texts to the target again, for the laws that plain decoding would have drawn from."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def replay(
     outputs: Sequence[Sequence[int]],
     before_pass: Callable[[int, Sequence[Row]], object] | None = None,
 ) -> Iterator[Replayed]:
-    """Feed given outputs to the target, one token at a time, in fresh rows: what plain decoding would have seen.
+    """Feed given outputs to the target, one token at a time, in new rows, as plain decoding would have done.
 
     Yields, before each token: its place, the rows so far, the scores (rows, 1, vocab) and their law. Rows that have
-    ended stay, with meaningless scores. `before_pass` is called with place and rows while the target holds all of them
-    but the last token, as when a round begins.
+    ended stay, with meaningless scores. `before_pass` is called with place and rows while the target holds all of each
+    row but the last token, as when a round begins.
     """
     rows = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)]
     target.add(len(rows), [request.source for request in requests])

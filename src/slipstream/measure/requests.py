@@ -1,4 +1,4 @@
-"""`request_for`: a text to be decoded, as check, bench, plan and paper ask for it."""
+"""`request_for` makes the requests of check, bench, plan and paper."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def request_for(
     seed: int = 0,
     frame: Frame | None = None,
 ) -> Request:
-    """A request to continue token ids or, with a `frame`, to write from them as a source.
+    """Make a request to continue token ids or, with a `frame`, one whose source they are.
 
-    Its draws are named by the text and the number of its `copy`, so they do not depend on what it is batched with.
+    The keys of its draws are made of the text and its `copy` number, so that they do not depend on the batch.
     """
     begin, source = framed(frame, text)
     return Request(begin, sampler, max_new_tokens, frozenset(eos), seed, request_key(text, copy), source=source)

@@ -13,7 +13,7 @@ from slipstream.theory import check_share
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure, its standard error, and the interval from `low` to `high` that covers the truth with chance `level`."""
+    """A figure, its standard error, and its confidence interval from `low` to `high` at the given `level`."""
 
     value: float
     error: float
@@ -23,10 +23,10 @@ class Estimate:
 
 
 def alpha_from_betas(betas: Sequence[float], level: float = 0.95) -> Estimate:
-    """Mean of beta over positions (Corollary 3.6), Wilson's interval for as many yes-or-no trials as have their error.
+    """Estimate alpha as the mean of beta (Corollary 3.6), with Wilson's interval for trials of the same variance.
 
-    Unbiased on prefixes chosen beforehand. Over positions tested in rounds it falls short of the text's alpha by order
-    1/rounds, and further where acceptance comes in runs: what follows a full acceptance (bonus) is never tested.
+    Unbiased on prefixes chosen beforehand. Over positions tested in rounds it is below the text's alpha by order
+    1/rounds, and more if acceptance comes in runs: the token after a full acceptance (bonus) is never tested.
     Assumes independent betas, else use `bootstrap_ratio`. Raises ValueError for fewer than 2, or one outside [0, 1].
     """
     if len(betas) < 2:
@@ -38,7 +38,7 @@ def alpha_from_betas(betas: Sequence[float], level: float = 0.95) -> Estimate:
 
 
 def alpha_from_counts(accepted: int, tested: int, level: float = 0.95) -> Estimate:
-    """accepted / TESTED tokens with Wilson's interval; drafted tokens after a refusal were not tested.
+    """Estimate alpha as accepted / TESTED tokens, with Wilson's interval; tokens after a refusal were not tested.
 
     Unbiased for a fixed number of tests; over rounds biased as `alpha_from_rounds`. accepted / DRAFTED would estimate
     (E(tokens) - 1) / gamma, below alpha if gamma > 1. Raises ValueError unless 0 <= accepted <= tested and tested >= 1.
@@ -50,13 +50,13 @@ def alpha_from_counts(accepted: int, tested: int, level: float = 0.95) -> Estima
 
 
 def alpha_from_rounds(accepted: Sequence[int], gammas: Sequence[int], level: float = 0.95) -> Estimate:
-    """Maximum likelihood of the capped geometric (section 3.1) from the tokens kept per round; gammas may vary.
+    """Estimate alpha by maximum likelihood of the capped geometric (section 3.1) from the tokens kept per round.
 
     A round adds n log(alpha), and log(1 - alpha) if n < gamma, so the maximum is accepted / (accepted + refused). Error
     from Fisher's information tested / (alpha (1 - alpha)), interval by likelihood ratio. Unbiased if every gamma is 1,
     otherwise short by Cov(estimate, tested) / E(tested): about alpha (1 - alpha) / rounds for large gamma. Assumes
-    i.i.d. betas, else use `bootstrap_ratio`. A round cut by an accepted EOS counts with gamma = accepted. Raises
-    ValueError for unequal lengths, a round outside 0 <= accepted <= gamma, or if nothing was tested.
+    i.i.d. betas, else use `bootstrap_ratio`. Gammas may vary; a round cut by an accepted EOS has gamma = accepted.
+    Raises ValueError for unequal lengths, a round outside 0 <= accepted <= gamma, or if nothing was tested.
     """
     if len(accepted) != len(gammas):
         raise ValueError(f"{len(accepted)} rounds and {len(gammas)} gammas were given: give one per round.")
@@ -74,7 +74,8 @@ def alpha_from_rounds(accepted: Sequence[int], gammas: Sequence[int], level: flo
 def bootstrap_ratio(
     pairs: Sequence[tuple[float, float]], level: float = 0.95, replicates: int = 1000, seed: int = 0
 ) -> Estimate:
-    """sum / sum with a percentile interval from whole units drawn with replacement, whatever depends inside a unit.
+    """Estimate sum / sum, with a percentile interval from whole units drawn with replacement; a unit may have any inner
+    dependence.
 
     A unit is a round, or better a request, as rounds of one text are alike: (accepted, tested) or (sum of betas,
     tested) gives alpha, (emitted, target calls) tokens per round. Biased by order 1/units like every ratio, and the
@@ -103,7 +104,7 @@ def _normal_quantile(level: float) -> float:
 
 
 def _wilson(mean: float, size: float, level: float) -> tuple[float, float]:
-    """Wilson's score interval for a share of `size` independent trials."""
+    """Return Wilson's score interval for a share of `size` independent trials."""
     z = _normal_quantile(level)
     weight = z * z / size
     centre = (mean + weight / 2) / (1 + weight)
@@ -112,7 +113,7 @@ def _wilson(mean: float, size: float, level: float) -> tuple[float, float]:
 
 
 def _likelihood_ratio(wins: int, losses: int, level: float) -> tuple[float, float]:
-    """Every alpha whose log likelihood lies within z^2 / 2 of the maximum's."""
+    """Return the interval of alphas whose log likelihood is within z^2 / 2 of the maximum."""
     drop = _normal_quantile(level) ** 2 / 2
     value = wins / (wins + losses)
 

@@ -1,4 +1,4 @@
-"""Timing every round of a run from outside."""
+"""Times every round of a run from outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.decoding.generate import rounds, sound
 
 
 def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round, Beat]]:
-    """Decode, timing every round from outside; the target's prefill is left out, the draft's is part of its round."""
+    """Decode and time every round from outside; the target's prefill is left out, the draft's is part of its round."""
     seen, last = set[int](), perf_counter()
     for round in rounds(decoder, requests):
         wall = perf_counter() - last
@@ -27,15 +27,15 @@ def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round
 
 
 def prompt_seconds(round: Round, place: int) -> float:
-    """Seconds in which the target read the prompt of a row, if this is the row's first round."""
+    """Return the seconds in which the target read a row's prompt, if this is the row's first round."""
     return round.rows[place].stats.seconds.get("prefill", 0.0) - round.reading / len(round.rows)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One round: rows that ran, how many of them were new, tokens per row that the target saw, seconds by phase.
+    """A timed round: its rows, how many of them are new, the tokens per row that the target scored, seconds by phase.
 
-    `rest` is all that is neither drafting nor the target's pass: laws, verification, draws, bookkeeping.
+    `rest` is everything but drafting and the target's pass: laws, verification, draws, bookkeeping.
     """
 
     rows: int
@@ -47,9 +47,9 @@ class Beat:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the round, without the target's prefill."""
+        """The wall time of the round in seconds, without the target's prefill."""
         return self.draft + self.target + self.rest
 
     def scaled(self, by: float) -> Beat:
-        """The round on a machine that is slower by that factor."""
+        """Return this round as on a machine that is slower by this factor."""
         return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)

@@ -1,4 +1,4 @@
-"""Speculative execution of any stochastic process: a cheap f' drafts, the law of the trajectories is f's."""
+"""Speculative execution of any stochastic process: a cheap f' drafts, and the trajectories have the law of f."""
 
 from slipstream.processes.costs import Costs, measure
 from slipstream.processes.discrete import Discrete

@@ -1,4 +1,4 @@
-"""Costs: what f and f' cost on this machine, and by the paper's model the gamma and the speed-up that follow."""
+"""Measures the cost of f and f' on this machine; the paper's model then gives the best gamma and the speed-up."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from slipstream.theory import best_gamma_by_position, expected_tokens, round_cos
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """`curve[k]` is the time of f at k + 1 states of one chain over that at one, `c` that of a drafted step; `seconds`
-    is the time of f at one state."""
+    """Measured costs of f and f': `seconds` is the time of f at one state; `curve[k]`, its time at k + 1 states of a
+    chain, and `c`, the time of a drafted step, are in units of it."""
 
     seconds: float
     c: float
     curve: tuple[float, ...]
 
     def verify(self, rows: int) -> float:
-        """T(rows) / T(1), as `theory` takes it."""
+        """Return T(rows) / T(1), the verify curve of `theory`."""
         return self.curve[rows - 1]
 
     def factor(self, stats: Stats, gamma: int) -> float:
-        """How many times faster than plain simulation rounds of gamma are, by Theorem 3.8 with measured acceptance.
+        """Return the speed of rounds of gamma over plain simulation, by Theorem 3.8 with measured acceptance.
 
-        What a round costs besides, its tests above all, is not counted. Raises ValueError if gamma was not measured,
+        Other costs of a round, such as its tests, are not counted. Raises ValueError if gamma was not measured,
         here or in `stats`.
         """
         kept = _kept(stats, gamma)
@@ -43,15 +43,15 @@ class Costs:
         return expected_tokens(kept) / round_cost(gamma, self.c, self.verify)
 
     def best_gamma(self, stats: Stats) -> int:
-        """The fastest gamma up to the largest that was measured, here and in `stats`; 0: do not speculate."""
+        """Return the fastest gamma up to the largest that was measured, here and in `stats`; 0: do not speculate."""
         most = min(len(self.curve) - 1, len(stats.drafted_by_position))
         return best_gamma_by_position(_kept(stats, most), self.c, self.verify)
 
 
 def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: int = 5) -> Costs:
-    """Costs for ONE chain, at up to `most` + 1 states out of `states` (n, *state), medians of `repeats` calls each.
+    """Measure the costs of ONE chain, at up to `most` + 1 of `states` (n, *state): medians of `repeats` calls.
 
-    A step is a call and its draw, of f' as of f. Raises ValueError for too few states or repeats.
+    The time of a step, of f or f', is that of a call and its draw. Raises ValueError for too few states or repeats.
     """
     whole_number("most", most, 1)
     whole_number("repeats", repeats, 1)
@@ -74,7 +74,7 @@ def _seconds(kernel: Kernel, states: Tensor, repeats: int) -> float:
 
 
 def _kept(stats: Stats, gamma: int) -> Sequence[float]:
-    """The chance that at least i drafted states stand, i = 1..gamma, as counted."""
+    """Return the measured chances that at least i drafted states stand, i = 1..gamma."""
     kept = stats.acceptance_by_position
     if gamma > len(kept):
         raise ValueError(f"gamma={gamma} was not tried: the statistics are of rounds of {len(kept)} at most.")

@@ -1,4 +1,4 @@
-"""Discrete: laws over finitely many states, by the same acceptance mathematics as tokens."""
+"""`Discrete`: laws over finitely many states, with the same acceptance mathematics as tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.theory import SUM_TOLERANCE
 class Discrete:
     """A probability per state: `probs` (rows, states), float32 or wider; states are whole numbers from 0 up.
 
-    Raises ValueError if rows are no laws.
+    Raises ValueError if a row is not a law.
     """
 
     probs: Tensor
@@ -36,31 +36,31 @@ class Discrete:
 
     @property
     def rows(self) -> int:
-        """See `Laws`."""
+        """The number of laws."""
         return self.probs.shape[0]
 
     def select(self, rows: Tensor) -> Discrete:
-        """See `Laws`."""
+        """Return the laws of these rows, in this order."""
         return Discrete(self.probs[rows])
 
     def join(self, others: Sequence[Discrete]) -> Discrete:
-        """See `Laws`."""
+        """Return these laws, then those of others."""
         return Discrete(torch.cat([self.probs, *(law.probs for law in others)]))
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """States (rows,), by inverting the cumulative weights."""
+        """Draw states (rows,) by inverting the cumulative weights."""
         return inverse(self.probs.unsqueeze(1), numbers.uniforms(1).to(self.probs.device))[:, 0]
 
     def log_density(self, states: Tensor) -> Tensor:
-        """See `Laws`."""
+        """Return the logarithm of the probability of states (rows,) -> (rows,)."""
         return self._law.of(states.unsqueeze(1))[:, 0].log()
 
     def residual(self, q: Discrete, refused: Tensor, numbers: Numbers) -> Tensor:
-        """See `Laws`; section 2.3 of arXiv 2211.17192."""
+        """Draw states (rows,) from norm(max(0, p - q)) (section 2.3 of arXiv 2211.17192)."""
         return Discrete(acceptance.residual(self._law, q._law).dense[:, 0]).sample(numbers)
 
     def beta(self, q: Discrete) -> Tensor:
-        """The chance that a state drawn from q is kept, sum_x min(p(x), q(x)) (Theorem 3.5) -> (rows,)."""
+        """Return the chance that a state drawn from q is kept, sum_x min(p(x), q(x)) (Theorem 3.5) -> (rows,)."""
         return acceptance.beta(self._law, q._law)[:, 0]
 
     @property

@@ -1,4 +1,4 @@
-"""Executors: f at many states at once, where f is no batched function."""
+"""Executors, which call f at many states in parallel if it is not a batched function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slipstream.processes.rounds import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """f, called for parts of the states in the workers of a pool of threads or processes.
+    """A kernel that calls f for parts of the states in the workers of a pool of threads or processes.
 
-    Threads serve an f that waits or leaves Python's lock (torch, numpy, a simulator that is another program); for
-    processes f must be picklable. The pool stays the caller's, who closes it. Raises ValueError for workers below 1.
+    Threads help if f waits or releases Python's lock (torch, numpy, a simulator that is another program); for processes
+    f must be picklable. The caller closes the pool. Raises ValueError for workers below 1.
     """
 
     kernel: Kernel
@@ -28,7 +28,7 @@ class Pooled:
         whole_number("workers", self.workers, 1)
 
     def __call__(self, states: Tensor, times: Tensor) -> Laws:
-        """The laws of all states, in their order; what f raises is raised here."""
+        """Return the laws of all states, in their order. Raises what f raises."""
         parts = min(self.workers, len(states))
         laws = list(self.pool.map(self.kernel, states.tensor_split(parts), times.tensor_split(parts)))
         return laws[0].join(laws[1:])

@@ -1,4 +1,4 @@
-"""Gaussian: normal laws with one covariance, put right by reflection."""
+"""`Gaussian`: normal laws with a common covariance, whose residual is drawn by reflection."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ class Gaussian:
 
     @property
     def rows(self) -> int:
-        """See `Laws`."""
+        """The number of laws."""
         return self.mean.shape[0]
 
     def select(self, rows: Tensor) -> Gaussian:
-        """See `Laws`."""
+        """Return the laws of these rows, in this order."""
         return Gaussian(self.mean[rows], self.scale)
 
     def join(self, others: Sequence[Gaussian]) -> Gaussian:
-        """See `Laws`. Raises ValueError if scales differ."""
+        """Return these laws, then those of others. Raises ValueError if scales differ."""
         for law in others:
             _check_same(self, law)
         return Gaussian(torch.cat([self.mean, *(law.mean for law in others)]), self.scale)
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """See `Laws`."""
+        """Draw a state from each law -> (rows, *state)."""
         return self._color(numbers.normals(self.mean[0].numel() if self.rows else 1).to(self.mean))
 
     def log_density(self, states: Tensor) -> Tensor:
-        """Without the factor that depends on the scale and the dimension alone, which p and q share."""
+        """Return the log density at states (rows,), without the constant of scale and dimension that p and q share."""
         return -self._whiten(states).square().sum(-1) / 2
 
     def residual(self, q: Gaussian, refused: Tensor, numbers: Numbers) -> Tensor:
-        """The refused states, mirrored at the plane half-way between the means: reflection coupling, without a draw.
+        """Return the refused states, mirrored at the plane half-way between the means: reflection coupling, no draw.
 
-        In white coordinates the mirror takes q to p and max(0, q - p) to max(0, p - q), so what is refused for q
-        lands with the residual's law.
+        In whitened coordinates the mirror maps q to p and max(0, q - p) to max(0, p - q), so that refused states of q
+        are mapped to states of the residual.
         """
         _check_same(self, q)
         noise, e = q._whiten(refused), q._whiten(self.mean)
@@ -70,20 +70,20 @@ class Gaussian:
         return self._color(noise - 2 * e * (e * noise).sum(-1, keepdim=True))
 
     def beta(self, q: Gaussian) -> Tensor:
-        """The chance that a state drawn from q is kept: 1 - TV = 2 Phi(-|delta| / 2), delta the distance of the
-        means in deviations -> (rows,)."""
+        """Return the chance that a state drawn from q is kept: 1 - TV = 2 Phi(-|delta| / 2), with delta the distance of
+        the means in standard deviations -> (rows,)."""
         _check_same(self, q)
         return torch.erfc(q._whiten(self.mean).norm(dim=-1) / math.sqrt(8))
 
     def _whiten(self, states: Tensor) -> Tensor:
-        """States (rows, *state) -> the noise (rows, d) that makes them."""
+        """Convert states (rows, *state) to the noise (rows, d) that makes them."""
         rest = (states - self.mean).flatten(1)
         if isinstance(self.scale, Tensor) and self.scale.ndim == 2:
             return torch.linalg.solve_triangular(self.scale, rest.T, upper=False).T
         return rest / self.scale
 
     def _color(self, noise: Tensor) -> Tensor:
-        """Noise (rows, d) -> states (rows, *state)."""
+        """Convert noise (rows, d) to states (rows, *state)."""
         factor = isinstance(self.scale, Tensor) and self.scale.ndim == 2
         return self.mean + (noise @ self.scale.T if factor else noise * self.scale).reshape(self.mean.shape)  # type: ignore[union-attr]
 

@@ -1,4 +1,4 @@
-"""Laws: what the next states of chains are drawn from, and how a refused draft is put right."""
+"""`Laws`, the protocol of laws of the next states, with the residual that replaces a refused draft."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slipstream.processes.numbers import Numbers
 L = TypeVar("L", bound="Laws")
 
 ATTEMPTS = 2**22
-"""Attempts at one residual after which `reject_until` gives up."""
+"""The number of attempts at one residual after which `reject_until` gives up."""
 BLOCK = 2**16
-"""Most attempts, of all rows together, that are made at once."""
+"""The greatest number of attempts, of all rows together, that are made at once."""
 
 
 class Laws(Protocol):
@@ -23,37 +23,37 @@ class Laws(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many laws there are."""
+        """The number of laws."""
         ...
 
     def select(self, rows: Tensor) -> Self:
-        """The laws of some of the rows, in this order; a row may come more than once."""
+        """Return the laws of these rows, in this order; a row may come more than once."""
         ...
 
     def join(self, others: Sequence[Self]) -> Self:
-        """These rows, then those of others."""
+        """Return these laws, then those of others."""
         ...
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """A state of each law -> (rows, *state)."""
+        """Draw a state from each law -> (rows, *state)."""
         ...
 
     def log_density(self, states: Tensor) -> Tensor:
-        """The logarithm of probability or density at `states` (rows, *state) -> (rows,). It must be normalized, or
-        lack the same factor in p and q."""
+        """Return the logarithm of probability or density at `states` (rows, *state) -> (rows,). It must be normalized,
+        or lack the same factor in p and q."""
         ...
 
     def residual(self, q: Self, refused: Tensor, numbers: Numbers) -> Tensor:
-        """States in place of those that were drawn from q and refused, (rows, *state): with law norm(max(0, p - q))."""
+        """Replace refused states that were drawn from q: draw (rows, *state) from norm(max(0, p - q))."""
         ...
 
 
 def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:
-    """States of norm(max(0, p - q)) -> (rows, *state), by rejection: y ~ p stays with chance max(0, 1 - q(y)/p(y)).
+    """Draw states (rows, *state) of norm(max(0, p - q)) by rejection: keep y ~ p with chance max(0, 1 - q(y)/p(y)).
 
-    Exact for any densities. An attempt succeeds with chance 1 - beta, and a draft is refused just as rarely, so a
+    Exact for any densities. An attempt succeeds with chance 1 - beta, and a draft is refused with the same chance, so a
     tested state costs one attempt on average, whatever p and q are. Raises FloatingPointError after `ATTEMPTS` at
-    one state: density and sampler then do not belong together (if they do, its odds are below 1e-7 per tested state).
+    one state: density and sampler then do not belong together (if they do, its chance is below 1e-7 per tested state).
     """
     left, made, found = torch.arange(p.rows), 0, p.sample(numbers)
     size = 1
@@ -73,7 +73,7 @@ def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:
 
 
 def _attempts(p: L, q: L, numbers: Numbers, attempts: range) -> tuple[Tensor, Tensor]:
-    """States (rows, attempts, *state) drawn from p, and which of them stay."""
+    """Draw states (rows, attempts, *state) from p -> them, and which of them are kept."""
     rows = torch.arange(p.rows).repeat_interleave(len(attempts))
     places, drawn = torch.tensor(attempts).repeat(p.rows), numbers.select(rows)
     wide = p.select(rows)

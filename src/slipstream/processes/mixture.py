@@ -1,4 +1,4 @@
-"""Mixture: mixtures of normal laws, put right by rejection."""
+"""`Mixture`: mixtures of normal laws, whose residual is drawn by rejection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mixture:
     """Mixtures of k normal laws with independent coordinates; target and draft may have different k.
 
     `weights` (rows, k) sum to one, `means` and `scales` are (rows, k, d). Raises ValueError for other shapes, scales
-    that are not positive, or weights that are no laws.
+    that are not positive, or weights that do not sum to one.
     """
 
     weights: Tensor
@@ -37,35 +37,35 @@ class Mixture:
 
     @property
     def rows(self) -> int:
-        """See `Laws`."""
+        """The number of laws."""
         return self.weights.shape[0]
 
     def select(self, rows: Tensor) -> Mixture:
-        """See `Laws`."""
+        """Return the laws of these rows, in this order."""
         return Mixture(self.weights[rows], self.means[rows], self.scales[rows])
 
     def join(self, others: Sequence[Mixture]) -> Mixture:
-        """See `Laws`. Components of weight zero fill up where laws have fewer."""
+        """Return these laws, then those of others; laws with fewer components get more of weight zero."""
         laws = [self, *others]
         most = max(law.weights.shape[1] for law in laws)
         wide = [law._padded(most) for law in laws]
         return Mixture(*(torch.cat([getattr(law, name) for law in wide]) for name in ("weights", "means", "scales")))
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """States (rows, d): the component by inversion, then its noise."""
+        """Draw states (rows, d): the component by inversion, then its noise."""
         choice = inverse(self.weights.unsqueeze(1), numbers.uniforms(1).to(self.weights.device))[:, 0]
         rows = torch.arange(self.rows, device=choice.device)
         noise = numbers.again(torch.zeros(self.rows)).normals(self.means.shape[2]).to(self.means)
         return self.means[rows, choice] + self.scales[rows, choice] * noise
 
     def log_density(self, states: Tensor) -> Tensor:
-        """See `Laws`."""
+        """Return the log density at states (rows, d) -> (rows,)."""
         away = (states.unsqueeze(1) - self.means) / self.scales
         each = -(away.square() / 2 + self.scales.log() + math.log(2 * math.pi) / 2).sum(-1)
         return torch.logsumexp(each + self.weights.log(), -1)
 
     def residual(self, q: Mixture, refused: Tensor, numbers: Numbers) -> Tensor:
-        """See `laws.reject_until`: one attempt per tested state on average."""
+        """Draw states (rows, d) of the residual by `laws.reject_until`: on average one attempt per tested state."""
         return reject_until(self, q, numbers)
 
     def _padded(self, components: int) -> Mixture:

@@ -1,4 +1,4 @@
-"""Rounds: one round of speculative execution, Algorithm 1 of arXiv 2211.17192 for any law of the next state."""
+"""A round of speculative execution: Algorithm 1 of arXiv 2211.17192 for any law of the next state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kernel = Callable[[Tensor, Tensor], Laws]
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Where chains stand: their names (rows,), `states` (rows, *state) and `times` (rows,), the steps they made."""
+    """Chains at their present steps: `names` (rows,), `states` (rows, *state) and `times` (rows,), the steps made."""
 
     seed: int
     names: Tensor
@@ -26,17 +26,18 @@ class Chains:
     times: Tensor
 
     def numbers(self, purpose: Purpose, rows: Tensor, ahead: Tensor | int) -> Numbers:
-        """The numbers of some rows, `ahead` steps further on, in the round that begins here."""
+        """Return the numbers of these rows at `ahead` steps from here, in the round that begins here."""
         origins = self.times[rows]
         return Numbers.of(self.seed, purpose, self.names[rows], origins, origins + ahead)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of a round: chain r goes through path[r, : accepted[r] + 1].
+    """The outcome of a round: chain r takes the states path[r, : accepted[r] + 1].
 
-    `path` (rows, gamma + 1, *state) are accepted drafts, then the correction or bonus. `lengths` (rows,) were drafted.
-    `betas` (rows, gamma) is min(1, p/q) at each drafted state, whose mean given the state before it is beta.
+    `path` (rows, gamma + 1, *state) holds the accepted drafts, then the correction or bonus. `lengths` (rows,) is the
+    number of drafted states. `betas` (rows, gamma) is min(1, p/q) at each drafted state; its mean given the state
+    before it is beta.
     """
 
     path: Tensor
@@ -46,9 +47,9 @@ class Round:
 
 
 def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -> Round:
-    """Draft `lengths` (rows,) steps with f', evaluate f at all states at once, keep a prefix, correct or add one.
+    """Draft `lengths` (rows,) steps with f', evaluate f at all states at once, keep a prefix, add correction or bonus.
 
-    f is called once, with sum(lengths) + rows states. Raises FloatingPointError where the laws are not numbers.
+    f is called once, with sum(lengths) + rows states. Raises FloatingPointError if a law is not a number.
     """
     states, q, drafted = _draft(draft, chains, lengths)
     asked = _Places.of(torch.arange(states.shape[1] - 1) <= lengths[:, None])
@@ -75,7 +76,7 @@ def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Which (row, steps ahead) a flat batch holds, position by position; `index` (rows, width) finds them in it."""
+    """The (row, steps ahead) of each entry of a flat batch; `index` (rows, width) holds the entry of each pair."""
 
     rows: Tensor
     ahead: Tensor
@@ -83,7 +84,7 @@ class _Places:
 
     @staticmethod
     def of(mask: Tensor) -> _Places:
-        """The places where a mask (rows, width) is set."""
+        """Make the places where a mask (rows, width) is set."""
         ahead, rows = mask.T.nonzero(as_tuple=True)
         index = torch.zeros(mask.shape, dtype=torch.long)
         index[rows, ahead] = torch.arange(len(rows))
@@ -91,12 +92,12 @@ class _Places:
 
     @property
     def shape(self) -> torch.Size:
-        """(rows, width)."""
+        """The shape (rows, width) of the mask."""
         return self.index.shape
 
 
 def _draft(draft: Kernel, chains: Chains, lengths: Tensor) -> tuple[Tensor, Laws | None, _Places]:
-    """States (rows, gamma + 2, *state) from the present ones on, room for one more, and what they were drawn from."""
+    """Draft states -> (rows, gamma + 2, *state), from the present one on, with room for one more; laws, places."""
     drafted = _Places.of(torch.arange(int(lengths.max())) < lengths[:, None])
     width = drafted.shape[1]
     states = chains.states.unsqueeze(1).repeat_interleave(width + 2, 1)
@@ -109,7 +110,7 @@ def _draft(draft: Kernel, chains: Chains, lengths: Tensor) -> tuple[Tensor, Laws
 
 
 def _ratio(p: Laws, q: Laws, states: Tensor) -> Tensor:
-    """log p/q at states that were drawn from q -> (rows,), float64."""
+    """Return log p/q at states that were drawn from q, (rows,), float64."""
     ratio = (p.log_density(states) - q.log_density(states)).double().cpu()
     if bool(ratio.isnan().any()):
         raise FloatingPointError(

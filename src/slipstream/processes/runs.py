@@ -1,4 +1,4 @@
-"""Runs: many independent chains, each at its own pace, and the statistics of their rounds."""
+"""Runs of many independent chains, each advancing at its own pace, and the statistics of their rounds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slipstream.core.values import whole_number
 from slipstream.processes.rounds import Chains, Kernel, Round, play_round
 
 Watch = Callable[[Round], object]
-"""Is shown every round while a run goes on."""
+"""A function that receives every round of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Trajectories (chains, steps + 1, *state) from the starts on, the steps each made (chains,), and what it took.
+    """The trajectories (chains, steps + 1, *state) from the starts on, the steps of each (chains,), and the statistics.
 
     A chain that ended early keeps its last state. In `stats` a state counts as a token, and a call of f once for each
     chain that it serves.
@@ -31,10 +31,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculative execution of x_{t+1} ~ f(x_t): the law of trajectories is f's, whatever the draft f' says.
+    """Speculative execution of x_{t+1} ~ f(x_t): the law of trajectories is that of f, whatever the draft f' is.
 
-    `target` is f and `draft` f' (see `Kernel`); `gamma` steps are drafted per round. `ended` tells of states (rows,
-    *state) which end a chain -> (rows,) bool. Raises ValueError for a gamma that is no whole number from 0 up.
+    `target` is f and `draft` f' (see `Kernel`); `gamma` steps are drafted per round. `ended` returns for states
+    (rows, *state) which of them end a chain, (rows,) bool. Raises ValueError unless gamma is a whole number from 0 up.
     """
 
     target: Kernel
@@ -46,10 +46,10 @@ class Speculation:
         whole_number("gamma", self.gamma, 0)
 
     def run(self, starts: Tensor, steps: int, seed: int = 0, watch: Watch | None = None) -> Run:
-        """Chains from `starts` (chains, *state), `steps` long; equal seeds give equal runs, chain by chain.
+        """Run chains of `steps` steps from `starts` (chains, *state); equal seeds give equal runs, chain by chain.
 
-        A chain does not depend on which others run beside it, as far as f and f' do not. Raises ValueError for no
-        chains or steps below 1, FloatingPointError where a law or a state is not a number.
+        A chain does not depend on the other chains of the run, as long as f and f' do not. Raises ValueError for no
+        chains or steps below 1, FloatingPointError if a law or a state is not a number.
         """
         whole_number("steps", steps, 1)
         if starts.ndim < 1 or len(starts) == 0:
@@ -72,7 +72,7 @@ class Speculation:
         return Run(_held(trajectories, made), made, stats)
 
     def _cut(self, round: Round) -> Tensor:
-        """How many states of the path each chain takes (rows,); negative where the last of them ends it."""
+        """Return how many states of the path each chain takes (rows,), negative if the last of them ends it."""
         new = round.accepted + 1
         if self.ended is None:
             return new
@@ -84,12 +84,12 @@ class Speculation:
 def simulate(
     target: Kernel, starts: Tensor, steps: int, seed: int = 0, ended: Callable[[Tensor], Tensor] | None = None
 ) -> Run:
-    """The chains without a draft: one call of f per step. Arguments and errors as of `Speculation.run`."""
+    """Run chains without a draft, with one call of f per step. Arguments and errors as of `Speculation.run`."""
     return Speculation(target, target, 0, ended).run(starts, steps, seed)
 
 
 def _write(trajectories: Tensor, chains: Chains, round: Round, cuts: Tensor) -> None:
-    """Put what stands of a round into the trajectories."""
+    """Write the states that stand after a round into the trajectories."""
     rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
     states = round.path[rows, ahead]
     if states.is_floating_point() and not bool(states.isfinite().all()):
@@ -98,13 +98,13 @@ def _write(trajectories: Tensor, chains: Chains, round: Round, cuts: Tensor) -> 
 
 
 def _held(trajectories: Tensor, made: Tensor) -> Tensor:
-    """Chains that ended early keep their last state."""
+    """Return the trajectories with the last state repeated in chains that ended early."""
     places = torch.minimum(torch.arange(trajectories.shape[1]), made[:, None])
     return trajectories[torch.arange(len(made))[:, None], places]
 
 
 def _count(round: Round, taken: Tensor) -> Stats:
-    """The counts of one round, of which chains took so many states (rows,): what was cut does not count."""
+    """Count a round of which chains took this many states (rows,); states that were cut do not count."""
     accepted, width = torch.minimum(round.accepted, taken), round.betas.shape[1]
     tested = torch.minimum(torch.minimum(round.accepted + 1, round.lengths), taken)
     places = torch.arange(width)
