@@ -1,8 +1,8 @@
-"""Prompts x settings -> rows: speculative decoding against its baselines, measured like a sceptic.
+"""Benchmark speculative decoding against its baselines, for prompts and settings.
 
 A *contender* continues the prompts it is given. All get the same token ids, limit and end of text, run one after the
 other in one process, and are timed from outside by the same code: emitted tokens / wall time of the whole call, prefill
-included. A repetition runs every contender once, in an order that rotates; ratios are taken within a repetition, and
+included. A repetition runs every contender once, in a rotating order; ratios are taken within a repetition, and
 the median over the repetitions is reported.
 """
 
@@ -62,7 +62,7 @@ def measure(
 ) -> BenchReport:
     """Measure the contenders (default: `line_up`) at every batch and temperature of the settings -> BenchReport.
 
-    Ctrl-C ends it early: the report holds the repetitions that were completed and says `interrupted`.
+    Ctrl-C ends it early: the report then has the completed repetitions, and `interrupted` is True.
     `on_run(done, all, name)` is called before every run. Raises ValueError if prompts, models and settings disagree.
     """
     everyone = contenders or line_up(engine, settings)
@@ -83,7 +83,7 @@ def measure(
 
 
 def _check(engine: Engine, texts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
-    """All must be able to do the same work: whole batches, and texts within every context."""
+    """Raise ValueError unless there are prompts for whole batches, and texts fit every model's context."""
     if len(texts) < (batch := max(settings.batches)):
         raise ValueError(f"a batch of {batch} needs as many prompts, but there are {len(texts)}.")
     begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))

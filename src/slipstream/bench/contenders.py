@@ -1,4 +1,4 @@
-"""The contenders of a race: ours, plain and speculative, by draft, rule and gamma, and those of transformers."""
+"""The contenders of a benchmark: Slipstream's, by draft, rule and gamma, and those of transformers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from slipstream.measure.requests import request_for
 from slipstream.models.loading import load_model
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
-"""Decodes requests, as `rounds` does."""
+"""A function that decodes requests and yields their rounds, as `rounds` does."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """An engine of ours that takes part, what its draft is called, and how it runs ("eager", "compiled")."""
+    """An engine that takes part, the name of its draft, and its execution ("eager", "compiled")."""
 
     engine: Engine
     draft: str | None = None
@@ -37,12 +37,12 @@ class Side:
 
 
 def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()) -> list[Contender]:
-    """Ours, and those of transformers that can run with the engine's models.
+    """Return the contenders of the engine, and those of transformers that can run with its models.
 
-    `others` are further engines of ours, with the same target: other drafts, or compiled.
+    `others` are further engines with the same target: other drafts, or compiled execution.
     """
     sides = [Side(engine, _draft_name(engine)), *others]
-    plain = {side.execution: side for side in reversed(sides)}  # one of each kind, the first
+    plain = {side.execution: side for side in reversed(sides)}  # the first side of each execution
     runs = [side for side in sides if side is plain[side.execution]]
     contenders = [_plain(side) for side in runs]
     for side in sides:
@@ -68,12 +68,12 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
 
 
 def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
-    """List transformers' contenders that can run with the same model objects."""
+    """Return the contenders of transformers that can run with the same model objects."""
     everyone = scorers(engine.decoder)
     models = [untouched(scorer) for scorer in everyone if isinstance(scorer, HasModel)]
     if len(models) < len(everyone):
         return []
-    if engine.frame:  # assisted generation has no settings for encoder-decoders that we know to be its best
+    if engine.frame:  # the best settings of assisted generation for encoder-decoders are not known
         return [peers.generate(models[0], engine.frame.begin)]
     contenders = [peers.generate(models[0])]
     if len({model.config.get_text_config().vocab_size for model in models}) == 1 < len(models):
@@ -83,7 +83,7 @@ def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
 
 
 def untouched(scorer: HasModel) -> Any:
-    """The model as transformers loads it: our packed weights would make its contenders faster than users know them."""
+    """Return the model as transformers loads it, without packed weights, which would make its contenders faster."""
     model = scorer.model
     if not any(isinstance(module, PackedLinear) for module in model.modules()):
         return model
@@ -91,7 +91,7 @@ def untouched(scorer: HasModel) -> Any:
 
 
 def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rounds) -> Contender:
-    """A decoder of ours, with whatever drafter, verifier and controller it has. `play` may look at its rounds."""
+    """Make the contender of a decoder, with its drafter, verifier and controller; `play` may observe its rounds."""
 
     def run(task: BenchTask) -> Output:
         sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0

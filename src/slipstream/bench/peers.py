@@ -1,7 +1,7 @@
-"""transformers as contenders: `generate`, assisted generation and prompt lookup, each at its best usual settings.
+"""The contenders of transformers: `generate`, assisted generation and prompt lookup, each at its best usual settings.
 
-All run with the very model objects of our eager contenders, and with a generation configuration of ours that is lent
-for the call: what a model brings along (top-k 50, penalties, end tokens) would be other work.
+All run with the same model objects as Slipstream's eager contenders, and with a generation configuration that replaces
+the model's own for the call: its settings (top-k 50, penalties, end tokens) would make the work different.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from slipstream.core.draft import padded
 
 
 def generate(model: PreTrainedModel, begin: Sequence[int] = ()) -> Contender:
-    """transformers' plain decoding, batches padded on the left; `begin` is how the decoder of an encoder-decoder
-    begins, whose prompts are sources."""
+    """Make the contender of plain decoding by transformers, batches padded on the left; `begin` are the first tokens of
+    an encoder-decoder's decoder, whose prompts are sources."""
     return Contender(GENERATE, lambda task: _generate(model, task, begin))
 
 
 def assisted(target: PreTrainedModel, draft: PreTrainedModel, gamma: int) -> Contender:
-    """transformers' assisted generation, always with gamma drafted tokens; it takes one row at a time."""
+    """Make the contender of assisted generation with a constant gamma; it takes one row at a time."""
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return _assisted(ASSISTED, target, draft, {"num_assistant_tokens": gamma, **constant})
 
 
 def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
-    """Assisted generation as it comes: transformers' own draft length and confidence threshold."""
+    """Make the contender of assisted generation with the default draft length and confidence threshold."""
     return _assisted(ASSISTED_AUTO, target, draft, {})
 
 
 def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> Contender:
     def run(task: BenchTask) -> Output:
-        # Read from the assistant's own configuration: arguments of `generate` do not reach it. A fresh one for every
-        # call, for some schedules write into it.
+        # These are read from the assistant's own configuration, which arguments of `generate` do not reach. It is a new
+        # one for every call, as some schedules write into it.
         with _configured(draft, **settings):
             return _generate(target, task, assistant_model=draft)
 
@@ -45,7 +45,7 @@ def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settin
 
 
 def lookup(model: PreTrainedModel, gamma: int) -> Contender:
-    """transformers' prompt lookup: up to gamma tokens copied from the text, without a draft model."""
+    """Make the contender of prompt lookup: up to gamma tokens copied from the text, without a draft model."""
 
     def run(task: BenchTask) -> Output:
         return _generate(model, task, prompt_lookup_num_tokens=gamma)
@@ -72,7 +72,7 @@ def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = ()
 
 
 def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Prompts padded on the left; sources padded on the right, for encoders count from there."""
+    """Return the inputs of `generate`: prompts padded on the left, or sources padded on the right for encoders."""
     attended = [[1] * len(text) for text in texts]
     if begin:
         inputs = {"input_ids": texts, "attention_mask": attended, "decoder_input_ids": [begin] * len(texts)}
@@ -85,7 +85,7 @@ def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.
 
 @contextmanager
 def _counted(model: PreTrainedModel) -> Iterator[list[None]]:
-    """Grows with every forward pass of the model."""
+    """Yield a list that gets an entry at every forward pass of the model."""
     calls: list[None] = []
     hook = model.register_forward_hook(lambda *_: calls.append(None))
     try:
@@ -96,7 +96,7 @@ def _counted(model: PreTrainedModel) -> Iterator[list[None]]:
 
 @contextmanager
 def _configured(model: PreTrainedModel, **settings: Any) -> Iterator[None]:
-    """Lend a model another configuration: what is None in arguments of `generate` would come from its own."""
+    """Replace a model's generation configuration for the block: `generate` takes missing settings from it."""
     kept, model.generation_config = model.generation_config, GenerationConfig(**settings)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A report as a picture: a bar per contender, with the spread over the repetitions."""
+"""Plots a report: a bar per contender, with the spread over the repetitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.files import atomic_write
 
 
 def plot(report: BenchReport, path: Path, label: Callable[[Result], str]) -> None:
-    """Write tokens per second, a panel per batch and temperature; `label` names a row."""
+    """Plot tokens per second to a file, a panel per batch and temperature; `label` names a row."""
     from matplotlib.figure import Figure
 
     races = list(dict.fromkeys((row.batch, row.temperature) for row in report.rows))

@@ -1,4 +1,4 @@
-"""Contenders against each other on one task, timed from outside by the same code."""
+"""Runs contenders against each other on one task, timed from outside by the same code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Repetition = dict[Contender, Output]
 def run_race(
     report: BenchReport, task: BenchTask, contenders: Sequence[Contender], step: Callable[[str], None]
 ) -> None:
-    """Warm up, then repeat. Whole repetitions are reported even if a later one breaks off."""
+    """Warm up, run the repetitions, and add the results to the report; completed ones count even after an error."""
     repetitions: list[Repetition] = []
 
     def run(contender: Contender, task: BenchTask) -> Output:
@@ -39,7 +39,7 @@ def run_race(
 
 
 def timed(contender: Contender, task: BenchTask) -> Output:
-    """Run, time and count. Raises ValueError if the contender did less or more than the others have to do."""
+    """Run and time a contender. Raises ValueError if it made fewer or more tokens than the task asks for."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(task.seed)
         start = perf_counter()
@@ -54,12 +54,12 @@ def timed(contender: Contender, task: BenchTask) -> Output:
 
 
 def until_eos(tokens: Sequence[int], eos: Collection[int]) -> list[int]:
-    """The tokens that count: up to the first EOS token, and that one. What follows is padding."""
+    """Return the tokens up to and including the first EOS token; the rest is padding."""
     return list(tokens[: min((tokens.index(end) + 1 for end in eos if end in tokens), default=len(tokens))])
 
 
 def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetition]) -> Result:
-    """The row of a contender; ratios are to the first of its rivals that decodes plainly, ours and transformers'."""
+    """Return the row of a contender, with ratios to the first plain contenders, Slipstream's and transformers'."""
 
     def runs_of(name: str) -> list[Output]:
         found = next((each for each in repetitions[0] if each.name == name), None)
@@ -81,28 +81,28 @@ def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetiti
 
 
 def _over(runs: Sequence[Output], baseline: Sequence[Output]) -> Spread | None:
-    """Ratios of speeds, each within one repetition; None without a baseline."""
+    """Return ratios of speeds, each within one repetition; None without a baseline."""
     return spread(ratios([run.speed for run in runs], [run.speed for run in baseline])) if baseline else None
 
 
 def _matches(runs: Sequence[Output], baseline: Sequence[Output]) -> int:
-    """How many prompts were answered with the baseline's tokens in every repetition."""
+    """Return how many prompts got the baseline's tokens in every repetition."""
     same = [map(eq, run.tokens, base.tokens) for run, base in zip(runs, baseline, strict=True)]
     return sum(map(all, zip(*same, strict=True)))
 
 
 def _calls(runs: Sequence[Output], batch: int) -> dict[str, Any]:
-    """Figures from the passes of the target, for any contender that counts them."""
+    """Return figures from the target's passes; empty unless the contender counts them."""
     if not all(run.calls for run in runs):
         return {}
     figures: dict[str, Any] = {"milliseconds_per_call": spread([1000 * run.seconds / run.calls for run in runs])}
-    if batch == 1:  # in a larger one a call serves rows that end at different times
+    if batch == 1:  # in a larger batch a call serves rows that end at different times
         figures["mean_acceptance_length"] = sum(run.emitted for run in runs) / sum(run.calls for run in runs)
     return figures
 
 
 def inside(runs: Sequence[Output]) -> dict[str, Any]:
-    """Figures that only our own contenders know, pooled over the repetitions (sum / sum)."""
+    """Return figures that only Slipstream's contenders have, pooled over the repetitions (sum / sum)."""
     count, stats = sum(run.calls for run in runs), sum((run.stats for run in runs), Stats())
     if not stats.target_calls:
         return {}

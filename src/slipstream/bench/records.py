@@ -1,4 +1,4 @@
-"""The nouns of the benchmark: what is asked, who answers, what was measured; and the built-in prompts."""
+"""The records of the benchmark: settings, tasks, contenders and results; and the built-in prompts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PROMPTS = (
 class BenchSettings:
     """The settings of a benchmark. Every pair of batch and temperature is a race of its own.
 
-    `rules` are the acceptance rules of ours by name; none means the engine's own. `ignore_eos` gives all exactly the
-    same work; without it outputs end after EOS. ValueError for what is impossible.
+    `rules` are the acceptance rules of Slipstream by name; none means the engine's own. `ignore_eos` gives all
+    contenders exactly the same work; without it outputs end after EOS. Raises ValueError for impossible settings.
     """
 
     gammas: tuple[int, ...] = (3, 5, 8)
@@ -68,7 +68,7 @@ class BenchSettings:
 
 
 FULL, QUICK = BenchSettings(), BenchSettings(gammas=(5,), batches=(1,), max_new_tokens=48, repetitions=3)
-"""The default, and what takes a few minutes with the embedded pair on two cores."""
+"""The default settings, and those that take a few minutes with the embedded pair on two cores."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class BenchTask:
 
 @dataclass(frozen=True)
 class Output:
-    """The new tokens of every prompt, and what else the contender knows.
+    """The new tokens of every prompt, and the figures that the contender counted.
 
-    `calls` counts forward passes of the target, a separate prefill not included; `stats` are kept by our own
-    contenders alone; `seconds` are there if the run was timed.
+    `calls` counts forward passes of the target, without a separate prefill; `stats` are those of Slipstream's
+    contenders alone; `seconds` are set if the run was timed.
     """
 
     tokens: list[list[int]]
@@ -100,20 +100,20 @@ class Output:
 
     @property
     def emitted(self) -> int:
-        """New tokens of all prompts."""
+        """The number of new tokens of all prompts."""
         return sum(map(len, self.tokens))
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the whole call."""
+        """The tokens per second of the whole call."""
         return self.emitted / self.seconds
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who continues prompts, at most `largest_batch` at a time.
+    """A way to continue prompts, at most `largest_batch` at a time.
 
-    `draft`, `rule` and `execution` ("eager", "compiled") say how, where there is a choice.
+    `draft`, `rule` and `execution` ("eager", "compiled") are given where there is a choice.
     """
 
     name: str
@@ -127,12 +127,12 @@ class Contender:
 
 @dataclass(frozen=True)
 class Result:
-    """A row of the report: one contender at one batch and temperature; what it cannot tell is None.
+    """A row of the report: one contender at one batch and temperature; figures that it lacks are None.
 
     `tokens` are those of all repetitions, `speeds` the tokens per second of each. `matches_*` count prompts with the
-    same greedy tokens in every repetition. `milliseconds_per_call` is the wall time of a run, prefill included, by the
-    passes of the target. Of ours, `milliseconds` are per round: `round` is wall time without the target's prefill,
-    `rest` what is not draft, target or accept, and `overhead` is round / (draft + target) - 1.
+    same greedy tokens in every repetition. `milliseconds_per_call` is the wall time of a run, prefill included, divided
+    by the passes of the target. `milliseconds`, of Slipstream's contenders, are per round: `round` is wall time without
+    the target's prefill, `rest` what is not draft, target or accept, and `overhead` is round / (draft + target) - 1.
     """
 
     contender: str
@@ -160,7 +160,7 @@ class Result:
 
 @dataclass
 class BenchReport:
-    """A report of what was measured, how, and on what."""
+    """A report of a benchmark: the environment, the settings and the results."""
 
     environment: dict[str, Any]
     settings: BenchSettings
@@ -168,5 +168,5 @@ class BenchReport:
     interrupted: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON knows it, without tuples."""
+        """Return the report as JSON values, without tuples."""
         return json.loads(json_text(asdict(self)))

@@ -1,7 +1,7 @@
-"""The exactness certificate: the user's own models, rule and settings in, a verdict out.
+"""The exactness certificate: a verdict on whether the user's models, rule and settings give the target's law.
 
-`check` decodes speculatively and holds the result against plain decoding with the same target: greedy tokens one by
-one, sampled ones by the exact law of the rule and by chi-squared. The same tests have to notice broken rules.
+`check` decodes speculatively and compares the result with plain decoding by the same target: greedy tokens one by one,
+sampled ones by the exact law of the rule and by chi-squared. The same tests have to notice broken rules.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["Answer", "CheckReport", "CheckSettings", "Control", "Difference", "P
 def check(
     engine: Engine, prompts: Sequence[Prompt], *, on_progress: Listener | None = None, **options: Any
 ) -> CheckReport:
-    """Whether what the engine emits follows its target's law -> CheckReport.
+    """Check whether the engine's output follows its target's law -> CheckReport.
 
     Options are the fields of `CheckSettings` and of `Sampling`. Without a `temperature` greedy decoding and temperature
-    1 are checked, otherwise that temperature alone. `on_progress(what, done, of)` is called with how far the check is.
+    1 are checked, otherwise that temperature alone. `on_progress(what, done, of)` is called with the progress.
 
     Raises ValueError if there is no draft, no prompt or a setting is impossible, TypeError for unknown options.
     """
@@ -51,7 +51,7 @@ def check(
 
 
 def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], dict[str, Any]]:
-    """The options -> settings, temperatures, and the other settings of sampling."""
+    """Divide the options into settings of the check, temperatures, and other settings of sampling."""
     ours = {field.name for field in fields(CheckSettings)}
     known = sorted(ours | {field.name for field in fields(Sampling) if field.init} - {"eos"})
     if unknown := sorted(options.keys() - set(known)):
@@ -79,7 +79,7 @@ def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, li
 
 
 def _in_one_shape(case: Case) -> Case:
-    """All passes in one shape, as the engine runs them: then no rounding is left to excuse a difference."""
+    """Run all passes in one shape, as the engine does: then no difference can be rounding."""
     decoder, settings = case.decoder, case.settings
     longest = max(map(len, case.prompts)) + max(settings.max_new_tokens, case.gamma + 2) + case.gamma + 1
     decoder.target.fix_shape(Shape(decoder.batch_size, case.gamma + 1, 1 << longest.bit_length()))
@@ -88,7 +88,7 @@ def _in_one_shape(case: Case) -> Case:
 
 
 def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of what was checked, and where."""
+    """Return the facts of a check: models, rule, settings and versions."""
     target, drafter = case.decoder.target, case.decoder.drafter
     dtype = getattr(getattr(target, "model", None), "dtype", None)
     return {

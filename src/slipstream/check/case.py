@@ -1,4 +1,4 @@
-"""The case that is checked: a decoder, a rule, prompts and settings, ready to run."""
+"""`Case`, what is checked: a decoder, a rule, prompts and settings."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from slipstream.decoding.rules import Rule
 from slipstream.measure.requests import request_for
 
 Listener = Callable[[str, int, int], None]
-"""Told how far a check is: (what it does, done, of how many)."""
+"""A function that receives the progress of a check: (stage, done, total)."""
 
 BATCH = 32
-"""Short texts that run together, unless the engine runs more."""
+"""The number of short texts that run together, unless the engine runs more."""
 
 MOST_SAMPLES = 1_000_000
-"""All of them are held in memory."""
+"""The greatest number of samples, which are all held in memory."""
 
 
 @dataclass(frozen=True)
 class CheckSettings:
     """The settings of a check besides the settings of `Sampling`.
 
-    `gamma` and `verify` default to the engine's. `max_new_tokens` is the length of the texts that are followed token
+    `gamma` and `verify` default to the engine's. `max_new_tokens` is the length of the texts that are compared token
     by token, `samples` the number of short texts of the statistical test. `gap` is the largest near-tie of greedy
-    decoding in logits; None measures the rounding of the model. Raises ValueError for what cannot be checked.
+    decoding in logits; None measures the rounding of the model. Raises ValueError for values that are not possible.
     """
 
     gamma: int | None = None
@@ -50,7 +50,7 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything a half of the check needs."""
+    """The decoder, rule, prompts and settings that both halves of a check use."""
 
     decoder: Decoder
     rule: Rule
@@ -64,11 +64,11 @@ class Case:
 
     @property
     def gamma(self) -> int:
-        """Tokens drafted per round, at most."""
+        """The greatest number of tokens drafted per round."""
         return self.decoder.controller.most
 
     def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:
-        """So many requests, the prompts in turn (default: each once), no two alike."""
+        """Make `count` different requests from the prompts in turn (default: each once)."""
         limit, prompts = tokens or self.settings.max_new_tokens, self.prompts
         return [
             request_for(
@@ -84,9 +84,9 @@ class Case:
         ]
 
     def under(self, rule: Rule) -> Decoder:
-        """The decoder with another rule."""
+        """Return the decoder with another rule."""
         return replace(self.decoder, verifier=rule.verify, rng=rule.rng)
 
     def at(self, what: str) -> Callable[[int, int], None]:
-        """The listener to one stage."""
+        """Return a function (done, total) that reports the progress of one stage."""
         return lambda done, total: self.listener(what, done, total)

@@ -1,4 +1,4 @@
-"""Chi-squared for tokens, without scipy: tails, what a test can see, and counts in cells that follow the text."""
+"""Chi-squared tests of tokens, without scipy: tails, detectable bias, and counts in cells that depend on the text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 LEAST = 25.0
-"""Directions in which the counts vary by less (variance) are left out: the normal limit would not hold there."""
+"""The least variance of a direction that is tested: below it the normal limit does not hold."""
 
 
 def tail(x: float, freedom: int, shift: float = 0.0) -> float:
-    """P(X > x) for chi-squared with `freedom` degrees, noncentral by `shift`: a Poisson mixture of central ones."""
+    """Return P(X > x) for chi-squared with `freedom` degrees, noncentral by `shift`: a Poisson mixture."""
     centre = shift / 2
     reach = int(12 * math.sqrt(centre)) + 30
     counts = torch.arange(max(0, int(centre) - reach), int(centre) + reach if shift else 1, dtype=torch.float64)
@@ -23,12 +23,12 @@ def tail(x: float, freedom: int, shift: float = 0.0) -> float:
 
 
 def critical(false_alarm: float, freedom: int, shift: float = 0.0) -> float:
-    """The x with P(X > x) = `false_alarm`."""
+    """Return the x with P(X > x) = `false_alarm`."""
     return _solve(lambda x: tail(x, freedom, shift) < false_alarm)
 
 
 def detectable(count: int, freedom: int, false_alarm: float, power: float, shift: float = 0.0) -> float:
-    """The smallest bias that a test of `count` tokens sees with chance `power`, in total variation between the cells.
+    """Return the least bias that a test of `count` tokens detects with chance `power`, in total variation of cells.
 
     A mean bias of total variation d shifts the statistic by at least 4 count d^2, whatever its direction.
     """
@@ -37,7 +37,7 @@ def detectable(count: int, freedom: int, false_alarm: float, power: float, shift
 
 
 def _solve(reached: Callable[[float], bool]) -> float:
-    """The smallest positive number for which a monotone condition holds."""
+    """Return the smallest positive number for which a monotone condition holds."""
     high = 1.0
     while not reached(high):
         high *= 2
@@ -49,10 +49,10 @@ def _solve(reached: Callable[[float], bool]) -> float:
 
 
 class Tally:
-    """Counts of tokens in cells, against what the target's laws say.
+    """Counts of tokens in cells, compared with the chances that the target's laws give.
 
-    The cells of a token may depend on the text before it, and so may their chances. Observed minus expected then is
-    a martingale whose covariance is the sum of those of the single tokens; in its eigenvectors the counts are
+    The cells of a token may depend on the text before it, and so may their chances. Observed minus expected is then a
+    martingale whose covariance is the sum of those of the single tokens; along its eigenvectors the counts are
     independent, and the sum of their squares over their variances is chi-squared.
     """
 
@@ -62,7 +62,7 @@ class Tally:
         self.covariance = torch.zeros(cells, cells, dtype=torch.float64)
 
     def add(self, chances: Tensor, hits: Tensor) -> None:
-        """`chances` (n, cells) of each token's cells sum to one; `hits` (n,) is the cell it fell into."""
+        """Add n tokens: the chances (n, cells) of their cells, which sum to one, and `hits` (n,), the actual cells."""
         chances = chances.double().cpu()
         seen = torch.nn.functional.one_hot(hits.cpu(), chances.shape[1]).double()
         self.count += chances.shape[0]
@@ -70,7 +70,7 @@ class Tally:
         self.covariance += chances.sum(0).diag() - chances.T @ chances
 
     def test(self) -> tuple[float, int]:
-        """The statistic and its degrees of freedom."""
+        """Return the statistic and its degrees of freedom."""
         variances, directions = torch.linalg.eigh(self.covariance)
         use = variances >= LEAST
         squares = (self.excess @ directions[:, use]).square() / variances[use]

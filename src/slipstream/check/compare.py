@@ -1,4 +1,4 @@
-"""Texts against plain decoding: what it would have chosen, how rounding moves it, and where it would have ended."""
+"""Compares texts with plain decoding: its choices, the effect of rounding on them, and where texts end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.measure.replay import plain_law, replay
 HALF = {torch.float16, torch.bfloat16}
 
 MARGIN = 4
-"""Near-ties may be so many times the measured rounding: 2 since two scores move, 2 for processors that scale them."""
+"""The greatest near-tie over the measured rounding: 2 since two scores move, times 2 for processors that scale them."""
 
 
 # ---- scores and choices ----------------------------------------------------------------------------------------------
@@ -30,9 +30,9 @@ MARGIN = 4
 
 @dataclass
 class Rounding:
-    """How far the scores of a round are from those of plain steps, in logits.
+    """The differences between the scores of rounds and of plain steps, in logits.
 
-    `noise` is the largest difference that was seen, `whole` that between plain steps and one pass over the whole
+    `noise` is the largest difference, `whole` that between plain steps and one pass over the whole
     text without a cache (None if the target cannot do that), `spread` the standard deviation of the logits.
     """
 
@@ -43,23 +43,23 @@ class Rounding:
 
     @property
     def limit(self) -> float:
-        """More is not rounding: the scores themselves are wrong."""
+        """The greatest difference that rounding explains; above it, the scores themselves are wrong."""
         return (0.5 if self.dtype in HALF else 0.01) * self.spread
 
     @property
     def allowed(self) -> float:
-        """The largest near-tie."""
+        """The greatest gap of a near-tie, in logits."""
         least = {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.dtype, 1e-2)
         return max(least, MARGIN * self.noise)
 
     def see(self, plain: Tensor, used: Tensor) -> None:
-        """Scores (vocab,) of one position."""
+        """Compare the scores (vocab,) of one position."""
         self.noise = max(self.noise, _farthest(plain, used))
         self.spread = max(self.spread, float(plain[plain.isfinite()].float().std(correction=0)))
         self.dtype = plain.dtype
 
     def see_whole(self, target: Scorer, text: Text, plain: Sequence[Tensor]) -> None:
-        """The scores of a text's positions, against the target's own forward."""
+        """Compare the scores of a text's positions with those of the target's own forward pass."""
         alone = getattr(target, "alone", None)
         if alone is None:
             return
@@ -76,10 +76,10 @@ def _farthest(left: Tensor, right: Tensor) -> float:
 
 @dataclass
 class Comparison:
-    """All texts of a run. `moved` sums the total variation by which rounding moved the laws.
+    """The comparison of all texts of a run; `moved` is the sum of total variations by which rounding moved the laws.
 
-    `unforced` counts tokens that are not even the choice under the scores that their own round had: no rounding
-    explains those.
+    `unforced` counts tokens that are not the choice even under the scores of their own round, which rounding cannot
+    explain.
     """
 
     rounding: Rounding = field(default_factory=Rounding)
@@ -89,7 +89,7 @@ class Comparison:
     moved: float = 0.0
 
     def first(self) -> list[Difference]:
-        """The first difference of every text: there it leaves the text of plain decoding."""
+        """Return the first difference of every text, where it departs from plain decoding."""
         return [d for i, d in enumerate(self.differences) if not i or d.prompt != self.differences[i - 1].prompt]
 
 
@@ -99,7 +99,7 @@ def compare(
     rng: Rng | None = None,
     on_text: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Follow every text through the target. With an rng, its choices are compared as well; greedy ones always are."""
+    """Replay every text through the target and compare its choices: greedy ones always, sampled ones with an rng."""
     found = Comparison()
     for prompt, text in enumerate(texts):
         on_text(prompt, len(texts))
@@ -122,7 +122,7 @@ def compare(
 
 
 def _choice(law: Law, row: Row, emission: Emission, rng: Rng | None) -> int | None:
-    """Return the token that plain decoding takes; None if that is a matter of chance."""
+    """Return the token that plain decoding chooses; None if it is sampled and no rng is given."""
     if law.point:
         assert law.tokens is not None
         return int(law.tokens)
@@ -135,7 +135,7 @@ def _key(row: Row, emission: Emission) -> Key:
 
 
 Scores = tuple[float, float, float]
-"""The logit of the chosen token, the logit of the emitted one, and the gap between them."""
+"""The logit of the chosen token, that of the emitted one, and the gap between them."""
 
 
 def _greedy_gap(law: Law, emission: Emission) -> Scores:
@@ -145,7 +145,7 @@ def _greedy_gap(law: Law, emission: Emission) -> Scores:
 
 
 def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng | None) -> Scores:
-    """How much likelier the emitted token would have to be to win: its noise is known to the rng alone."""
+    """Return the gap by bisection: how much likelier the emitted token must be for the rng to choose it."""
     assert rng is not None
     law = next((law for law in laws if float(law.dense[0, 0, emission.token]) > 0), None)
     if law is None:
@@ -168,14 +168,14 @@ def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng |
 
 @dataclass(frozen=True)
 class Endings:
-    """Sentences about texts that end wrongly, and how many were ended inside a draft to see it."""
+    """Sentences about texts that end wrongly, and how many texts were ended inside a draft for the test."""
 
     faults: tuple[str, ...]
     inside: int
 
 
 def endings(decoder: Decoder, texts: Sequence[Text]) -> Endings:
-    """How the texts ended, and how they end if a token from the middle of an accepted draft is made an end token."""
+    """Check how texts end, and how they end if a token from inside an accepted draft is made an end token."""
     requests = [ended for text in texts if (ended := _cut(text))]
     again = sound(generate(decoder, requests))
     rows = [*(text.row for text in texts), *again]
@@ -184,7 +184,7 @@ def endings(decoder: Decoder, texts: Sequence[Text]) -> Endings:
 
 
 def _cut(text: Text) -> Request | None:
-    """The request with another end token: the first that the round went on after, and that was not there before."""
+    """Return the request with another end token: the first new token that is not the last of its round, else None."""
     seen = set[int]()
     for emission in text.emissions:
         if emission.inside and emission.token not in seen:

@@ -1,4 +1,4 @@
-"""Deliberately broken rules. A check that does not notice them proves nothing."""
+"""Deliberately broken rules, as negative controls: a check that does not notice them proves nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Draw = Callable[..., Tensor]
 
 
 def broken(rule: Rule, greedy: bool, sampled: bool = False) -> list[Rule]:
-    """The controls of a rule: they draw as it does, except those that break token verification itself.
+    """Return the controls of a rule: they draw as it does, except those that break token verification itself.
 
-    `sampled` drafts have one more: what is verified of them is chosen by the drafted tokens.
+    With `sampled` drafts there is one more, in which the drafted tokens decide how many of them are verified.
     """
     everything = Rule("accept everything", _everything(rule.verify), rule.rng)
     first = Rule("first draft token unverified", _first(rule.verify), rule.rng)
@@ -29,7 +29,7 @@ def broken(rule: Rule, greedy: bool, sampled: bool = False) -> list[Rule]:
 
 
 def _everything(verify: Verifier) -> Verifier:
-    """The longest path of the draft stands."""
+    """Make a broken verifier that accepts the longest path of every draft."""
 
     def accept(p: Law, draft: Draft, draw: Draw) -> Verdict:
         verdict = verify(p, draft, draw)
@@ -39,7 +39,7 @@ def _everything(verify: Verifier) -> Verifier:
 
 
 def _first(verify: Verifier) -> Verifier:
-    """The classic slip of an index by one: the first token is committed before it is tested."""
+    """Make a broken verifier that accepts the first drafted token untested, as an index off by one would."""
 
     def accept(p: Law, draft: Draft, draw: Draw) -> Verdict:
         verdict = verify(p, draft, draw)
@@ -57,7 +57,7 @@ def _first(verify: Verifier) -> Verifier:
 
 
 def _stand(verdict: Verdict, p: Law, draft: Draft, counts: Tensor) -> Verdict:
-    """So many tokens stand, in a tree along the first branch; the next comes from p."""
+    """Return a verdict in which `counts` tokens stand, in a tree along the first branch; the next comes from p."""
     counts = counts.to(p.device)
     if draft.parents is None:
         return replace(verdict, accepted=counts, law=p.at(counts))
@@ -70,7 +70,7 @@ def _stand(verdict: Verdict, p: Law, draft: Draft, counts: Tensor) -> Verdict:
 
 
 def _from_p(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Token verification that draws its corrections from p itself."""
+    """Verify by token verification, but draw corrections from p itself, which is wrong."""
     verdict = TOKEN.verify(p, draft, draw)
     if verdict.path is None:
         return replace(verdict, law=p.at(verdict.accepted))
@@ -79,8 +79,8 @@ def _from_p(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def _by_these_tokens(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Token verification of the drafts that promise most: one whose first token is not the draft's likeliest is left
-    out, as if it had never been sampled (arXiv 2607.05147, section 3.2.2, is about this trap)."""
+    """Verify by token verification, but drop drafts whose first token is not the draft's likeliest, as if they had
+    never been sampled, which is wrong (arXiv 2607.05147, section 3.2.2, is about this trap)."""
     if draft.law is None or draft.law.point:
         return TOKEN.verify(p, draft, draw)
     q = draft.law.dense[:, 0]
@@ -90,7 +90,7 @@ def _by_these_tokens(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def _dense(law: Law, like: Law) -> Law:
-    """A point mass in dense form where p is dense, so that both can stand in one law."""
+    """Return a point mass in dense form if p is dense, so that both fit in one law."""
     if law.probs is not None or like.probs is None:
         return law.bare()
     assert law.tokens is not None

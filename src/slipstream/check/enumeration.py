@@ -1,7 +1,7 @@
-"""The exact law of a rule: every draft and every coin, on laws that were met while decoding.
+"""Computes the exact law of a rule by enumerating every draft and every coin, on laws met while decoding.
 
-The very verifier in use is called; its draws are replayed instead of drawn, and every outcome is weighed. Large
-vocabularies are pooled into cells: the tokens that matter most, and one for all others.
+The verifier in use itself is called; its draws are enumerated instead of drawn, and every outcome is weighted. Large
+vocabularies are pooled into cells: the most likely tokens, and one for all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.core.law import Law, total_variation
 WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
 
 CHOICES = 4
-"""Coins have two or three sides; a draw with more outcomes than this is one of a token, too many to enumerate."""
+"""The most outcomes of a draw to enumerate: coins have two or three, while draws of tokens have too many."""
 
 Topology = tuple[int, ...]
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
@@ -28,9 +28,9 @@ TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 @dataclass(frozen=True)
 class Form:
-    """What drafts look like, and the processes to enumerate for them: one position on `wide` cells with the shape
-    `shallow`, two on `deep` cells with the shape `bushy`, from every so many-th pair. None is a chain; with
-    `replacement`, siblings are drawn without regard to each other."""
+    """The shape of drafts, and the processes to enumerate for it: one position on `wide` cells with the shape
+    `shallow`, two on `deep` cells with the shape `bushy`, from every `every`-th pair. The shape None is a chain; with
+    `replacement`, siblings are drawn independently of each other."""
 
     wide: int = WIDE
     shallow: Topology | None = None
@@ -43,7 +43,7 @@ class Form:
 CHAINS = Form()
 TREES = Form(shallow=(-1,), deep=TREE_CELLS, bushy=TREE, every=24)
 PATHS = Form(wide=24, shallow=(-1, -1), deep=TREE_CELLS, bushy=(-1, -1, 0, 1), every=24, replacement=True)
-"""Two paths of two tokens; as many wide drafts as cells squared."""
+"""The form of two paths of two tokens; its wide drafts are as many as cells squared."""
 
 
 # ---- processes made of pairs of laws ---------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ PATHS = Form(wide=24, shallow=(-1, -1), deep=TREE_CELLS, bushy=(-1, -1, 0, 1), e
 
 @dataclass(frozen=True)
 class Pair:
-    """p and q of one position in cells (cells,), float64, and p after the drafted token. `copied`: q is one-hot."""
+    """The laws p and q of a position (cells,), float64, and p after the drafted token. `copied`: q is one-hot."""
 
     p: Tensor
     q: Tensor
@@ -59,7 +59,7 @@ class Pair:
     copied: bool = False
 
     def pooled(self, cells: int) -> Pair:
-        """The pair with at most so many cells, of which the last stands for all other tokens."""
+        """Return the pair pooled to at most `cells` cells, of which the last holds all other tokens."""
         if self.p.shape[0] <= cells:
             return self
         top = torch.maximum(self.p, self.q).topk(cells - 1).indices
@@ -69,19 +69,19 @@ class Pair:
 
     @property
     def laws(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three laws."""
+        """The three laws: p, q, and p after the drafted token."""
         return self.p, self.q, self.following
 
 
 def normed(weights: Tensor) -> Tensor:
-    """Weights (..., cells) -> probabilities in float64, on the CPU."""
+    """Normalize weights (..., cells) to probabilities in float64, on the CPU."""
     weights = weights.double().cpu()
     return weights / weights.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class Process:
-    """Two toy processes on cells: p[i] and q[i] (cells,) * i + (cells,) are the laws after every i tokens."""
+    """Small processes p and q on cells: p[i] and q[i] (cells,) * i + (cells,) are the laws after every i tokens."""
 
     p: list[Tensor]
     q: list[Tensor]
@@ -97,13 +97,13 @@ class Process:
 
 
 def wide(pair: Pair) -> Process:
-    """Make the process of a single drafted token, for many pairs of laws at once."""
+    """Make the process of a single drafted token from a pair of laws."""
     cells = pair.p.shape[0]
     return Process([pair.p, pair.following.expand(cells, cells)], [pair.q], pair.copied)
 
 
 def deep(pairs: Sequence[Pair], cells: int) -> Process:
-    """Two drafted tokens on few cells: after every text the laws of another position that was met."""
+    """Make a process of two drafted tokens on few cells, with the laws of another pair after every text."""
     supply = iter(pairs[i % len(pairs)].pooled(cells) for i in count())
     cells = next(supply).p.shape[0]
     p, q = list[Tensor](), list[Tensor]()
@@ -115,10 +115,10 @@ def deep(pairs: Sequence[Pair], cells: int) -> Process:
 
 
 def rule_law(verify: Verifier, process: Process, parents: Topology | None, replacement: bool = False) -> Tensor:
-    """The joint law (cells,) * len(process.p) of the first tokens under a rule, those after the round by p.
+    """Return the joint law (cells,) * len(process.p) of the first tokens under a rule; after the round they follow p.
 
-    `parents` is the shape of the draft, None for a chain; see `Form`. Raises TooMany if the rule draws tokens among
-    many.
+    `parents` is the shape of the draft, None for a chain; see `Form`. Raises TooMany if the rule draws among too
+    many tokens to enumerate.
     """
     lines = ancestors(parents or tuple(range(-1, len(process.q) - 1)))
     tokens, weights = drafts(process, lines, replacement)
@@ -136,9 +136,9 @@ def rule_law(verify: Verifier, process: Process, parents: Topology | None, repla
 
 
 def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool = False) -> tuple[Tensor, Tensor]:
-    """Every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement, unless told so.
+    """Return every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement by default.
 
-    A copied draft is one: the token of q, and beside it the next ones.
+    If q is copied there is one draft: the token of q, with the next ids as its siblings.
     """
     cells, siblings = process.p[0].shape[0], [_elder(node, lines) for node in range(len(lines))]
     if process.copied:
@@ -160,12 +160,12 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
 
 
 def _elder(node: int, lines: Sequence[Sequence[int]]) -> list[int]:
-    """The siblings that were drawn before a node."""
+    """Return the siblings that were drawn before a node."""
     return [older for older in range(node) if lines[older][:-1] == lines[node][:-1]]
 
 
 def _after(table: Tensor, tokens: Tensor, line: Sequence[int]) -> Tensor:
-    """The laws (rows, cells) after the tokens (rows, nodes) of a path."""
+    """Return the laws (rows, cells) after the tokens (rows, nodes) of a path."""
     places = tuple(tokens[:, node].clamp(min=0) for node in line)
     return table[places] if line else table.expand(len(tokens), -1).clone()
 
@@ -190,11 +190,11 @@ def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, weights: Tensor
 
 
 class TooMany(Exception):
-    """A draw of a token among too many."""
+    """Raised if a draw has too many outcomes to enumerate."""
 
 
 class Replay:
-    """Draws that are given, the same for all rows; `chance` (rows,) is how likely each row would draw them."""
+    """Replaces draws by given choices, the same for all rows; `chance` (rows,) is the chance of them in each row."""
 
     def __init__(self, choices: list[int]) -> None:
         self.choices = choices
@@ -219,7 +219,7 @@ class Replay:
         return self.choices[len(self.sizes) - 1]
 
     def following(self) -> list[int] | None:
-        """The next choices, depth first; None after the last."""
+        """Return the next choices, depth first; None after the last."""
         choices = list(self.choices)
         while choices and choices[-1] + 1 == self.sizes[len(choices) - 1]:
             choices.pop()
@@ -227,7 +227,7 @@ class Replay:
 
 
 def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor]]:
-    """Enumerate a verifier's answers to every outcome of its draws, with the chance of each row (rows,) to see it."""
+    """Yield a verifier's verdict for every outcome of its draws, with the chance of that outcome per row (rows,)."""
     choices: list[int] | None = []
     while choices is not None:
         replay = Replay(choices)
@@ -241,14 +241,14 @@ def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a rule's law is from the target's (total variation): for the first token, and for all of a process."""
+    """The total variation of a rule's law from the target's: for the first token, and for all tokens of a process."""
 
     token: float
     joint: float
 
 
 def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Distance]:
-    """The exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
+    """Return the exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
     some = pairs[:: max(1, len(pairs) // 12)]
     shapes = [(wide(pair.pooled(form.wide)), form.shallow) for pair in some]
     starts = range(0, len(pairs), form.every)
@@ -266,5 +266,5 @@ def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Dista
 
 
 def spread(things: Sequence[Pair], count: int) -> list[Pair]:
-    """At most so many, evenly."""
+    """Return at most `count` of the pairs, evenly spaced."""
     return list(things[:: max(1, -(-len(things) // count))])

@@ -1,4 +1,4 @@
-"""The two halves of a check: greedy decoding token by token, sampling by exact laws and by statistics."""
+"""The two halves of a check: greedy decoding, token by token, and sampling, by exact laws and by statistics."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
 
 SAME = 1e-6
-"""Laws that should be equal may be so far apart (total variation)."""
+"""The greatest total variation between laws that should be equal."""
 
 CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
-"""A broken rule shows itself soon."""
+"""The number of prompts and of tokens for a control: a broken rule is noticed soon."""
 
 
 # ---- greedy ----
 
 
 def greedy(case: Case, sampler: Sampling) -> Part:
-    """Decode, follow the texts through the target, and do the same with broken rules."""
+    """Check greedy decoding: decode, compare the texts with plain decoding, and do the same with broken rules."""
     case.listener("greedy: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
     found = compare(case.decoder.target, observed.texts, on_text=case.at("greedy: following the texts"))
@@ -51,7 +51,7 @@ def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
 
 
 def sampling(case: Case, sampler: Sampling) -> Part:
-    """Decode and follow the texts, enumerate the rule, draw samples, and do the same with broken rules."""
+    """Check sampling: compare the texts, enumerate the rule, draw samples, and do the same with broken rules."""
     case.listener("sampling: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
     coupled = case.rule.rng.coupled
@@ -71,7 +71,7 @@ def sampling(case: Case, sampler: Sampling) -> Part:
 
 
 def about_rule(rule: Rule, observed: Observations) -> Answer:
-    """Whether the rule's law is the target's on laws that were met."""
+    """Answer whether the rule's exact law is the target's, on laws met while decoding."""
     found = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
     farthest = max((distance.joint for distance in found), default=0.0)
     mean = sum(distance.token for distance in found) / max(1, len(found))
@@ -84,7 +84,7 @@ def about_rule(rule: Rule, observed: Observations) -> Answer:
 
 
 def about_samples(samples: Samples) -> Answer:
-    """Whether many tokens are distributed as the target says."""
+    """Answer whether many tokens are distributed as the target's laws say."""
     (statistic, freedom), p_value, sees = samples.statistic, samples.p_value, samples.detectable
     says = f"{samples.tokens} tokens of {samples.texts} texts: chi-squared {statistic:.1f} with {freedom} degrees of "
     says += f"freedom, {samples.rare} rare tokens for {samples.rare_expected:.1f} expected, p = {p_value:.2g} "
@@ -100,7 +100,7 @@ def about_samples(samples: Samples) -> Answer:
 
 
 def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: bool = False) -> Samples:
-    """Texts a little longer than a round; a control needs them only until it is caught."""
+    """Draw texts a little longer than a round; for a control only until the test fails."""
     decoder = replace(case.under(rule), batch_size=case.batch)
     requests = case.requests(sampler, case.settings.samples, case.gamma + 2)
     progress = case.at(f"sampling control: {rule.name}" if control else "sampling: drawing texts")
@@ -129,12 +129,12 @@ def _control_requests(case: Case, sampler: Sampling) -> list[Request]:
 
 
 def allowed_gap(case: Case, found: Comparison) -> float:
-    """The largest near-tie."""
+    """Return the greatest gap of a near-tie, in logits."""
     return found.rounding.allowed if case.settings.gap is None else case.settings.gap
 
 
 def about_choices(name: str, case: Case, found: Comparison) -> Answer:
-    """Whether every token is the one that plain decoding chooses, or a near-tie."""
+    """Answer whether every token is the one that plain decoding chooses, or a near-tie."""
     allowed, gaps = allowed_gap(case, found), [difference.gap for difference in found.differences]
     wrong, largest = max(found.unforced, sum(gap > allowed for gap in gaps)), max(gaps, default=0.0)
     says = f"{found.tokens} tokens, each the one that plain decoding chooses"
@@ -149,7 +149,7 @@ def about_choices(name: str, case: Case, found: Comparison) -> Answer:
 
 
 def about_scores(found: Comparison) -> Answer:
-    """Whether rounds score like plain steps, and those like one pass without a cache."""
+    """Answer whether rounds give the logits of plain steps, and these the logits of a pass without a cache."""
     rounding = found.rounding
     says = f"logits of rounds and of plain steps differ by at most {rounding.noise:.2g}"
     if rounding.whole is not None:
@@ -161,7 +161,7 @@ def about_scores(found: Comparison) -> Answer:
 
 
 def about_wiring(observed: Observations) -> Answer:
-    """Whether laws and tokens reach the verifier and the text as they should."""
+    """Answer whether the verifier gets the right laws, and the text the right tokens."""
     faults = []
     if not observed.p <= SAME:
         faults.append(f"the verifier got laws up to {observed.p:.2g} away from those of plain processing")
@@ -187,14 +187,14 @@ def about_wiring(observed: Observations) -> Answer:
 
 
 def about_endings(found: Endings) -> Answer:
-    """Whether texts end where they should."""
+    """Answer whether texts end where they should."""
     says = f"texts end at their end token or limit; {found.inside} were ended inside an accepted draft to see it"
     figures = {"faults": len(found.faults), "inside": found.inside}
     return Answer("endings", not found.faults, "; ".join(found.faults[:3]) or says, figures)
 
 
 def named(case: Case, found: Comparison) -> tuple[Difference, ...]:
-    """The first difference of every text, with the text of its tokens."""
+    """Return the first difference of every text, with its tokens as text."""
     return tuple(_named(case, difference, allowed_gap(case, found)) for difference in found.first())
 
 

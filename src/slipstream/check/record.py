@@ -1,4 +1,4 @@
-"""A record of decoding: the scores, laws and draws of every round, and what was emitted."""
+"""Records decoding: the scores, laws and draws of every round, and the emitted tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MOST_PAIRS = 48
 
 @dataclass(frozen=True)
 class Emission:
-    """A token, where it came from, and the scores (vocab,) that the round had for its position.
+    """An emitted token, its source, and the scores (vocab,) of its position in the round.
 
-    `inside`: the round went on after it. `origin` is the length of the text when the round began.
+    `inside`: whether more positions of the round follow it. `origin` is the text's length when the round began.
     """
 
     token: int
@@ -48,7 +48,7 @@ class Text:
 
     @property
     def tokens(self) -> list[int]:
-        """The output."""
+        """The emitted tokens."""
         return [emission.token for emission in self.emissions]
 
 
@@ -56,9 +56,9 @@ class Text:
 class Observations:
     """The observations of a decoding. The gaps are the largest total variations between laws that should be equal.
 
-    `p`: what the verifier got, against plain processing of the same scores. `q`: what the drafter reported, against
-    what it drew from (None: no such draw was seen). `next`: what the verdict says, against what the last token was
-    drawn from. `astray` counts emitted tokens that are neither accepted nor drawn ones.
+    `p` compares the verifier's laws with plain processing of the same scores, `q` the laws that the drafter reported
+    with those that it drew from (None: no such draw was seen), `next` the verdict's law with that of the last token's
+    draw. `astray` counts emitted tokens that were neither accepted nor drawn.
     """
 
     texts: list[Text] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Drawn:
 
 
 class _Tap:
-    """A decoder that keeps what passed between its parts in the current round."""
+    """Wraps a decoder and records the scores, laws and draws of the current round."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._parts = decoder
@@ -105,13 +105,13 @@ class _Tap:
         return self.verdict
 
     def draws(self, scope: tuple[str, ...], purpose: Purpose) -> list[Drawn]:
-        """The draws of this round by one part of it, for one purpose."""
+        """Return the draws of this round in one scope, for one purpose."""
         return [each for each in self.drawn if each.key.scope == scope and each.key.purpose == purpose]
 
 
 @dataclass(frozen=True, eq=False)
 class _Overheard:
-    """The decoder's own draws; what is drawn, and the numbers that are handed out, are kept."""
+    """Makes the decoder's own draws, and records them and the numbers that are returned."""
 
     rng: Rng
     tap: _Tap
@@ -122,25 +122,25 @@ class _Overheard:
         return self.rng.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions), drawn as the decoder does it."""
+        """Draw tokens (rows, positions) as the decoder does, and record the draw."""
         tokens = self.rng(law, key)
         self.tap.drawn.append(Drawn(key, law, tokens))
         return tokens
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """The decoder's numbers, for drafts that are drawn inside a graph."""
+        """Return the decoder's numbers for drafts that are drawn inside a graph, and record them."""
         numbers = self.rng.chances(key, positions)
         if numbers is not None:
             self.tap.drawn.append(Drawn(key, chances=numbers))
         return numbers
 
     def select(self, places: Sequence[int]) -> Rng:
-        """Return the draws of some rows; see `Rng`."""
+        """Return the `Rng` of the rows at these places."""
         return _Overheard(self.rng.select(places), self.tap)
 
 
 class _Target:
-    """The target; what it answers is kept."""
+    """Wraps the target and records its scores."""
 
     def __init__(self, scorer: Scorer, tap: _Tap) -> None:
         self._scorer, self._tap = scorer, tap
@@ -149,7 +149,7 @@ class _Target:
         return getattr(self._scorer, name)
 
     def extend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Score tokens as the target does, and keep the scores."""
+        """Score tokens with the target, and record the scores."""
         self._tap.scores = self._scorer.extend(*args, **kwargs)
         return self._tap.scores
 
@@ -157,7 +157,7 @@ class _Target:
 def watch(
     decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Round], None] | None = None
 ) -> Observations:
-    """Decode the requests and look at every round."""
+    """Decode the requests and observe every round."""
     tap = _Tap(decoder)
     texts: dict[int, Text] = {}
     observed = Observations()
@@ -182,7 +182,7 @@ def watch(
 
 
 class _View:
-    """What a round did for a row. Position 0 stands after the text, position n + 1 after node n of the draft."""
+    """One row of a round. Position 0 is after the text, position n + 1 after node n of the draft."""
 
     def __init__(self, round: Round, place: int, tap: _Tap) -> None:
         self.round, self.place, self.tap = round, place, tap
@@ -196,7 +196,7 @@ class _View:
         self.path = list(range(count)) if path is None else path[place, :count].tolist()
 
     def compare(self, observed: Observations) -> None:
-        """The laws at all positions, and the tokens that stand."""
+        """Compare the laws at all positions, and the tokens that stand."""
         lines = [(), *(self.lines[node] for node in self.nodes)]
         rows = [Row(self.row.request, self.row.index, [*self.before, *(self.tokens[n] for n in x)]) for x in lines]
         positions = torch.tensor([0, *(node + 1 for node in self.nodes)], device=self.tap.scores.device)
@@ -211,7 +211,7 @@ class _View:
         observed.drafted += len(self.nodes)
 
     def emit(self, text: Text) -> None:
-        """Note the emitted tokens."""
+        """Record the emitted tokens."""
         positions = [0, *(node + 1 for node in self.path)]
         for j, token in enumerate(self.emitted):
             scores, inside = self.tap.scores[self.place, positions[j]].clone(), j + 1 < len(positions)
@@ -220,7 +220,7 @@ class _View:
         text.rounds += 1
 
     def collect(self, observed: Observations) -> None:
-        """Keep the laws of one position for the enumeration."""
+        """Store the laws of one position for the enumeration."""
         p, q = self.tap.p.probs, self.round.draft.law
         if p is None or q is None or not self.nodes or len(observed.pairs) == MOST_PAIRS:
             return
@@ -245,13 +245,13 @@ def _compare_draws(observed: Observations, round: Round, tap: _Tap) -> None:
 
 
 def _compare_next(observed: Observations, verdict: Verdict, drawn: Sequence[Drawn]) -> None:
-    """The verdict's law with that of the last token."""
+    """Compare the verdict's law with the one that the last token was drawn from."""
     assert drawn[-1].law is not None
     observed.next = _worst(observed.next, distance(drawn[-1].law, verdict.law))
 
 
 def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...], tap: _Tap) -> None:
-    """The laws that a draft reports with those that its tokens were drawn from, part by part if it has parts."""
+    """Compare the laws that a draft reports with those that its tokens were drawn from, for each of its parts."""
     if draft.law is None:
         return
     if draft.parts:
@@ -269,10 +269,10 @@ def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...],
 
 
 def _compare_leaf(observed: Observations, draft: Draft, drawn: Sequence[Drawn]) -> None:
-    """A draft that was drawn token by token, or by a graph."""
+    """Compare a draft that was drawn token by token, or by a graph."""
     assert draft.law is not None
     numbers = [each.chances for each in drawn if each.chances is not None]
-    for chances in numbers[:1]:  # those behind them are for a later round, which a server may prepare
+    for chances in numbers[:1]:  # later ones are for a further round, which a server may prepare
         observed.q = _worst(observed.q or 0.0, _inverted(draft, chances))
     tokenwise = [each for each in drawn if each.chances is None]
     if len(tokenwise) == draft.law.positions:
@@ -283,7 +283,7 @@ def _compare_leaf(observed: Observations, draft: Draft, drawn: Sequence[Drawn]) 
 
 
 def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:
-    """How far numbers lie outside the stretch of [0, 1) that the law reports for the drafted tokens (rows, gamma)."""
+    """Return how far numbers are outside the intervals in [0, 1) of the drafted tokens by their law, (rows, gamma)."""
     assert draft.law is not None
     weights = draft.law.dense.double()
     wanted = torch.tensor(chances, dtype=torch.float64, device=weights.device)[:, : draft.law.positions]
@@ -296,7 +296,7 @@ def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:
 
 
 def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
-    """How far the law of every row is from those of the parts that its tokens come from (rows,); 1 for other tokens."""
+    """Return the distance of every row's law from those of the parts it was made from (rows,); 1 for other tokens."""
     gaps = []
     for row, length in enumerate(draft.lengths):
         if not length:
@@ -314,7 +314,7 @@ def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
 
 
 def _of_part(part: Part, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
-    """Return what one part gave to a row: the laws of its tokens, and the tokens."""
+    """Return the laws and the tokens that a part gave to a row."""
     place = torch.tensor([row])
     if part.verdict is None:
         assert part.draft.law is not None
@@ -327,7 +327,7 @@ def _of_part(part: Part, row: int, following: Sequence[Drawn]) -> tuple[Law, lis
 
 
 def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:
-    """How far the law of a draw is from the one reported for a node (rows,); 1 if another token came out."""
+    """Return the distance of a draw's law from the one reported for a node (rows,); 1 if another token was drawn."""
     assert draft.law is not None
     want, parents = draft.law.dense[:, node].clone(), draft.parents
     if parents is not None and not draft.replacement:
@@ -341,6 +341,6 @@ def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:
 
 
 def _worst(so_far: float, gaps: Tensor) -> float:
-    """The larger one; NaN is the worst of all."""
+    """Return the largest gap so far; NaN counts as the largest."""
     gap = float(gaps.double().max())
     return so_far if gap <= so_far else gap

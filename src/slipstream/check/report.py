@@ -1,4 +1,4 @@
-"""The report of a check: questions with answers, controls, and a verdict that a person or a program can read."""
+"""The report of a check: answers, controls and a verdict, as text or JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADLINES = {
 }
 
 ELSE = "longer texts (--max-new-tokens), other prompts or a weaker draft"
-"""What helps where nothing, or not every broken rule, was noticed."""
+"""The advice if not every broken rule was noticed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Control:
-    """A deliberately broken rule, and the names of the tests that noticed."""
+    """A deliberately broken rule, and the names of the tests that noticed it."""
 
     name: str
     caught_by: tuple[str, ...]
@@ -41,10 +41,10 @@ class Control:
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that is not the one plain decoding chooses after the same text.
+    """A token that differs from the one that plain decoding chooses after the same text.
 
-    `gap` is how much the chosen token's score is ahead, in logits; up to `allowed` rounding explains it. `round`
-    counts from 1, `position` from 0 in the output. `source` is draft, correction, bonus or target.
+    `gap` is the lead of the chosen token's score, in logits; up to `allowed` rounding explains it. `round` counts
+    from 1, `position` from 0 in the output. `source` is draft, correction, bonus or target.
     """
 
     prompt: int
@@ -62,15 +62,15 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the difference."""
         return self.gap <= self.allowed
 
 
 @dataclass(frozen=True)
 class Part:
-    """The greedy or the sampling half of a check. `needed` tests have to notice a control, or nothing is proved.
+    """The greedy or the sampling half of a check. The `needed` tests have to notice a control, or nothing is proved.
 
-    `differences` are the first ones of each text. `enough` samples are what a new attempt should have.
+    `differences` holds the first of each text. `enough` is the number of samples to give if there were too few.
     """
 
     name: str
@@ -82,14 +82,14 @@ class Part:
 
     @property
     def verdict(self) -> str:
-        """PASS, FAIL or UNSURE."""
+        """The verdict of this half: PASS, FAIL or UNSURE."""
         if not all(test.passed for test in self.tests):
             return FAIL
         return UNSURE if self.blind else PASS
 
     @property
     def blind(self) -> list[str]:
-        """Why this half cannot judge; empty if it can."""
+        """The reasons why this half cannot judge; empty if it can."""
         noticed = self._noticed
         if not noticed:
             return ["no broken rule was noticed: the draft agrees with the target, or drafts too little, to judge here"]
@@ -98,7 +98,7 @@ class Part:
 
     @property
     def remedies(self) -> list[str]:
-        """List what to give so that this half can judge; empty if it can."""
+        """The options to change so that this half can judge; empty if it can."""
         few = "samples" in self.needed and "samples" not in self._noticed
         if few and self._noticed and len(self.blind) == 1:
             return [f"--samples {self.enough}"]
@@ -106,16 +106,16 @@ class Part:
 
     @property
     def _noticed(self) -> set[str]:
-        """The tests that noticed a control."""
+        """The names of the tests that noticed a control."""
         return {name for control in self.controls for name in control.caught_by}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return this half for JSON."""
         differences = [{**asdict(each), "near_tie": each.near_tie} for each in self.differences]
         return {**asdict(self), "verdict": self.verdict, "blind": self.blind, "differences": differences}
 
     def text(self) -> list[str]:
-        """Lines: the tests, the controls, the differences."""
+        """Return lines of text: the tests, the controls, the differences."""
         lines = [f"{self.name}: {self.verdict.upper()}"]
         lines += [f"  {'ok  ' if test.passed else 'FAIL'} {test.name}: {test.says}" for test in self.tests]
         caught = [control.name for control in self.controls if control.caught_by]
@@ -138,7 +138,7 @@ def _line(it: Difference) -> str:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The verdict on a target, a draft, a rule and settings. `text()` is for people, `as_dict()` for JSON."""
+    """The verdict on a target, a draft, a rule and settings. `text()` returns it as text, `as_dict()` for JSON."""
 
     greedy: Part | None
     sampling: Part | None
@@ -147,28 +147,28 @@ class CheckReport:
 
     @property
     def parts(self) -> list[Part]:
-        """List the parts that were run."""
+        """The halves that were run."""
         return [part for part in (self.greedy, self.sampling) if part]
 
     @property
     def verdict(self) -> str:
-        """ "pass", "fail" or "cannot judge"."""
+        """The verdict: "pass", "fail" or "cannot judge"."""
         verdicts = [part.verdict for part in self.parts]
         return next((verdict for verdict in (FAIL, UNSURE) if verdict in verdicts), PASS)
 
     @property
     def remedy(self) -> str | None:
-        """Say in a sentence what to do if this could not be judged; None otherwise."""
+        """A sentence about what to do if the check cannot judge; None otherwise."""
         found = sorted({remedy for part in self.parts for remedy in part.remedies})  # the samples first
         return f"To judge, give {' and '.join(found)}." if self.verdict == UNSURE else None
 
     @property
     def controls(self) -> list[Control]:
-        """List the controls of all parts."""
+        """The controls of all parts."""
         return [control for part in self.parts for control in part.controls]
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON knows it: no tuples, no infinities."""
+        """Return the report as JSON values, without tuples or infinities."""
         found = {
             "verdict": self.verdict,
             "remedy": self.remedy,
@@ -181,7 +181,7 @@ class CheckReport:
         return json.loads(json_text(found))
 
     def text(self) -> str:
-        """The verdict, then what it rests on, and last what to do if there is none."""
+        """Return the report as text: the verdict, its parts, and at the end the remedy if it cannot judge."""
         about = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         lines = [f"{self.verdict.upper()}: {HEADLINES[self.verdict]}", f"  {about}; {self.seconds:.0f} seconds"]
         for part in self.parts:

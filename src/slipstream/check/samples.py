@@ -1,4 +1,4 @@
-"""The statistical part: many short texts, every token of them against the target's law at its place."""
+"""The statistical test: every token of many short texts is compared with the target's law at its position."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ FALSE_ALARM, POWER = 1e-4, 0.9
 RATIOS, SIZES = (0.8, 1.25), (0.03, 0.3)
 
 CELLS = (len(RATIOS) + 1) * (len(SIZES) + 1)
-"""Cells by q/p, where a wrong acceptance shows, and by p, where a token from a wrong position shows."""
+"""The number of cells: by q/p, which reveals a wrong acceptance, and by p, which reveals a wrong position."""
 
 GROUPS = 3
-"""First tokens, second tokens and all later ones are counted apart."""
+"""The number of groups that are counted separately: first tokens, second tokens, and all later ones."""
 
 LEARNED = 0.01
-"""A draft that moves further (total variation) while a batch is decoded has learned from it, so q tells the tokens."""
+"""The total variation by which q may change while a batch is decoded; above it the draft learns from the tokens."""
 
 RARE, SHARE = 1e-3, 0.9
-"""Tokens less likely than RARE are counted for themselves: where all is nearly certain, no cell would show them.
-Chi-squared has the SHARE of the false alarms, that count the rest."""
+"""Tokens with p below RARE are counted separately, as no cell would show them where all is nearly certain. Chi-squared
+has the share SHARE of the false alarms, this count the rest."""
 
 
 @dataclass
 class Samples:
-    """Counts of the tokens of many texts. `shift` is what rounding alone may add to the statistic.
+    """The counts of the tokens of many texts; `moved` is the mean total variation by which rounding moves a law.
 
-    `learned`: the draft learns from the texts, so that the cells must not look at it.
+    `learned`: whether the draft learns from the texts, so that the cells must not depend on q.
     """
 
     moved: float = 0.0
@@ -52,30 +52,30 @@ class Samples:
 
     @property
     def tokens(self) -> int:
-        """Tokens counted."""
+        """The number of tokens that were counted."""
         return sum(tally.count for tally in self.tallies)
 
     @property
     def shift(self) -> float:
-        """The noncentrality of a mean bias as large as that of rounding."""
+        """The noncentrality that rounding may add to the statistic, as a mean bias of total variation `moved`."""
         return 4 * self.tokens * self.moved**2
 
     @property
     def statistic(self) -> tuple[float, int]:
-        """Chi-squared and its degrees of freedom."""
+        """The chi-squared statistic and its degrees of freedom."""
         found = [tally.test() for tally in self.tallies]
         return sum(x for x, _ in found), sum(freedom for _, freedom in found)
 
     @property
     def p_value(self) -> float:
-        """The chance of such a statistic if the law is the target's."""
+        """The chance of a statistic at least as large if the law is the target's."""
         x, freedom = self.statistic
         common = tail(x, freedom, self.shift) if freedom else 1.0
         return min(1.0, common / SHARE, self._rare_tail / (1 - SHARE))
 
     @property
     def _rare_tail(self) -> float:
-        """Chernoff's bound for so many rare tokens; rounding may make possible what was impossible."""
+        """Chernoff's bound on the chance of this many rare tokens, of which rounding may add some."""
         seen, mean = self.rare, self.rare_expected + self.moved * self.tokens
         if seen <= mean:
             return 1.0
@@ -83,13 +83,13 @@ class Samples:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest mean bias that would have been seen with chance POWER."""
+        """The smallest mean bias that would have been detected with chance POWER; None without any cell to test."""
         _, freedom = self.statistic
         return detectable(self.tokens, freedom, FALSE_ALARM * SHARE, POWER, self.shift) if freedom else None
 
 
 def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: Callable[[Samples], bool]) -> Samples:
-    """Decode the requests and count their tokens; stops early when `on_texts`, told after every batch, says so."""
+    """Decode the requests and count their tokens; stop early if `on_texts`, called after every batch, returns True."""
     samples = Samples(moved)
     for start in range(0, len(requests), decoder.batch_size):
         some = requests[start : start + decoder.batch_size]
@@ -123,14 +123,14 @@ def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outp
 
 
 def _cells(p: Tensor, q: Tensor) -> Tensor:
-    """The cell of every token (rows, vocab). It follows from the text alone: q is asked for anew."""
+    """Return the cell of every token (rows, vocab). It depends on the text alone, as q is drafted anew for it."""
     ratio = torch.bucketize((q / p).nan_to_num(nan=1.0), torch.tensor(RATIOS, device=p.device, dtype=p.dtype))
     size = torch.bucketize(p, torch.tensor(SIZES, device=p.device, dtype=p.dtype))
     return ratio * (len(SIZES) + 1) + size
 
 
 def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:
-    """The law (rows, 1) that the drafter has for the first tokens."""
+    """Return the drafter's law (rows, 1) for the first tokens."""
     rows, target = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)], decoder.target
     target.add(len(rows), [request.source for request in requests])
     try:
@@ -148,7 +148,7 @@ def _moved(before: Law | None, after: Law | None) -> bool:
 
 
 def _draft_law(draft: Draft, p: Tensor) -> Tensor:
-    """Return the law of what the drafter would propose first (rows, vocab); p itself where it proposes nothing."""
+    """Return the law of the draft's first token (rows, vocab); p itself for rows without a draft."""
     draft = draft.to(p.device)
     if draft.law is None:
         return p

@@ -97,8 +97,9 @@ class NgramModel:
     ) -> NgramModel:
         """Make a model by counting and smoothing texts, each an array of token ids (length,).
 
-        It needs 100 to 200 bytes of memory per token. `on_progress(n, ngrams)` is called when order n is counted, with the number of its different
-        n-grams. Raises ValueError for an order outside 1..5, ids outside the vocabulary, and no tokens at all.
+        It needs 100 to 200 bytes of memory per token. `on_progress(n, ngrams)` is called when order n is
+        counted, with the number of its different n-grams. Raises ValueError for an order outside 1..5, ids outside the
+        vocabulary, and no tokens at all.
         """
         if order not in ORDERS:
             raise ValueError(f"order={order} is not possible: it must be between {ORDERS[0]} and {ORDERS[-1]}.")

@@ -1,1 +1,1 @@
-"""Drafts from models with another tokenizer, by common tokens or by way of the text."""
+"""Drafts from models with another tokenizer, by common tokens or by re-encoding their text."""

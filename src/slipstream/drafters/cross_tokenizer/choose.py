@@ -1,4 +1,4 @@
-"""Which way a draft with another tokenizer goes, and the sentence that says so."""
+"""Choose the method for a draft with another tokenizer, and describe the choice in a sentence."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersec
 from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
 
 ENOUGH = 0.6
-"""The share of common tokens from which sampling goes by them (docs/tokenizers.md has the measurement behind it)."""
+"""The least share of common tokens with which sampling uses them (docs/tokenizers.md has the measurement)."""
 
 ROWS, STEPS = 4, 32
-"""The draft writes this many texts of this many tokens, to count in how many of its tokens both agree."""
+"""The number of texts that the draft writes, and the tokens of each, to measure the share of common tokens."""
 
 METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": TokenIntersection, "strings": StringMatch}
-"""The names that users give."""
+"""The drafters by the names of methods that users give."""
 
 
 @dataclass(frozen=True)
 class BySampling:
-    """Drafts by one method for greedy rounds and by another for sampled ones, on one cache."""
+    """Drafts by one method in greedy rounds and by another in sampled ones, with the same cache."""
 
     greedy: Drafter
     sampling: Drafter
 
     @property
     def scorer(self) -> Any:
-        """The model that drafts."""
+        """The Scorer of the model that drafts."""
         return getattr(self.sampling, "scorer", None)
 
     def propose(self, context: Context, gammas: Any) -> Draft:
-        """The draft of the way that these rows go."""
+        """Draft with the method for the first row's sampler, greedy or not."""
         greedy = bool(context.rows) and context.rows[0].request.sampler.greedy
         return (self.greedy if greedy else self.sampling).propose(context, gammas)
 
     def observe(self, round: Round) -> None:
-        """Do nothing: the reader compares what it fed with the text when the next round begins."""
+        """Do nothing: the reader compares its cache with the text when the next round begins."""
 
 
 def foreign(
     target: Scorer, draft: Scorer, tokenizers: tuple[Any, Any], method: str | None = None
 ) -> tuple[Drafter, str]:
-    """A draft whose `tokenizers` (target's, draft's) differ -> its drafter, and a sentence for the user.
+    """Make the drafter for a draft whose `tokenizers` (target's, draft's) differ -> it, and a sentence for the user.
 
-    `method` is "intersection", "strings" or None: greedy decoding goes by strings, as an accepted draft needs no law
-    there; sampling goes by the common tokens, if these are `ENOUGH` of what the draft writes, since a point mass x is
-    only kept with chance p(x). Raises ValueError for another method, and if nothing is common.
+    `method` is "intersection", "strings" or None: then greedy decoding uses strings, as an accepted draft needs no law
+    there; sampling uses the common tokens, if their share in the draft's texts is `ENOUGH`, since a point mass x is
+    only kept with chance p(x). Raises ValueError for another method, and if no token is common.
     """
     if method is not None and method not in METHODS:
         raise ValueError(f"vocabulary={method!r} is not possible: choose {' or '.join(METHODS)}.")
@@ -83,7 +83,7 @@ def foreign(
 
 @torch.inference_mode()
 def share(reader: Reader) -> float:
-    """How many of the target's tokens the draft has too, counted in texts that the draft writes itself (0 to 1)."""
+    """Return the share (0 to 1) of the target's tokens that the draft has too, in texts that the draft writes."""
     scorer, begin = reader.scorer, reader.draft.prefix or (_first(reader.draft),)
     scorer.add(ROWS)
     written = torch.empty(ROWS, 0, dtype=torch.long)
@@ -101,6 +101,6 @@ def share(reader: Reader) -> float:
 
 
 def _first(draft: Vocabulary) -> int:
-    """Find the tokens that a text of the draft begins with, if its tokenizer puts nothing before it."""
+    """Return the token to begin a text of the draft with, if its tokenizer puts none before it."""
     end = draft.role("eos")
     return end if end is not None else min(draft.ids.values())

@@ -1,4 +1,4 @@
-"""The text of a target, read in a draft's tokens while it grows, and the draft's cache kept in step with it."""
+"""Reads the target's texts in the draft's own tokens while they grow, and keeps the draft's cache up to date."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocab
 from slipstream.drafters.following import still_first
 
 LONG = 128
-"""Characters that are encoded anew with every round, before a part of them is closed."""
+"""The number of characters that may be encoded anew in every round before a part of them is closed."""
 
 BEHIND = 32
-"""Characters that stay open behind a cut, so that what follows them can still change their tokens."""
+"""The number of characters that stay open after a cut, because later text can still change their tokens."""
 
 _WORDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
 
@@ -27,10 +27,10 @@ _WORDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
 class Encoding:
     """A growing text in the tokens of a vocabulary.
 
-    Only the end of the text is encoded anew when it grows: an anchor of text whose tokens no longer change, and what
-    is open behind it. A cut is made only where it is seen to change nothing: the tokens before it are those of the
-    text before it, and the tokens behind it are the same with the shorter anchor. Should an anchor's own tokens
-    change after all, the whole text is encoded again.
+    Only the end of the text is encoded anew when it grows: an anchor of text whose tokens no longer change, and the
+    open text after it. A cut is made only where it verifiably changes nothing: the tokens before it are those of the
+    text before it, and the tokens after it are the same with the shorter anchor. If an anchor's own tokens change
+    nevertheless, the whole text is encoded again.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -39,7 +39,7 @@ class Encoding:
         self._closed: list[int] = []
         self._anchor, self._open = "", ""
         self._anchored: list[int] = []  # tokens of the anchor on its own
-        self._opened: list[int] = []  # tokens of what is open, behind the anchor
+        self._opened: list[int] = []  # tokens of the open text, after the anchor
         self._patience = LONG
 
     @property
@@ -48,7 +48,7 @@ class Encoding:
         return self._closed + self._opened
 
     def write(self, text: str) -> None:
-        """Append to the text."""
+        """Append to the text, and encode its end anew."""
         if not text:
             return
         self.text += text
@@ -63,7 +63,7 @@ class Encoding:
             self._close(whole)
 
     def _close(self, whole: list[int]) -> None:
-        """Cut the open text at the last place where that changes nothing; if there is none, try again later."""
+        """Cut the open text at the last place where that changes no token; if there is none, try again later."""
         for cut in _cuts(self._open):
             head, rest = self._open[:cut], self._open[cut:]
             anchor = head[next(_cuts(head), 0) :]
@@ -80,7 +80,7 @@ class Encoding:
 
 
 def _cuts(text: str) -> Iterator[int]:
-    """Where a text may be cut: around one of the last words, or anywhere, with enough behind the cut."""
+    """Yield the places where a text may be cut, at least BEHIND characters before its end: around words, then any."""
     last = len(text) - BEHIND
     if last > 0:
         yield from [match.start() for match in _WORDS.finditer(text, max(0, last - LONG), last)][:-7:-1]
@@ -90,8 +90,8 @@ def _cuts(text: str) -> Iterator[int]:
 class Reading:
     """The tokens of one row, in the draft's vocabulary.
 
-    Bytes become characters as they are complete; until then the tokens that hold them are read by their counterparts.
-    Special tokens are read as the draft's of the same name or role, and passed over where it has none.
+    Bytes are converted to characters when these are complete; until then their tokens are replaced by counterparts.
+    Special tokens are read as the draft's of the same name or role, and skipped if it has none.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, common: Common) -> None:
@@ -105,26 +105,26 @@ class Reading:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens so far."""
+        """All tokens of the row so far, in the draft's vocabulary."""
         return [*self._before, *self._encoding.ids, *(token for token in self._held if token != ABSENT)]
 
     @property
     def text(self) -> str:
-        """The text since the last special token."""
+        """The text after the last special token."""
         return self._encoding.text
 
     @property
     def whole(self) -> bool:
-        """Whether the text ends in a whole character."""
+        """Whether the text ends with a complete character."""
         return not self._held
 
     @property
     def ready(self) -> bool:
-        """Whether the draft sees all of the text."""
+        """Whether the whole text has tokens of the draft, including an incomplete character at its end."""
         return ABSENT not in self._held
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Read what was added to a row's tokens."""
+        """Read the tokens that were added to a row."""
         text = ""
         for token in tokens[self.read :]:
             piece = self._target.piece(token)
@@ -138,23 +138,23 @@ class Reading:
         self._encoding.write(text)
 
     def _complete(self, token: int, piece: bytes) -> str:
-        """The characters that a token completes."""
+        """Add the bytes of a token -> the characters that it completes."""
         if not self._begun and self._target.strips:
             piece = piece.removeprefix(b" ")
         self._begun = True
         text = self._characters.decode(piece)
         if not self._characters.getstate()[0]:
             self._held = []
-        elif text:  # it ends one character and begins another
+        elif text:  # the token ends one character and begins another
             self._held = [ABSENT]
         else:
             self._held.append(int(self._common.to_draft[token]))
         return text
 
     def _pass(self, token: int) -> None:
-        """A special token ends the text before it."""
+        """End the text before a special token, and begin a new one after it."""
         if self._target.prefix[self.read : self.read + 1] == (token,) and not self._begun:
-            return  # what either tokenizer puts before a text is its own affair
+            return  # each tokenizer puts its own tokens before a text
         counterpart = self._common.special.get(token)
         self._before += self._encoding.ids
         if counterpart is not None:
@@ -165,25 +165,26 @@ class Reading:
 
 
 class Reader:
-    """Keeps a draft's cache in step with the rows of a context, each read in the draft's own tokens.
+    """Keeps a draft's cache up to date with the rows of a context, each read in the draft's own tokens.
 
-    The cache is kept as far as its tokens are those of the new reading, refused drafts and changed readings alike,
-    and fed from there on. A reading longer than the draft's context is followed in a window of its last tokens.
+    The cache is kept as far as its tokens equal those of the new reading, after refused drafts as after changed
+    readings, and fed from there on. A reading longer than the draft's context is followed in a window of its last
+    tokens.
     """
 
     def __init__(self, scorer: Scorer, target: Vocabulary, draft: Vocabulary, common: Common) -> None:
         scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
         self.scorer, self.target, self.draft, self.common = scorer, target, draft, common
-        self.starts: list[int] = []  # where each row's window begins in its reading
+        self.starts: list[int] = []  # the position at which each row's window begins in its reading
         self.readings: list[Reading] = []
         self._rows: list[Row] = []
-        self._fed: list[list[int]] = []  # what is in the cache
+        self._fed: list[list[int]] = []  # the tokens in the cache, per row
         self._watch = Stopwatch()
 
     def follow(self, rows: Sequence[Row], watch: Stopwatch) -> None:
-        """Make our rows those of the context and read what they added. Rows that run on keep their order.
+        """Follow the rows of the context and read their new tokens. Rows that run on keep their order.
 
-        What the draft reads until the next call counts as `prefill` of the watch.
+        The time in which the draft reads until the next call counts as `prefill` on the watch.
         """
         self._watch = watch
         kept = still_first(self._rows, rows)
@@ -199,9 +200,9 @@ class Reader:
             reading.follow(row.readable)
 
     def catch_up(self, room: int) -> Tensor:
-        """Feed what the cache lacks, leaving room for more tokens -> logits (rows, 1, vocab) of the last token.
+        """Feed the missing tokens, leaving room for `room` more -> logits (rows, 1, vocab) after the last token.
 
-        They mean nothing for a row whose reading is empty.
+        They are meaningless for a row whose reading is empty.
         """
         missing = self._align(room)
         if max(map(len, missing)) > 2:
@@ -223,11 +224,11 @@ class Reader:
         return self.scorer.extend(tokens, counts)
 
     def windowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """How many of the drafted tokens come from a shortened text, per row."""
+        """Return how many of the drafted tokens come from a shortened text, per row."""
         return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
 
     def _align(self, room: int) -> list[list[int]]:
-        """Roll the cache back to what is still right -> the tokens to feed; the last is fed again for its logits."""
+        """Roll the cache back to the tokens that still agree -> those to feed; the last is fed again for its logits."""
         missing = []
         for place, reading in enumerate(self.readings):
             ids = reading.ids
@@ -240,7 +241,7 @@ class Reader:
         return missing
 
     def _slide(self, place: int, length: int, room: int) -> None:
-        """Begin a new window of half the context where text and draft no longer fit, or the reading grew shorter."""
+        """Begin a new window of half the context if text and draft no longer fit, or the reading became shorter."""
         limit, start = self.scorer.context, self.starts[place]
         if limit is not None and (length - start + room > limit or length <= start):
             self.starts[place] = max(0, length - max(1, min(limit // 2, limit - room)))
@@ -252,7 +253,7 @@ class Reader:
 
 
 def _shared(left: list[int], right: list[int]) -> int:
-    """How many tokens two lists begin with alike."""
+    """Return the length of the longest common prefix of two lists."""
     least = min(len(left), len(right))
     if left[:least] == right[:least]:
         return least

@@ -1,4 +1,4 @@
-"""String-level exact match (SLEM): a draft's text is encoded anew with the target's tokenizer."""
+"""String-level exact match (SLEM): a draft's text is encoded again with the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slipstream.drafters.copying import sure
 from slipstream.drafters.cross_tokenizer.reader import Reader
 
 TAIL = 48
-"""Characters of the text that are encoded again before what was drafted."""
+"""The number of characters before the drafted text that are encoded together with it."""
 
 
 class StringMatch:
-    """Lets the draft write its likeliest tokens, and proposes their text in the target's tokens.
+    """Lets the draft write its likeliest tokens, and drafts their text in the target's tokens.
 
-    Where the text's last token and the first drafted one would be one token of the target, the drafted text is
-    encoded on its own. Tokens that do not write what the draft wrote are not proposed, nor is anything while the text
-    ends inside a character.
+    If the text's last token and the first drafted one would be one token of the target, the drafted text is encoded on
+    its own. Tokens that do not write the drafted text are dropped, and nothing is drafted while the text ends inside a
+    character.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -32,7 +32,7 @@ class StringMatch:
         self._mute = torch.tensor(sorted(mute - set(self._ends)), dtype=torch.long)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """At most `gammas[r]` tokens per row, as many as the drafted text has."""
+        """Draft at most `gammas[r]` tokens per row, as many as the draft's text has."""
         reader, rows = self.reader, context.rows
         reader.follow(rows, context.watch)
         wanted = [gamma if view.whole and view.ids else 0 for gamma, view in zip(gammas, reader.readings, strict=True)]
@@ -50,10 +50,10 @@ class StringMatch:
         return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
 
     def observe(self, round: Round) -> None:
-        """Do nothing: the reader compares what it fed with the text when the next round begins."""
+        """Do nothing: the reader compares its cache with the text when the next round begins."""
 
     def _write(self, steps: Sequence[int]) -> list[list[int]]:
-        """`steps[r]` tokens of the draft per row."""
+        """Let the draft write -> `steps[r]` of its tokens per row."""
         most = max(steps) if self.scorer.context is None else min(max(steps), self.scorer.context - 1)
         logits = self.reader.catch_up(most)
         tokens = torch.empty(len(steps), 0, dtype=torch.long, device=self.scorer.device)
@@ -65,7 +65,7 @@ class StringMatch:
         return [row[:wanted] for row, wanted in zip(tokens.tolist(), steps, strict=True)]
 
     def _encode(self, text: str, written: Sequence[int]) -> list[int]:
-        """Write what the draft wrote after a text in the target's tokens."""
+        """Convert the tokens that the draft wrote after a text to the target's tokens."""
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))
         raw = self._draft.write(written[:end])
         new = _whole_characters(raw)
@@ -77,7 +77,7 @@ class StringMatch:
         return tokens
 
     def _behind(self, anchor: str, new: str) -> list[int]:
-        """The tokens of `new` when it stands behind an anchor, as far as they write what was drafted."""
+        """Return the tokens of `new` after an anchor, up to the first that does not write the drafted text."""
         before, both = self._target.encode(anchor), self._target.encode(anchor + new)
         if both[: len(before)] != before:
             return []
@@ -92,7 +92,7 @@ class StringMatch:
 
 
 def _whole_characters(raw: bytes) -> str:
-    """The text of bytes up to the first that do not belong to a whole character."""
+    """Decode bytes up to the first that are not part of a complete character."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -1,12 +1,12 @@
-"""Draft by a model with another tokenizer: on the common tokens, or by way of the text.
+"""Draft by a model with another tokenizer: on the common tokens, or by re-encoding its text.
 
 Both are exact with every rule. `TokenIntersection` samples from the draft's law, renormalised on the tokens that both
 vocabularies have: the law q that was really sampled from (token-level intersection, arXiv 2502.05202). `StringMatch`
 lets the draft write freely and encodes what it wrote with the target's tokenizer (string-level exact match, same
-paper). There q is a point mass on the encoded tokens, whatever way they came about: given the text so far, what is
-proposed is a fixed draft or chosen by coins that the verifier never looks at, the rules are exact for every fixed
-draft, and a mixture of exact rounds is exact. For the same reason `StringMatch` may drop what it wrote, and need not be
-the law that the draft would sample: it writes the likeliest tokens, since a point mass x is kept with chance p(x).
+paper). There q is a point mass on the encoded tokens, however they were made: given the text so far, the draft is fixed
+or depends on random numbers that the verifier does not use, the rules are exact for every fixed draft, and a mixture of
+exact rounds is exact. For the same reason `StringMatch` may drop what it wrote, and need not sample from the draft's
+law: it writes the likeliest tokens, since a point mass x is kept with chance p(x).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from slipstream.drafters.sampled import sample_chain
 class TokenIntersection:
     """Samples a chain of common tokens, with the request's own sampling settings.
 
-    The draft reads the text in its own tokens; a drafted token continues both texts. A row drafts nothing while its
-    text ends inside a character that the draft cannot see, and stops where the settings forbid every common token:
-    both are known before the token is sampled, so stopping is exact.
+    The draft reads the text in its own tokens; a drafted token continues both texts. Nothing is drafted for a row whose
+    text ends inside a character without tokens of the draft, and drafting stops where the settings forbid every common
+    token: both are known before the token is sampled, so stopping is exact.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -62,15 +62,15 @@ class TokenIntersection:
         return replace(draft, lengths=tuple(left), windowed=reader.windowed(left))
 
     def observe(self, round: Round) -> None:
-        """Do nothing: the reader compares what it fed with the text when the next round begins."""
+        """Do nothing: the reader compares its cache with the text when the next round begins."""
 
     def _law(self, context: Context, logits: Tensor, tokens: Tensor, left: list[int]) -> tuple[Law, list[int]]:
-        """q of the next position, and how many tokens each row drafts now that this is known."""
+        """Return q of the next position, and the numbers of tokens to draft, cut for rows without a possible token."""
         common = self.common.translate(logits)
-        hopeless = common.amax((1, 2)) == float("-inf")  # (rows,): the draft wants none of the common tokens
+        hopeless = common.amax((1, 2)) == float("-inf")  # (rows,): the draft gives no common token any chance
         common = common.masked_fill(hopeless[:, None, None], 0)
         law, faults = context.law_and_faults(common, Prefixes.chain(tokens, 1), self.scorer.name)
-        for place, _ in faults:  # the settings forbid them all
+        for place, _ in faults:  # the settings forbid all common tokens
             hopeless[place] = True
         ends = zip(left, hopeless.tolist(), strict=True)
         return law.bare(), [min(wanted, tokens.shape[1]) if end else wanted for wanted, end in ends]

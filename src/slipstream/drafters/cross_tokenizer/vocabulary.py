@@ -1,7 +1,7 @@
-"""Two vocabularies side by side: what a token writes, as bytes, and which tokens write the same in both.
+"""Compares two vocabularies: the bytes that each token writes, and the tokens that write the same in both.
 
-Everything is asked of the tokenizers themselves: how a token's name is to be read (GPT-2's alphabet of bytes,
-sentencepiece's mark for a space) is taken for granted only if it agrees with what the tokenizer decodes.
+Everything is found with the tokenizers themselves: a way to read token names (GPT-2's alphabet of bytes,
+sentencepiece's mark for a space) is used only if it agrees with what the tokenizer decodes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from slipstream.core.protocols import Scorer
 from slipstream.text.detokenize import BROKEN
 
 PROBES = 256
-"""How many tokens a way of reading names is checked on."""
+"""The number of tokens on which a way of reading names is checked."""
 
 ABSENT = -1
-"""Stands for the counterpart of a token that has none."""
+"""The id that marks a token without a counterpart."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 Spelling = Callable[[str], bytes | None]
-"""A token's name -> the bytes it writes."""
+"""A function from a token's name to the bytes that it writes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Vocabulary:
     """The tokens of a tokenizer, and the bytes that each of them writes.
 
     `pieces[id]` are a token's bytes as they stand inside a text, None for special tokens and for ids without a token.
-    `ids` leads back; where two tokens write the same, it is the one that the tokenizer uses itself. `special` names
+    `ids` maps bytes to ids; if two tokens write the same, to the one that the tokenizer uses itself. `special` names
     the special tokens; `prefix` is what the tokenizer puts before a text. If `strips`, a text's first token loses
     its leading space when it is decoded.
     """
@@ -49,7 +49,7 @@ class Vocabulary:
 
     @staticmethod
     def of(tokenizer: Any) -> Vocabulary:
-        """The vocabulary of a transformers tokenizer. Raises ValueError if it has no token that writes anything."""
+        """Make the vocabulary of a transformers tokenizer. Raises ValueError if no token of it writes anything."""
         names = {number: name for name, number in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
         special = {number: token.content for number, token in added.items() if token.special}
@@ -65,7 +65,7 @@ class Vocabulary:
         return Vocabulary(tokenizer, pieces, ids, special, _prefix(tokenizer), _strips(tokenizer, ids))
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without any before or after it."""
+        """Return the token ids of a text, without special tokens around it."""
         return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def write(self, tokens: Sequence[int]) -> bytes:
@@ -77,18 +77,18 @@ class Vocabulary:
         return self.pieces[token] if token < len(self.pieces) else None
 
     def role(self, name: str) -> int | None:
-        """The token of a role: "bos" or "eos"."""
+        """Return the token id of a role, "bos" or "eos"; None if the tokenizer has none."""
         number = getattr(self.tokenizer, f"{name}_token_id", None)
         return int(number) if number is not None else None
 
 
 @dataclass(frozen=True, eq=False)
 class Common:
-    """Tokens of a draft and of a target that write the same bytes, or are special under one name or role.
+    """The common tokens of a draft and a target: they write the same bytes, or are special with one name or role.
 
     `drafted` and `wanted` (n,) list the pairs, as ids of the draft and of the target. `to_draft` (target's logits,)
-    leads from the target's ids to the draft's, ABSENT where there is none. `special` does so for the target's special
-    tokens when they are read.
+    maps the target's ids to the draft's, ABSENT without a counterpart. `special` does so for special tokens in texts
+    that are read.
     """
 
     drafted: Tensor
@@ -98,7 +98,7 @@ class Common:
 
     @staticmethod
     def of(target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int]) -> Common:
-        """`sizes`: of the target's and of the draft's logits. Raises ValueError if nothing is common."""
+        """Find the common tokens; `sizes` are those of target's and draft's logits. Raises ValueError for none."""
         special = dict(_special_pairs(target, draft))
         pairs = {number: draft.ids[piece] for piece, number in target.ids.items() if piece in draft.ids} | special
         good = sorted((t, d) for t, d in pairs.items() if t < sizes[0] and d < sizes[1])
@@ -114,7 +114,7 @@ class Common:
         return Common(drafted, wanted, to_draft, special)
 
     def translate(self, logits: Tensor) -> Tensor:
-        """The draft's logits (..., its vocabulary) -> (..., target's); what is not common is impossible.
+        """Convert the draft's logits (..., its vocabulary) to (..., target's); other tokens become impossible.
 
         The law made of them is the draft's, renormalised on the common tokens: token-level intersection
         (arXiv 2502.05202).
@@ -125,7 +125,7 @@ class Common:
 
 
 def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int]]:
-    """The end of a text by its role; all others by their names."""
+    """Yield pairs of special tokens (target's, draft's) of the same name, and those that end a text."""
     names = {name: number for number, name in draft.special.items()}
     yield from ((number, names[name]) for number, name in target.special.items() if name in names)
     target_eos, draft_eos = target.role("eos"), draft.role("eos")
@@ -156,14 +156,14 @@ class _Decoded:
         self._before = self._decode([self._word])
 
     def piece(self, number: int) -> bytes | None:
-        """The bytes a token adds; None if they are no whole characters, or change what stands before them."""
+        """Return the bytes that a token adds; None if they are not whole characters, or change the text before."""
         text = self._decode([self._word, number])
         if not text.startswith(self._before) or BROKEN in text or len(text) == len(self._before):
             return None
         return text[len(self._before) :].encode()
 
     def confirm(self, spelling: Spelling) -> bool:
-        """Whether a spelling says the same, on tokens from all over the vocabulary."""
+        """Return whether a spelling agrees with decoding, on tokens from the whole vocabulary."""
         for number in sorted(self._names)[:: max(1, len(self._names) // PROBES)]:
             spelled, decoded = spelling(self._names[number]), self.piece(number)
             if spelled is None or (decoded is not None and decoded != spelled):
@@ -182,7 +182,7 @@ def _is_text(piece: bytes) -> bool:
 
 @cache
 def _alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others follow from 256 on."""
+    """Return GPT-2's characters for bytes: printable bytes are themselves, the others are numbered from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -196,7 +196,7 @@ def _byte_level(name: str) -> bytes | None:
 
 
 def _marked(name: str) -> bytes | None:
-    """Sentencepiece: a mark for a space, and single bytes by their number."""
+    """Read a sentencepiece name: a mark for a space, and single bytes by their number."""
     byte = _BYTE.fullmatch(name)
     return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
 
@@ -223,10 +223,10 @@ def _until_none(pieces: Iterator[bytes | None]) -> Iterator[bytes]:
 
 
 def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> bool:
-    """Whether the same ids mean the same tokens, up to padding.
+    """Return whether the same ids mean the same tokens, up to padding.
 
-    Any draft leaves the output exact; one whose ids mean other words would only never be accepted. So a few
-    different (added) tokens pass, and without tokenizers the sizes decide.
+    Any draft leaves the output exact; one whose ids mean other words would just never be accepted. So a few different
+    (added) tokens are allowed, and without tokenizers the sizes decide.
     """
     if target_tokenizer is None or draft_tokenizer is None:
         return abs(target.vocab - draft.vocab) <= max(1024, target.vocab // 100)

@@ -1,6 +1,7 @@
-"""A corpus of token sequences and its suffix array: where did this text occur before, and what followed it?
+"""A corpus of token sequences with a suffix array, to find earlier occurrences of a text and what followed them.
 
-As in REST (arXiv 2311.08252): the longest suffix of a text is looked up, and what followed it most often is the draft.
+As in REST (arXiv 2311.08252), the longest suffix of a text is looked up, and the tokens that followed it most often are
+the draft.
 The array is sorted by the first DEPTH tokens of every suffix only, which bounds the work on texts that repeat
 themselves; no lookup is longer. Tokens are stored with the high byte first, so that bytes compare as tokens do and a
 binary search compares slices of memory.
@@ -24,10 +25,10 @@ from slipstream.files import Kind, load_tensors, save_tensors
 KIND = Kind("corpus", "slipstream.corpus", "2", "build it again")
 
 DEPTH = 64
-"""Tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""
+"""The number of tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""
 
 SAMPLE = 32
-"""Occurrences that are asked what followed them; of more, so many at even distances in the sorted array."""
+"""The number of occurrences whose continuations are compared; of more, those at even distances in the array."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Progress = Callable[[int, int], None]
@@ -35,10 +36,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A continuation of a text's longest suffix: `length` tokens matched, `tokens` (n,) came most often after them.
+    """A continuation of a text's longest suffix: `length` tokens matched, `tokens` (n,) followed them most often.
 
-    `chances` (n,) are the parts of the occurrences that went on with tokens[: i + 1]. Their sum is how many tokens
-    would be kept on average if the text went on as its occurrences did.
+    `chances` (n,) are the shares of the occurrences that continue with tokens[: i + 1]. Their sum is the mean number of
+    tokens that would be kept if the text continued as its occurrences did.
     """
 
     length: int = 0
@@ -47,14 +48,14 @@ class Match:
 
 
 class Corpus:
-    """Documents in a row, each followed by the id `vocab`, and their suffixes in order.
+    """The tokens of documents, each followed by the id `vocab`, and their sorted suffixes.
 
-    Ids above `vocab` may stand in a document as marks: they are matched, never drafted. `tokenizer` names the
-    tokenizer (see `datastore.fingerprint`). Arrays may be mapped from a file: lookups read a few pages of it.
+    Ids above `vocab` may be used in a document as marks: they are matched, never drafted. `tokenizer` is the name of
+    the tokenizer (see `datastore.fingerprint`). Arrays may be mapped from a file: lookups read a few pages of it.
     """
 
     def __init__(self, text: Array, suffixes: Array, vocab: int, tokenizer: str = "", documents: int = 0) -> None:
-        """`text` (tokens, width) are bytes, high byte first; `suffixes` (tokens,) where each suffix begins."""
+        """`text` (tokens, width): bytes, high byte first; `suffixes` (tokens,): the begin of each suffix, sorted."""
         self.vocab, self.tokenizer, self.documents = vocab, tokenizer, documents
         self.text, self.suffixes = text, suffixes
         self._width = text.shape[1]
@@ -62,7 +63,7 @@ class Corpus:
         self._bytes, self._order = text.reshape(-1).data, suffixes.data
 
     def __len__(self) -> int:
-        """Tokens, the ends of documents included."""
+        """Return the number of tokens, including the ends of documents."""
         return len(self._tokens)
 
     @staticmethod
@@ -75,8 +76,9 @@ class Corpus:
     ) -> Corpus:
         """Index documents, each an array of token ids (length,). Needs about 40 bytes of memory per token.
 
-        `marks` ids above `vocab` are allowed as well. `on_progress(depth, left)`: the suffixes are in order up to
-        `depth` tokens, `left` of them need more. Raises ValueError for ids outside the vocabulary and no tokens.
+        `marks` ids above `vocab` are allowed too. `on_progress(depth, left)` is called when the suffixes are sorted by
+        `depth` tokens, with `left` of them not in order yet. Raises ValueError for ids outside the vocabulary and no
+        tokens.
         """
         if vocab < 1:
             raise ValueError(f"vocab={vocab} is not possible: it must be 1 or more.")
@@ -90,9 +92,9 @@ class Corpus:
         return Corpus(text, suffixes, vocab, tokenizer, len(parts))
 
     def match(self, context: Sequence[int], count: int) -> Match:
-        """The longest suffix of `context` in the corpus and up to `count` tokens that followed it most often.
+        """Return the longest suffix of `context` in the corpus, and up to `count` tokens that followed it most often.
 
-        Of equally frequent tokens, the one of the earliest occurrence. Ends where a document ends.
+        Of equally frequent tokens it takes the one of the earliest occurrence. It ends where a document ends.
         """
         length, low, high = self._longest(context)
         if not length or not count:
@@ -103,21 +105,21 @@ class Corpus:
         return self._vote(length, self._tokens[places.clip(max=len(self) - 1)].tolist())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file. It appears under its name when it is whole, or not at all."""
+        """Write a safetensors file, atomically."""
         arrays = {"text": torch.from_numpy(self.text), "suffixes": torch.from_numpy(self.suffixes)}
         about = {"vocab": str(self.vocab), "tokenizer": self.tokenizer, "documents": str(self.documents)}
         save_tensors(path, KIND, arrays, about)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Corpus:
-        """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or no corpus."""
+        """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or not a corpus."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream datastore build`.")
         tensors, about = load_tensors(path, KIND)
         return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
 
     def _longest(self, context: Sequence[int]) -> tuple[int, int, int]:
-        """Tokens of the longest suffix that occurs, and its places in the array, from and up to."""
+        """Find the longest suffix that occurs -> its length in tokens, and its range in the array, from and up to."""
         tail = np.array(context[-DEPTH:], f">u{self._width}").tobytes()
         low, high, found = 0, len(tail) // self._width, 0
         while low < high:  # a suffix of a text that occurs, occurs
@@ -134,12 +136,12 @@ class Corpus:
         return low, found, bisect_right(self._order, tail[-size:], found, key=self._reader(size))
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """The first bytes of the suffix that begins at a token."""
+        """Return a function from a token's place to the first `size` bytes of the suffix there."""
         text, width = self._bytes, self._width
         return lambda start: text[start * width : start * width + size].tobytes()
 
     def _vote(self, length: int, rows: list[list[int]]) -> Match:
-        """The most frequent way on, token by token, among those that went on like it so far."""
+        """Return the most frequent continuation, token by token, among the occurrences that agree with it so far."""
         total, tokens, chances = len(rows), list[int](), list[float]()
         for place in range(len(rows[0])):
             token, votes = Counter(row[place] for row in rows).most_common(1)[0]
@@ -152,7 +154,7 @@ class Corpus:
 
 
 def _ended(documents: Iterable[Any], vocab: int, marks: int) -> Iterator[Array]:
-    """The documents that hold something, each with the id that ends it."""
+    """Yield the documents that are not empty, each with the id that ends it."""
     for document in documents:
         ids = as_ids(document)
         if not ids.size:
@@ -164,7 +166,7 @@ def _ended(documents: Iterable[Any], vocab: int, marks: int) -> Iterator[Array]:
 
 
 def as_ids(document: Any) -> Array:
-    """A document's token ids (length,). Raises ValueError for anything else."""
+    """Return a document's token ids (length,). Raises ValueError for anything else."""
     ids = np.asarray(document)
     if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
         raise ValueError(f"a document has shape {ids.shape} of {ids.dtype}: give token ids, one array per document.")
@@ -172,7 +174,7 @@ def as_ids(document: Any) -> Array:
 
 
 def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) -> Array:
-    """Where the suffixes of `tokens` (n,) begin, in the order of their first `depth` tokens -> (n,).
+    """Sort the suffixes of `tokens` (n,) by their first `depth` tokens -> where each begins, (n,).
 
     Prefix doubling (Manber and Myers 1990), in which only suffixes that are still tied are sorted again (Larsson and
     Sadakane 1999). The first sort packs as many tokens as fit into one number. `ids` is the size of the alphabet.
@@ -183,7 +185,7 @@ def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) ->
     keys = np.zeros(count, np.int64)
     for ahead in range(done):
         keys <<= bits
-        keys[: max(0, count - ahead)] |= tokens[ahead:] + 1  # 0 is behind the end
+        keys[: max(0, count - ahead)] |= tokens[ahead:] + 1  # 0 is past the end
     order = np.argsort(keys).astype(kind)
     rank = np.empty(count, kind)
     tied = _rank(rank, order, keys[order], np.arange(count, dtype=kind))
@@ -209,7 +211,7 @@ def _rank(rank: Array, starts: Array, keys: Array, places: Array) -> Array:
 
 
 def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> Corpus:
-    """The corpus of a file's arrays. Raises ValueError if they are not what the file says it holds."""
+    """Make the corpus of a file's arrays. Raises ValueError if they do not fit the file's header."""
     try:
         text, suffixes = arrays["text"], arrays["suffixes"]
         vocab, documents = int(about["vocab"]), int(about["documents"])

@@ -1,9 +1,9 @@
-"""Draft from what was written before: documents, the responses to similar requests, and the text itself.
+"""Draft by copying from documents, from the responses to similar requests, and from the text itself.
 
-A folder holds a corpus of documents (`corpus`), a memory of responses (`memory`), or both. Where the memory draws on
-is chosen by similarity of requests; where in it the text is, by the longest suffix of the text that occurs there, from
-the beginning of the response on. Of all sources the longest match drafts (arXiv 2311.08252 for documents, 2411.04975
-for responses).
+A folder holds a corpus of documents (`corpus`), a memory of responses (`memory`), or both. Responses are chosen from
+the memory by similarity of their requests, and the place in them by the longest suffix of the text that occurs there,
+or by the beginning of the response. The longest match of all sources is the draft (arXiv 2311.08252 for documents,
+2411.04975 for responses).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from slipstream.drafters.datastore.memory import Limits, Memory
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
-"""The files of a datastore's folder."""
+"""The names of the files in a datastore's folder."""
 
 Namespace = str | Callable[[Request], str]
 
 
 @dataclass(frozen=True)
 class DatastoreSettings:
-    """How much is drafted on how much evidence.
+    """The settings of a datastore drafter: how many tokens are drafted for a match.
 
-    A match of m tokens drafts at most factor * m + offset tokens, as far as `chance` of its occurrences go on alike.
-    `nearest` responses are taken from the memory. `begin` is how many matched tokens the place at the beginning of a
-    response counts as, and `own` whether the text itself is a source.
+    A match of m tokens drafts at most factor * m + offset tokens, as long as a share `chance` of its occurrences agree.
+    `nearest` responses are taken from the memory. The beginning of a response counts as `begin` matched tokens, and
+    `own` is whether the text itself is a source.
     """
 
     factor: float = 1.0
@@ -57,7 +57,7 @@ class DatastoreSettings:
 
 @dataclass
 class Trace:
-    """The record of a running row: its own text, and the responses that were recalled for it."""
+    """The state of a running row: the automaton of its own text, and the responses recalled for it."""
 
     own: SuffixAutomaton
     recalled: Corpus | None
@@ -66,10 +66,10 @@ class Trace:
 class Datastore:
     """Drafts a chain by copying what most often followed the longest match; q is a point mass.
 
-    `namespace` names whose memory a request may draft from and, with `learn`, whose it becomes when it has ended.
-    That keeps texts apart: how much of a draft is accepted shows in the time a response takes, so whoever shares
-    a memory can find out what others were answered. What a seed gives does not depend on the memory in law, but
-    which text it is does. Tokens are on the CPU.
+    `namespace` names the memory that a request may draft from and, with `learn`, the one that its response is added to.
+    Namespaces keep tenants apart: the time of a response shows how much of a draft is accepted, so that tenants who
+    share a memory can find out each other's responses. The law of outputs does not depend on the memory, but the text
+    of a seed does. Tokens are on the CPU.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class Datastore:
             raise ValueError(f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it for this target.")
         self.vocab, self.corpus, self.memory, self.learn = vocab, corpus, memory, learn
         self._namespace = namespace
-        # What is known of every row that runs; rows that have ended, or that nobody holds, leave it.
+        # The trace of every running row; rows that have ended, or were garbage collected, are dropped.
         self.traces: ByRow[Trace] = ByRow()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` copied tokens per row, (rows, longest), none where nothing matches."""
+        """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
         self.traces.follow(context.rows, self._begin)
         return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
-        """Forget the rows that have ended; learn their responses, if asked to."""
+        """Drop the rows that have ended, and add their responses to the memory if `learn`."""
         for row in round.rows:
             if row.finish_reason:
                 self.traces.forget(row)
@@ -112,7 +112,7 @@ class Datastore:
         return self._namespace if isinstance(self._namespace, str) else self._namespace(request)
 
     def _learn(self, row: Row) -> None:
-        """A memory that cannot be written must not cost the response that was just made."""
+        """Add a response to the memory; if that fails, warn and stop learning, so that the response is not lost."""
         assert self.memory is not None
         try:
             self.memory.add(self.namespace(row.request), self._asked(row), row.output)
@@ -121,7 +121,7 @@ class Datastore:
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
     def _begin(self, row: Row) -> Trace:
-        """A new row: recall the responses to the nearest requests."""
+        """Make the trace of a new row, with the responses to the nearest requests."""
         recalled = None
         if self.memory is not None:
             near = self.memory.nearest(self.namespace(row.request), self._asked(row), self.settings.nearest)
@@ -130,11 +130,11 @@ class Datastore:
         return Trace(SuffixAutomaton(), recalled)
 
     def _asked(self, row: Row) -> tuple[int, ...]:
-        """Return the tokens to compare requests by: with an encoder-decoder, prompts are alike and sources differ."""
+        """Return the tokens by which requests are compared: the source of an encoder-decoder, else the prompt."""
         return source_tokens(row, self.vocab) or row.request.prompt
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
-        """The draft of the longest match, cut after the first end-of-text token."""
+        """Return the draft of the longest match, cut after the first end-of-text token."""
         if not gamma:
             return []
         best = max(self._matches(row, gamma), key=lambda match: match.length, default=Match())
@@ -143,7 +143,7 @@ class Datastore:
         return ended([token for token, chance in pairs if chance >= self.settings.chance], row)
 
     def _matches(self, row: Row, gamma: int) -> list[Match]:
-        """Find the match that each source has for the text; of equally long matches the first is taken."""
+        """Return the match of each source that has tokens, own text first: of equally long ones the first is used."""
         trace, found = self.traces[row], list[Match]()
         if self.settings.own:
             trace.own.follow([*source_tokens(row, self.vocab), *row.tokens])
@@ -156,15 +156,15 @@ class Datastore:
         return [match for match in found if match.tokens]
 
     def _recall(self, recalled: Corpus, row: Row, gamma: int) -> Match:
-        """Where the recalled responses go on, from their beginning on or from any place in them."""
+        """Return the match in the recalled responses; one from their beginning on counts as longer."""
         match = recalled.match([self.vocab + 1, *row.output], gamma)
-        if match.length > len(row.output):  # all of the text so far is how one of them began
+        if match.length > len(row.output):  # one of them begins with the whole text so far
             return replace(match, length=match.length + self.settings.begin - 1)
         return match
 
 
 def open_corpus(folder: str | os.PathLike[str], vocab: int, tokenizer: str = "") -> Corpus | None:
-    """The corpus of a datastore's folder; None if it has none.
+    """Open the corpus of a datastore's folder; return None if it has none.
 
     Raises ValueError if it is damaged or was built with another tokenizer (names as `fingerprint` gives them).
     """
@@ -189,7 +189,7 @@ def open_memory(
     limits: Limits | None = None,
     make: bool = False,
 ) -> Memory | None:
-    """The memory of a datastore's folder; None if it has none and none is to be made. Errors as of `Memory`."""
+    """Open the memory of a datastore's folder; return None if there is none and not `make`. Errors as of `Memory`."""
     path = Path(folder) / MEMORY
     if not (path.exists() or make):
         return None
@@ -198,7 +198,7 @@ def open_memory(
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Names a tokenizer by what its ids mean; empty for None, which is compared with nothing."""
+    """Return a hash of a tokenizer's vocabulary; empty for None, which is not compared."""
     if tokenizer is None:
         return ""
     words = sorted(tokenizer.get_vocab().items())

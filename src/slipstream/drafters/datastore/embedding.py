@@ -1,4 +1,4 @@
-"""Requests as vectors, so that similar ones are near each other: the search key of the response memory."""
+"""Embeddings of requests, by which the response memory finds similar ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DIMENSION = 256
 Lindenstrauss)."""
 
 WINDOW, HALF_LIFE = 512, 128
-"""Tokens that are looked at, and the distance from the end of the request at which a token counts half."""
+"""The number of last tokens that are used, and the distance from the end at which a token's weight is half."""
 
 
 class InputEmbeddings:
-    """The mean of the target's own input embeddings: no further model, some microseconds.
+    """Embeds requests by the mean of the target's own input embeddings, in some microseconds without another model.
 
-    What a request asks stands at its end, behind instructions that all requests share: a token counts less the
+    The question of a request is at its end, after instructions that all requests share: a token counts less the
     further it is from the end, each distinct one once. Embeddings are taken relative to their mean over the
     vocabulary, and rare tokens count more: with the rank r in the vocabulary, ordered by frequency as merges
     are, p is about 1 / r and the weight a / (a + p) (Arora et al. 2017, "smooth inverse frequency").
@@ -43,7 +43,7 @@ class InputEmbeddings:
         self._project = None if width <= DIMENSION else signs.astype(np.float32)
 
     def __call__(self, tokens: Sequence[int]) -> Array:
-        """The vector of a request."""
+        """Return the vector of a request (dimension,), of length one."""
         last = {token: place for place, token in enumerate(tokens[-WINDOW:])}
         ids, places = np.array(list(last)), np.array(list(last.values()))
         weights = 0.5 ** ((len(tokens[-WINDOW:]) - 1 - places) / HALF_LIFE) * _rarity(ids, len(self._weights))
@@ -55,7 +55,7 @@ class InputEmbeddings:
 
 
 class SentenceEmbedder:
-    """A model of `sentence-transformers`, which reads the text of the request's end."""
+    """Embeds requests with a model of `sentence-transformers`, which reads the text of their last tokens."""
 
     def __init__(self, model: str, decode: Callable[[Sequence[int]], str], device: str | None = None) -> None:
         """Raises ValueError if the extra is not installed or the model cannot be loaded."""
@@ -74,16 +74,16 @@ class SentenceEmbedder:
         self.dimension = len(self([]))
 
     def __call__(self, tokens: Sequence[int]) -> Array:
-        """The vector of a request."""
+        """Return the vector of a request (dimension,), of length one."""
         text = self._decode(tokens[-WINDOW:])
         return unit(np.asarray(self._model.encode(text, show_progress_bar=False), np.float32))
 
 
 def unit(vector: Array) -> Array:
-    """The vector at length one; a zero vector stays."""
+    """Scale a vector to length one; a zero vector stays."""
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
 
 
 def _rarity(ids: Array, vocab: int) -> Array:
-    """a / (a + p) with Zipf's p = 1 / (r ln(vocab)) for the token of rank r, and a = 0.001."""
+    """Return a / (a + p) with Zipf's p = 1 / (r ln(vocab)) for the token of rank r, and a = 0.001."""
     return 1e-3 / (1e-3 + 1 / ((ids + 1) * np.log(vocab + 1)))

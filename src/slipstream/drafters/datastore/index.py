@@ -1,4 +1,4 @@
-"""Vectors by number, and the ones nearest to a vector: exact in numpy, or an index of faiss for very many."""
+"""Nearest-neighbour search of vectors: exact with numpy, or with an index of faiss for very many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 EXACT = 100_000
-"""Vectors that numpy searches in some milliseconds; more are searched by faiss."""
+"""The number of vectors that numpy searches in some milliseconds; more are searched with faiss."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -19,7 +19,7 @@ class Embedder(Protocol):
 
     @property
     def name(self) -> str:
-        """Vectors of two embedders of one name may be compared."""
+        """The name of the embedding; vectors of the same name may be compared."""
         ...
 
     @property
@@ -29,23 +29,23 @@ class Embedder(Protocol):
 
 
 class Index(Protocol):
-    """Vectors of length one, so that products are cosines."""
+    """An index of vectors of length one, whose products are cosines."""
 
     def add(self, names: Array, vectors: Array) -> None:
-        """Vectors (n, dimension) under ascending numbers (n,)."""
+        """Add vectors (n, dimension) under ascending numbers (n,)."""
         ...
 
     def keep(self, names: Array) -> None:
-        """Drop all vectors but these."""
+        """Drop all vectors except those of these numbers."""
         ...
 
     def search(self, vector: Array, count: int) -> list[tuple[float, int]]:
-        """(cosine, number) of the nearest, nearest first; of equal ones, the latest first."""
+        """Return (cosine, number) of the nearest vectors, nearest first; of equal ones, the latest first."""
         ...
 
 
 def index(dimension: int, entries: int) -> Index:
-    """An empty index for at most `entries` vectors. Raises ValueError if they need faiss and it is not installed."""
+    """Make an empty index for at most `entries` vectors. Raises ValueError if that needs faiss and it is missing."""
     if entries <= EXACT:
         return ExactIndex(dimension)
     try:
@@ -57,7 +57,7 @@ def index(dimension: int, entries: int) -> Index:
 
 
 class ExactIndex:
-    """All products, in numpy."""
+    """An exact index, which computes all products with numpy."""
 
     def __init__(self, dimension: int) -> None:
         self._names = np.empty(0, np.int64)
@@ -65,7 +65,7 @@ class ExactIndex:
         self._count = 0
 
     def add(self, names: Array, vectors: Array) -> None:
-        """Append; the arrays grow by doubling."""
+        """Append vectors; the arrays grow by doubling."""
         count = self._count + len(names)
         if count > len(self._names):
             grow = max(count, 2 * len(self._names)) - len(self._names)
@@ -75,12 +75,12 @@ class ExactIndex:
         self._count = count
 
     def keep(self, names: Array) -> None:
-        """Drop the others."""
+        """Drop all vectors except those of these numbers."""
         stay = np.flatnonzero(np.isin(self._names[: self._count], names))
         self._names, self._vectors, self._count = self._names[stay], self._vectors[stay], len(stay)
 
     def search(self, vector: Array, count: int) -> list[tuple[float, int]]:
-        """Nearest first."""
+        """Return (cosine, number) of the nearest vectors, nearest first."""
         near = self._vectors[: self._count] @ vector
         best = np.argpartition(-near, count)[:count] if len(near) > count else np.arange(len(near))
         found = [(float(near[place]), int(self._names[place])) for place in best]
@@ -88,10 +88,10 @@ class ExactIndex:
 
 
 class FaissIndex:
-    """An inverted file of faiss once there are enough vectors to train it, a flat index before."""
+    """An index of faiss: an inverted file once there are enough vectors to train it, a flat index before."""
 
     LISTS, PROBES = 1024, 32
-    TRAIN = 40 * LISTS  # faiss wants 39 vectors per list
+    TRAIN = 40 * LISTS  # faiss needs at least 39 vectors per list
 
     def __init__(self, dimension: int, faiss: Any) -> None:
         self._faiss, self._dimension = faiss, dimension
@@ -99,7 +99,7 @@ class FaissIndex:
         self._lists = False
 
     def add(self, names: Array, vectors: Array) -> None:
-        """Append; at `TRAIN` vectors the flat index becomes one of lists."""
+        """Append vectors; at `TRAIN` vectors the flat index becomes an inverted file."""
         self._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), names.astype(np.int64))
         if self._lists or self._index.ntotal < self.TRAIN:
             return
@@ -112,12 +112,12 @@ class FaissIndex:
         lists.nprobe, self._index, self._lists = self.PROBES, lists, True
 
     def keep(self, names: Array) -> None:
-        """Drop the others."""
+        """Drop all vectors except those of these numbers."""
         faiss = self._faiss
         self._index.remove_ids(faiss.IDSelectorNot(faiss.IDSelectorBatch(names.astype(np.int64))))
 
     def search(self, vector: Array, count: int) -> list[tuple[float, int]]:
-        """Nearest first; with lists, of the nearest lists."""
+        """Return (cosine, number) of the nearest, nearest first; with an inverted file, from the nearest lists."""
         near, names = self._index.search(np.ascontiguousarray(vector[None], np.float32), count)
         found = [(float(x), int(name)) for x, name in zip(near[0], names[0], strict=True) if name >= 0]
         return sorted(found, key=lambda pair: (-pair[0], -pair[1]))

@@ -1,8 +1,8 @@
-"""A memory of responses: what was answered to requests like this one? SQLite on disk, search in this process.
+"""A memory of responses to similar requests: SQLite on disk, with the search in this process.
 
-Several processes may use one file. An entry is written in one transaction; `add` returns when it is on disk, so a
-process that is killed in mid-write leaves the entry whole or not at all. Every query names its namespace: one
-tenant's text never becomes another's draft, and bounds hold for each namespace, so that nobody evicts another's.
+Several processes may use one file. An entry is written in one transaction; `add` returns when it is on disk, so that a
+process that is killed in mid-write leaves the entry whole or not at all. Every query has a namespace: the text of one
+tenant is never a draft of another, and limits hold per namespace, so that tenants do not evict each other's entries.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from slipstream.drafters.datastore.index import Array, Embedder, Index, index
 VERSION = 1
 
 BUSY_SECONDS = 30.0
-"""How long a writer waits for the others."""
+"""The seconds that a writer waits for others."""
 
 SPARE = 0.05
-"""Part of a full namespace that is emptied at once, so that eviction is rare."""
+"""The share of a full namespace that is evicted at once, so that evictions are rare."""
 
 OPEN_NAMESPACES = 64
-"""How many namespaces at most have their vectors held in memory by this process."""
+"""The greatest number of namespaces whose vectors this process keeps in memory."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -52,7 +52,7 @@ FORGET = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one namespace: beyond them, the entries that were not used for longest go."""
+    """The limits of a namespace, beyond which the least recently used entries are removed."""
 
     entries: int = 100_000
     bytes: int = 1 << 28
@@ -74,39 +74,40 @@ class Totals:
 
 @dataclass
 class _Loaded:
-    """The vectors of a namespace in this process, and how far they are read."""
+    """The vectors of a namespace in this process, and the state of the file when they were read."""
 
     index: Index
-    last: int = 0  # the newest entry read
+    last: int = 0  # the id of the newest entry that was read
     removals: int = 0
-    version: int = -1  # of the file, when it was read
+    version: int = -1  # the file's version when it was read
 
 
 class Memory:
-    """Responses by request and namespace.
+    """Stores responses by request and namespace, and finds those to the nearest requests.
 
-    `nearest` reads what other processes have added. Not for network file systems, whose locks SQLite cannot trust.
+    `nearest` includes entries of other processes. The file must not be on a network file system, whose locks SQLite
+    cannot rely on.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], embed: Embedder, tokenizer: str = "", limits: Limits | None = None
     ) -> None:
-        """Opens the file or makes it, readable by its owner only.
+        """Open the file or create it, readable by its owner only.
 
-        Raises ValueError if it is no memory, damaged, or was made with another tokenizer or embedding.
+        Raises ValueError if it is not a memory, is damaged, or was made with another tokenizer or embedding.
         """
         self.path, self.embed, self.limits = Path(path), embed, limits or Limits()
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._touched: dict[str, set[int]] = {}
         self._changes = 0
-        index(embed.dimension, self.limits.entries)  # says what is missing before anything is written
+        index(embed.dimension, self.limits.entries)  # raises if faiss is missing, before anything is written
         self._about = {"version": str(VERSION), "embedding": embed.name, "tokenizer": tokenizer}
         self._process, self._connection = os.getpid(), self._open()
 
     def add(self, namespace: str, request: Sequence[int], response: Sequence[int]) -> None:
-        """Remember a response (token ids); when this returns, it is on disk.
+        """Store a response (token ids); when this returns, it is on disk.
 
-        A response that alone exceeds the bounds is not kept. Raises OSError if the file cannot be written.
+        A response that alone exceeds the limits is not stored. Raises OSError if the file cannot be written.
         """
         if not request or not response:
             raise ValueError("a request and its response need at least one token each.")
@@ -128,12 +129,12 @@ class Memory:
                 run("UPDATE entries SET used = ? WHERE namespace = ? AND digest = ?", clock, namespace, digest)
 
     def nearest(self, namespace: str, request: Sequence[int], count: int) -> list[tuple[float, Array]]:
-        """The responses (tokens,) to the `count` nearest earlier requests, nearest first, with their cosines."""
+        """Return the responses (tokens,) to the `count` nearest earlier requests, nearest first, with their cosines."""
         loaded = self._read(namespace)
         found = []
         for near, entry in loaded.index.search(self.embed(request), count):
             rows = self._run("SELECT response FROM entries WHERE id = ? AND namespace = ?", entry, namespace)
-            if rows:  # another process may have removed it just now
+            if rows:  # another process may have removed it meanwhile
                 found.append((near, np.frombuffer(rows[0][0], "<u4")))
                 self._touched.setdefault(namespace, set()).add(entry)
         return found
@@ -145,11 +146,11 @@ class Memory:
                 run(statement, namespace)
 
     def totals(self) -> list[Totals]:
-        """Count what every namespace holds."""
+        """Return the numbers of entries and bytes of every namespace."""
         return [Totals(*row) for row in self._run("SELECT namespace, entries, bytes FROM totals ORDER BY namespace")]
 
     def close(self) -> None:
-        """Write down which entries were used, and close the file."""
+        """Record which entries were used, and close the file."""
         if self._touched and self._process == os.getpid():
             with self._writing() as run:
                 for namespace in list(self._touched):
@@ -157,7 +158,7 @@ class Memory:
         self._connection.close()
 
     def _open(self) -> sqlite3.Connection:
-        """A connection to a file that is a memory of our kind."""
+        """Connect to the file, and check that it is a memory made with the same settings."""
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         try:
             connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -179,7 +180,7 @@ class Memory:
         return connection
 
     def _run(self, sql: str, *values: Any) -> list[Any]:
-        """The rows of a statement."""
+        """Run a statement and return its rows."""
         if self._process != os.getpid():  # a connection must not be carried over a fork
             self._process, self._connection = os.getpid(), self._open()
             self._loaded.clear()
@@ -202,13 +203,13 @@ class Memory:
         self._changes += 1
 
     def _touch(self, run: Any, namespace: str) -> None:
-        """The entries that were drafted from are used later than all others so far."""
+        """Mark the entries that were drafted from as the most recently used."""
         mine = "UPDATE entries SET used = (SELECT clock FROM totals WHERE namespace = ?1) WHERE id = ?2"
         for entry in self._touched.pop(namespace, ()):
             run(f"{mine} AND namespace = ?1", namespace, entry)
 
     def _evict(self, run: Any, namespace: str) -> None:
-        """Remove what was not used for longest, until a namespace that is too full has some room again."""
+        """Remove the least recently used entries of a namespace beyond its limits, until a share SPARE is free."""
         ((entries, size),) = run("SELECT entries, bytes FROM totals WHERE namespace = ?", namespace)
         if entries <= self.limits.entries and size <= self.limits.bytes:
             return
@@ -225,7 +226,7 @@ class Memory:
         run(left, entries, size, namespace)
 
     def _read(self, namespace: str) -> _Loaded:
-        """The vectors of a namespace, with what was added and removed since they were read."""
+        """Return the vectors of a namespace, updated with the additions and removals since they were read."""
         version = self._run("PRAGMA data_version")[0][0] + (self._changes << 32)
         loaded = self._loaded.pop(namespace, None) or _Loaded(index(self.embed.dimension, self.limits.entries))
         self._loaded[namespace] = loaded
@@ -249,11 +250,11 @@ class Memory:
         return loaded
 
 
-# ---- memories that nobody drafts from --------------------------------------------------------------------------------
+# ---- files without an embedder ---------------------------------------------------------------------------------------
 
 
 def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
-    """Count what a file's namespaces hold, without opening it for drafting. Raises ValueError if it is no memory."""
+    """Return the sizes of a file's namespaces, without an embedder. Raises ValueError if it is not a memory."""
     try:
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS)
         try:
@@ -266,7 +267,10 @@ def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
 
 
 def forget(path: str | os.PathLike[str], namespace: str) -> None:
-    """`Memory.forget` of a file. Raises FileNotFoundError, and ValueError if it has no such namespace."""
+    """Remove a namespace from a file, as `Memory.forget` does.
+
+    Raises FileNotFoundError, and ValueError if it has no such namespace.
+    """
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no memory at {path}.")
     if namespace not in (names := [total.namespace for total in read_totals(path)]):
@@ -289,13 +293,13 @@ def forget(path: str | os.PathLike[str], namespace: str) -> None:
 
 
 def _close(connection: sqlite3.Connection, process: int) -> None:
-    """Only where it was opened: a forked process must leave the other's locks alone."""
+    """Close a connection in the process that opened it: a forked process must not touch its locks."""
     if process == os.getpid():
         connection.close()
 
 
 def _settle(connection: sqlite3.Connection) -> None:
-    """Readers beside a writer, and a commit that survives the loss of power."""
+    """Set the connection up: readers run beside a writer, and a commit survives a loss of power."""
     end = time.monotonic() + BUSY_SECONDS
     while True:  # SQLite does not wait by itself while another process turns the log on
         try:
@@ -310,7 +314,7 @@ def _settle(connection: sqlite3.Connection) -> None:
 
 
 def _create(connection: sqlite3.Connection, about: dict[str, str]) -> None:
-    """The tables of a new file, in one transaction."""
+    """Create the tables of a new file, in one transaction."""
     if connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'about'").fetchone()[0]:
         return
     connection.execute("BEGIN IMMEDIATE")
