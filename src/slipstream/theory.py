@@ -89,7 +89,7 @@ def tokens_per_round(alpha: float, gamma: float) -> float:
     check_share("alpha", alpha)
     if not (gamma == math.inf or (gamma >= 0 and gamma == int(gamma))):
         raise ValueError(f"gamma={gamma} is not possible: it must be a whole number from 0 up, or infinite.")
-    if gamma <= 64:  # term by term: nothing cancels near alpha = 1, and gamma = 0 is 1 to the last bit
+    if gamma <= 64:  # term by term: no cancellation near alpha = 1, and gamma = 0 gives exactly 1
         return math.fsum(alpha**power for power in range(int(gamma) + 1))
     if alpha in (0, 1):
         return gamma + 1.0 if alpha else 1.0
@@ -265,7 +265,7 @@ def _argmax(kept: Iterable[float], c: float, verify: Curve) -> int:
     for gamma, chance in enumerate(kept, 1):
         tokens += chance
         factor = tokens / round_cost(gamma, c, verify)
-        if factor > top * (1 + 1e-12):  # rounding is no gain
+        if factor > top * (1 + 1e-12):  # a gain within rounding does not count
             best, top = gamma, factor
     return best
 

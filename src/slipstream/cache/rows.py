@@ -139,7 +139,7 @@ class RowCache:
     def reserve(self, count: int, first: int = 0, stop: int | None = None) -> None:
         """Make room for `count` tokens after each of the rows first..stop (None: all from `first` on)."""
         self.part, self._count = slice(first, len(self.lengths) if stop is None else stop), count
-        self._resize(slots=self.end + 1)  # a pass over all slots has another layout: graphs would be made anew for it
+        self._resize(slots=self.end + 1)  # a pass over all slots has another layout, which needs new graphs
         for row, length in enumerate(self._lengths, first):
             self._dirty[row] = max(self._dirty[row], length + count)
 
@@ -194,7 +194,7 @@ class RowCache:
         concatenated, (rows, n, width); None before the first pass."""
         if layer not in self._layers:
             return None
-        places = slots.to(self._layers[layer][0].device)  # layers may lie on other devices
+        places = slots.to(self._layers[layer][0].device)  # layers may be on different devices
         rows = torch.arange(len(slots), device=places.device)[:, None]
         return torch.cat([store[rows, 0, places] for store in self._layers[layer]], -1).to(slots.device)
 

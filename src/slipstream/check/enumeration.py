@@ -148,7 +148,7 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
     options = torch.tensor([*range(cells), ABSENT])
     for line, elder in zip(lines, siblings, strict=True):
         q = torch.nn.functional.pad(_after(process.q[len(line) - 1], tokens, line[:-1]), (0, 1))
-        for older in [] if replacement else elder:  # a missing one crosses out the last column, which is set below
+        for older in [] if replacement else elder:  # an ABSENT one zeroes the last column, which is set below
             q = q.scatter(1, tokens[:, older : older + 1] % (cells + 1), 0)
         orphan = (tokens[:, list(line[:-1])] == ABSENT).any(1)
         q[:, -1] = (orphan | (q[:, :-1].sum(1) <= 0)).double()

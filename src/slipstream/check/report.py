@@ -159,7 +159,7 @@ class CheckReport:
     @property
     def remedy(self) -> str | None:
         """A sentence about what to do if the check cannot judge; None otherwise."""
-        found = sorted({remedy for part in self.parts for remedy in part.remedies})  # the samples first
+        found = sorted({remedy for part in self.parts for remedy in part.remedies})  # --samples come first
         return f"To judge, give {' and '.join(found)}." if self.verdict == UNSURE else None
 
     @property

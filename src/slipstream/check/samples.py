@@ -134,7 +134,7 @@ def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:
     rows, target = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)], decoder.target
     target.add(len(rows), [request.source for request in requests])
     try:
-        target.prefill([row.tokens[:-1] for row in rows])  # as when a round begins: it may draft for itself
+        target.prefill([row.tokens[:-1] for row in rows])  # as when a round begins: the target may draft for itself
         law = decoder.drafter.propose(Context(tuple(rows), draw), [1] * len(rows)).law
     finally:
         target.free(range(len(rows)))

@@ -51,7 +51,7 @@ class Beams:
 
 
 Candidates = tuple[list[float], list[int]]
-"""Log-probabilities and tokens of the best continuations of a prefix, the best first."""
+"""The log-probabilities and tokens of the best continuations of a prefix, the best first."""
 
 
 class Prefix:

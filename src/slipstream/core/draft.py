@@ -151,7 +151,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A draft that another draft was made from. The names of its draws lie under `scope`, if that is not empty.
+    """A draft that another draft was made from. The names of its draws begin with `scope`, if that is not empty.
 
     If it was verified, as inside a draft that is drafted itself, `p` is the law at each of its positions (see
     `Round.p`) and `verdict` the outcome. `rows` are the places, in the whole draft, of its rows.
@@ -214,4 +214,4 @@ def accepted_paths(verdict: Verdict) -> list[list[int]]:
 
 
 Verifier = Callable[[Law, Draft, Callable[..., Tensor]], Verdict]
-"""(p over gamma + 1 positions, draft, draw(law, purpose, start=0, node=None)) -> Verdict."""
+"""A verifier: (p over gamma + 1 positions, draft, draw(law, purpose, start=0, node=None)) -> Verdict."""

@@ -106,7 +106,7 @@ def _stream(seed: int, request: int, name: str) -> int:
 
 
 def _mix(x: int) -> int:
-    """The finalizer of splitmix64: a bijection of 64 bits whose output bits all depend on all input bits."""
+    """Apply the finalizer of splitmix64: a bijection of 64 bits whose output bits all depend on all input bits."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -65,17 +65,17 @@ class Stats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens. Not alpha: tokens after the first rejection count as failures here."""
+        """The share of drafted tokens that were accepted. Not alpha: tokens after a rejection count as failures."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Emitted tokens per target call, correction or bonus included; plain decoding has 1."""
+        """The emitted tokens per target call, correction or bonus included; plain decoding has 1."""
         return self.emitted / self.target_calls if self.target_calls else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Entry i-1: rounds that accepted at least i tokens / rounds that drafted at least i."""
+        """The acceptance rates by position; entry i-1: rounds that accepted >= i tokens / rounds that drafted >= i."""
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted for accepted, drafted in pairs]
 
@@ -91,7 +91,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Emitted tokens per second of generation, prefill excluded."""
+        """The emitted tokens per second of generation, prefill excluded."""
         decode = self.total_seconds - self.seconds.get("prefill", 0.0)
         return self.emitted / decode if decode > 0 else None
 

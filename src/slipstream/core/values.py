@@ -30,7 +30,7 @@ def is_finite(value: Any) -> bool:
 
 def true_or_false(name: str, value: Any) -> bool:
     """Return the value as a bool. Raises ValueError if it is neither True nor False, of Python or numpy."""
-    if type(value).__name__ not in {"bool", "bool_"}:  # numpy's own are known by name, without importing it
+    if type(value).__name__ not in {"bool", "bool_"}:  # numpy's type is recognised by its name, without importing numpy
         raise ValueError(f"{name}={value!r} is not possible: it is True or False.")
     return bool(value)
 

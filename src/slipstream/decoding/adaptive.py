@@ -12,7 +12,7 @@ from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts, c
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
 ENOUGH = 2  # measured rounds of a gamma, after which its time counts as known
 SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
-PATIENCE = (4, 32)  # plain rounds before a new attempt: at least, at most
+PATIENCE = (4, 32)  # the least and the greatest number of plain rounds before a new attempt
 OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 
 

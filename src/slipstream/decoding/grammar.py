@@ -31,7 +31,7 @@ class Grammar:
 
     def __init__(self, source: str, tokens: Any, vocab: int) -> None:
         self._source, self._tokens, self.vocab = source, tokens, vocab
-        self._states: OrderedDict[int, _State] = OrderedDict()  # by a running number, the latest used last
+        self._states: OrderedDict[int, _State] = OrderedDict()  # by a running number, the most recently used last
         self._count = 0
 
     def allowed(self, output: Sequence[int]) -> Tensor:
@@ -85,7 +85,7 @@ class Grammar:
                 return number, state
         best = max(self._states.items(), key=lambda item: _shared(item[1].tokens, tokens), default=None)
         if best and _shared(best[1].tokens, tokens) >= len(best[1].tokens) - DRAFTED:
-            return best  # all that it has to take back may be a draft
+            return best  # only tokens of a draft have to be rolled back
         self._count += 1
         return self._count, _State(self._new())
 
@@ -170,7 +170,7 @@ class Grammars:
             raise ValueError("grammars need llguidance: pip install 'slipstream[grammar]'.") from None
         try:
             self._tokens = hf.from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(eos))
-        except Exception as error:  # of any kind, depending on the tokenizer
+        except Exception as error:  # its type depends on the tokenizer
             raise ValueError(f"grammars cannot be used with this tokenizer: {_line(error)}") from error
         self.vocab, self.limits = vocab, limits or GrammarLimits()
 

@@ -12,7 +12,7 @@ WINDOW = 9  # samples kept per kind: older ones were measured under another load
 DRIFT = 0.1  # how fast the estimate of the machine's load follows new measurements
 FAST, SLOW = 0.88, 0.985  # the factor by which counts fade per round: those of a row, and of all rows together
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds that a clock can have measured
-LOADS = 1e-50, 1e50  # only ratios count, so the load may creep; it must not leave what floats can hold
+LOADS = 1e-50, 1e50  # only ratios count, so that the load may drift, but within the range of floats
 PRIOR, LEVEL_WEIGHT = 0.6, 4.0  # alpha before any round, and the number of tests as which it counts
 POSITION_WEIGHT, ROW_WEIGHT = 8.0, 5.0  # the number of tests as which the mean of all positions, or of all rows, counts
 

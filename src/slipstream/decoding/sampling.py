@@ -24,7 +24,7 @@ from slipstream.core.values import is_finite, is_real, is_whole
 from slipstream.decoding.grammar import Grammar, GrammarMask
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
+"""A logits processor in transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
 
 
 class TakesPositions(Protocol):
@@ -58,7 +58,7 @@ class AppearancePenalty(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-LEAST = 1e-20  # temperature; logits over a smaller one are infinite
+LEAST = 1e-20  # the least temperature above 0; logits divided by a smaller one are infinite
 
 RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "temperature": (float, "0 (greedy), or 1e-20 and more", lambda x: x == 0 or x >= LEAST),

@@ -202,7 +202,7 @@ def check_requests(target: Scorer, requests: Sequence[Request]) -> None:
 
 
 def check_request(target: Scorer, request: Request, index: int) -> None:
-    """Raises ValueError if a prompt is empty, does not fit the target, or asks for less than one token."""
+    """Raises ValueError if a prompt is empty, does not fit the target, or asks for fewer than one token."""
     length = len(request.prompt)
     if not length:
         raise ValueError(f"prompt {index} is empty: it needs at least one token.")

@@ -204,7 +204,7 @@ class Bandit:
         return self.drafters[self.state.current].propose(context, gammas)
 
     def observe(self, round: Round) -> None:
-        """Pass the round to every drafter, and count it for the chosen one if any row asked for a draft."""
+        """Pass the round to every drafter, and count it for the chosen one if any gamma was above 0."""
         for drafter in self.drafters:
             drafter.observe(round)
         if any(round.gammas):

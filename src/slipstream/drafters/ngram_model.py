@@ -15,7 +15,7 @@ import torch
 from slipstream.files import Kind, load_tensors, save_tensors
 
 ORDERS = range(1, 6)
-MOST_TOKENS = 1 << 24  # in a vocabulary: more than any has, and few enough for tables with an entry for each
+MOST_TOKENS = 1 << 24  # the largest vocabulary: above all real ones, small enough for tables with an entry per token
 KIND = Kind("n-gram model", "slipstream.ngram", "2", "build it again")
 
 FALLBACK = (0.5, 1.0, 1.5)
@@ -121,7 +121,7 @@ class NgramModel:
         known = [0, token][: self.order]
         for table, context in zip(self.tables[:-1], state[1:], strict=False):
             place = table.find(context, token)
-            if place is None:  # then no longer context was seen either
+            if place is None:  # then longer contexts were not seen either
                 break
             known.append(place)
         return tuple(known)
@@ -225,7 +225,7 @@ def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams
     Below the highest order an n-gram counts the different tokens before it, the start of a text being one; an n-gram
     that begins with the start of a text has nothing before it and keeps its plain count.
     """
-    ids = stream.astype(np.int64)  # of the n-gram that ends there; the first order has one per token, and the start
+    ids = stream.astype(np.int64)  # of the n-gram that ends at each token; for order 1 the token itself, or the start
     keys, contexts = np.arange(vocab), 1
     counts, first = np.bincount(stream, minlength=vocab)[:vocab], np.zeros(vocab, bool)
     for n in range(2, order + 1):
@@ -234,7 +234,7 @@ def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams
         by_key = np.argsort(longer)
         longer = longer[by_key]
         new = np.flatnonzero(np.diff(longer, prepend=-1))
-        one = ends[by_key[new]]  # where one of each kind ends
+        one = ends[by_key[new]]  # the end of one occurrence of each different n-gram
         before = np.bincount(ids[one], minlength=len(keys))[: len(keys)]
         yield _Grams(keys, np.where(first, counts, before), contexts)
         contexts = vocab + 1 if n == 2 else len(keys)

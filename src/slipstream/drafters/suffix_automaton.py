@@ -97,7 +97,7 @@ class SuffixAutomaton:
     def _find(self, follower: int) -> None:
         """Set the match after a new token; `follower` is the state of the last match plus it, if it has one."""
         state = self.links[self._whole]
-        if self._longest[state] > self._limit:  # the last match had the full size: go on from it, not from the top
+        if self._longest[state] > self._limit:  # the last match had the greatest length: continue from it
             state = follower
             while self._longest[self.links[state]] >= self._limit:
                 state = self.links[state]

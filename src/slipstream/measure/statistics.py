@@ -74,13 +74,13 @@ def alpha_from_rounds(accepted: Sequence[int], gammas: Sequence[int], level: flo
 def bootstrap_ratio(
     pairs: Sequence[tuple[float, float]], level: float = 0.95, replicates: int = 1000, seed: int = 0
 ) -> Estimate:
-    """Estimate sum / sum, with a percentile interval from whole units drawn with replacement; a unit may have any inner
-    dependence.
+    """Estimate sum / sum, with a percentile interval from whole units drawn with replacement.
 
-    A unit is a round, or better a request, as rounds of one text are alike: (accepted, tested) or (sum of betas,
-    tested) gives alpha, (emitted, target calls) tokens per round. Biased by order 1/units like every ratio, and the
-    interval is a little narrow: 0.95 covers with 0.93 at 40 units. Raises ValueError for fewer than 2 units, a
-    denominator that is not positive (leave those out), or fewer than 100 replicates.
+    Values inside a unit may depend on each other. A unit is a round, or better a request, as rounds of one text are
+    similar: (accepted, tested) or (sum of betas, tested) gives alpha, (emitted, target calls) tokens per round. Biased
+    by order 1/units like every ratio, and the interval is a little narrow: 0.95 covers with 0.93 at 40 units. Raises
+    ValueError for fewer than 2 units, a denominator that is not positive (leave those out), or fewer than 100
+    replicates.
     """
     _normal_quantile(level)
     if len(pairs) < 2 or replicates < 100:
@@ -109,7 +109,7 @@ def _wilson(mean: float, size: float, level: float) -> tuple[float, float]:
     weight = z * z / size
     centre = (mean + weight / 2) / (1 + weight)
     half = math.sqrt(weight * (mean * (1 - mean) + weight / 4)) / (1 + weight)
-    return min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half))  # rounding at the ends
+    return min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half))  # against rounding at the ends
 
 
 def _likelihood_ratio(wins: int, losses: int, level: float) -> tuple[float, float]:

@@ -50,7 +50,7 @@ LOOKS = {
     "target": Look("magenta", "{", "}", "target alone"),
     "cut": Look("dim", "×", "×", "cut off"),
 }
-"""The looks by `Round.source`, and `rejected` and `cut` for drafted tokens that were not emitted."""
+"""The looks of tokens by their `Round.source`, and `rejected` and `cut` for drafted tokens that were not emitted."""
 
 LEGEND = ("draft", "rejected", "correction", "bonus", "target", "cut")
 

@@ -65,7 +65,7 @@ def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: i
 def _seconds(kernel: Kernel, states: Tensor, repeats: int) -> float:
     times, found = torch.zeros(len(states), dtype=torch.long), list[float]()
     numbers = Numbers.of(0, Purpose.DRAFT, times, times, times)
-    kernel(states, times)  # the first call may build what later ones use
+    kernel(states, times)  # the first call may compile or allocate for later ones
     for _ in range(repeats):
         start = time.perf_counter()
         kernel(states, times).sample(numbers)

@@ -48,7 +48,7 @@ class Encoding:
         return self._closed + self._opened
 
     def write(self, text: str) -> None:
-        """Append to the text, and encode its end anew."""
+        """Append to the text, and encode its end again."""
         if not text:
             return
         self.text += text

@@ -122,7 +122,7 @@ class Corpus:
         """Find the longest suffix that occurs -> its length in tokens, and its range in the array, from and up to."""
         tail = np.array(context[-DEPTH:], f">u{self._width}").tobytes()
         low, high, found = 0, len(tail) // self._width, 0
-        while low < high:  # a suffix of a text that occurs, occurs
+        while low < high:  # if a text occurs, so do its suffixes: bisection finds the longest
             middle = (low + high + 1) // 2
             wanted = tail[-middle * self._width :]
             place = bisect_left(self._order, wanted, key=self._reader(len(wanted)))
