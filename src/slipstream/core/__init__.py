@@ -1,1 +1,1 @@
-"""The nouns that all rooms share: laws, drafts, verdicts, requests, rounds, draws, and the protocols between rooms."""
+"""The records and protocols that all packages share: laws, drafts, requests, rounds, draws, Scorers, drafters."""

@@ -166,7 +166,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier decides: `accepted` (rows,) drafted tokens stand, and `law` (rows, 1) is the next token's.
+    """The decision of a verifier: `accepted` (rows,) drafted tokens stand, and `law` (rows, 1) is the next token's.
 
     `beta` (rows, gamma) is the chance, given the prefix, that the drafted token of that position is kept if it is
     tested: sum_x min(p(x), q(x)) when sampling (Theorem 3.5), and for greedy decoding whether it is kept.

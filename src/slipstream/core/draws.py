@@ -22,7 +22,7 @@ from slipstream.core.law import Law
 
 
 class Purpose(StrEnum):
-    """What a token is drawn for: a draft, the coin that accepts or refuses one, or the token after the accepted."""
+    """The purpose of a draw: a drafted token, the coin that accepts or refuses it, or the token after the accepted."""
 
     DRAFT = "draft"
     ACCEPT = "accept"

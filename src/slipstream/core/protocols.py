@@ -161,7 +161,7 @@ class LiesOnRanks(HasModel, Protocol):
 
 
 class Drafter(Protocol):
-    """Makes drafts. Which rows run it reads from the context of each call, so it serves any number of texts in turn."""
+    """Makes drafts. The context of each call names the rows that run, so that it serves any number of texts in turn."""
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft at most `gammas[r]` tokens for each row."""
@@ -211,8 +211,8 @@ class DraftsByText(Drafter, Protocol):
 
 @runtime_checkable
 class Untrusted(Drafter, Protocol):
-    """A drafter that another party runs, which may have every seed: no draw that decides about its drafts may be made
-    from the seed alone."""
+    """A drafter run by another party, which may know every seed: no draw that decides about its drafts may be made from
+    the seed alone."""
 
     @property
     def secret(self) -> int | None:

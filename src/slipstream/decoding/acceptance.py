@@ -20,9 +20,9 @@ Draw = Callable[..., Tensor]
 
 
 def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Token verification: Algorithm 1 of arXiv 2211.17192.
+    """Verify token by token: Algorithm 1 of arXiv 2211.17192.
 
-    Keeps the drafted tokens up to the first that fails its test, each with chance min(1, p(x)/q(x)). The next
+    It keeps the drafted tokens up to the first that fails its test, each with chance min(1, p(x)/q(x)). The next
     token's law is the residual norm(max(0, p - q)) there, or p itself after a full acceptance (bonus).
     """
     if draft.law is None:
@@ -39,7 +39,7 @@ def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Block verification (arXiv 2403.10444): keeps the longest prefix that passes; no exact rule keeps more.
+    """Verify the draft as a block (arXiv 2403.10444): keep the longest prefix that passes; no exact rule keeps more.
 
     b_i = min(1, b_{i-1} p(x_i)/q(x_i)) is the survival of the prefix x_1..x_i, R_i = sum_v max(b_i p_i(v) - q_i(v), 0).
     Prefix i passes with chance R_i / (R_i + 1 - b_i), the whole draft with b_gamma. ALL are tested, the longest that

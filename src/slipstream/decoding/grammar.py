@@ -204,7 +204,7 @@ class Grammars:
         return self._made("choice", lark, lambda matcher, text: matcher.grammar_from_lark(text))
 
     def lark(self, grammar: str) -> Grammar:
-        """Make a context-free grammar from llguidance's dialect of Lark; its first rule is `start`."""
+        """Make a context-free grammar from llguidance's dialect of Lark, whose start rule is `start`."""
         return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
 
     def _made(self, what: str, text: str, make: Any) -> Grammar:

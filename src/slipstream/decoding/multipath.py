@@ -22,7 +22,7 @@ Draw = Callable[..., Tensor]
 
 
 def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Greedy multi-path block verification (arXiv 2602.16961): choose a path, then verify it as a block.
+    """Verify by greedy multi-path block verification (arXiv 2602.16961): choose a path, then verify it as a block.
 
     After every prefix the tokens are ordered by p/q, the lowest id first among equals, and paths by their first token
     that differs. The greatest of k independent paths has a law of its own, which has a closed form:

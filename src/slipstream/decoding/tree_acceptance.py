@@ -21,7 +21,7 @@ ROOT = -1
 
 
 def recursive(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Recursive rejection at every node from the root down (arXiv 2305.09781; without replacement: 2402.14160).
+    """Verify by recursive rejection, from the root down (arXiv 2305.09781; without replacement: 2402.14160).
 
     With R = p at the node: candidate x passes with chance min(1, R(x)/D(x)) and becomes the node; after a refusal
     R <- norm(max(0, R - D)). D is the law the candidate was drawn from: q, without the siblings drawn before it.
@@ -50,7 +50,7 @@ def _descend(walk: TreeWalk, node: int, here: Tensor) -> None:
 
 
 def traversal(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Traversal verification, from the leaves to the root (arXiv 2505.12398); block verification on a chain.
+    """Verify a tree from the leaves to the root (traversal, arXiv 2505.12398); on a chain it is block verification.
 
     A node is reached with chance a (1 at the root, min(1, a p(v)/q(v)) at child v). If no child's subtree accepts,
     R = max(0, a P - D), a <- s/(s + 1 - a) with s = sum R, P <- norm R after each; then the path to the node stands

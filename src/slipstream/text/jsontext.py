@@ -1,4 +1,4 @@
-"""Valid JSON: every JSON text that Slipstream writes is made here."""
+"""Conversion to valid JSON, used for every JSON text that Slipstream writes."""
 
 from __future__ import annotations
 
