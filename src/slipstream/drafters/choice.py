@@ -130,7 +130,7 @@ class Pulls:
 
 @dataclass(frozen=True)
 class Ucb:
-    """A bandit by discounted upper confidence bounds (Garivier and Moulines 2011, arXiv 0805.3415) on tokens per second.
+    """A bandit by discounted upper confidence bounds on tokens per second (Garivier, Moulines 2011, arXiv 0805.3415).
 
     The arm with the largest speed + explore * (best speed) * sqrt(ln n / n_arm) is used for `hold` rounds; a round's
     weight falls by `discount` with every later one. Raises ValueError for settings that are not possible.
