@@ -12,7 +12,7 @@ from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan

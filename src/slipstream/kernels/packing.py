@@ -193,7 +193,7 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
-    twin = _twin(model)
+    twin = twin_of(model)
     columns = shared_columns(twin) or Columns()
     plain = ((name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear))
     places = [(name, layer) for name, layer in plain if keep is None or layer.weight is not keep.weight]
@@ -212,7 +212,7 @@ def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
     features than a panel has, as routers, stay as they are. The model may be packed; it must have no
     `quantizing_fault`.
     """
-    twin = _twin(model)
+    twin = twin_of(model)
     attend_by_kernel(twin)
     columns = shared_columns(twin) or Columns()
     places = [(name, layer) for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL]
@@ -236,7 +236,7 @@ def quantizing_fault(model: PreTrainedModel) -> str | None:
     return kernel_missing()
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -26,6 +27,7 @@ from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import can_pack, shared_columns
 from slipstream.models.causal import CausalScorer
+from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.load_faults import (
     has_tokenizer,
@@ -96,11 +98,13 @@ def load_scorer(
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     mode: Mode = EAGER,
+    kept: Tensor | None = None,
     **kwargs: Any,
 ) -> AnyScorer:
     """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`. The weights
     of a loaded model stay as they are; the Scorer has copies where they are packed or quantized.
 
+    Its head may be cut to the tokens `kept` (n,), which makes another model: all other tokens are impossible then.
     What cannot be rolled back by a length is tried with states.
     """
     name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
@@ -109,6 +113,7 @@ def load_scorer(
     # of a model that we have loaded nobody else holds the plain weights, so they can go
     packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
     packs = packs and mode.precision is None and can_pack(model)
+    model = model if kept is None else with_kept_tokens(model, name, kept)
     if mode.precision is not None:
         if shared_columns(model):
             raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter
 from slipstream.core.source import SourceForm
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.hello import Vocabulary
