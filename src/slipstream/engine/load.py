@@ -23,7 +23,8 @@ from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads
 from slipstream.models.image_trial import try_images
 from slipstream.models.images import Vision
-from slipstream.models.loading import EMBEDDED, find_tokenizer, source_name
+from slipstream.models.loading import EMBEDDED, find_tokenizer
+from slipstream.models.origin import source_name
 
 GAMMA = 5
 """Tokens drafted per round, unless told otherwise."""

@@ -11,7 +11,8 @@ from slipstream.execution.ranks import join
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import is_sharded, why_in_parts
 from slipstream.models.leading import LeadingScorer, lead
-from slipstream.models.loading import AnyScorer, load_scorer, source_name
+from slipstream.models.loading import AnyScorer, load_scorer
+from slipstream.models.origin import source_name
 
 OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
 """How transformers is told the same, of which nobody would tell the other ranks what to do."""

@@ -53,6 +53,15 @@ class Precision:
             raise ValueError(f"{name!r} is no precision of weights: use int8 or int4.")
         return Precision(bits, GROUP[bits] if group is None else group)
 
+    @staticmethod
+    def read(text: str) -> Precision:
+        """What `str` gives: "int8", or "int4?group=64". Raises ValueError for anything else."""
+        name, mark, option = text.partition("?")
+        key, _, value = option.partition("=")
+        if mark and (key != "group" or not value.isdecimal()):
+            raise ValueError(f"{text!r} is no precision of weights: write int8, int4, or int4?group=64.")
+        return Precision.named(name, int(value) if mark else None)
+
     @property
     def middle(self) -> int:
         """The code of zero, unless another one is given."""
