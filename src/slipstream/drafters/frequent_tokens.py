@@ -2,7 +2,7 @@
 
 Most of a large vocabulary is hardly ever written, while the projection to it is a good part of a small model (FR-Spec,
 arXiv 2502.14856; VocabTrim, arXiv 2506.22694). Text that the target itself wrote is counted, for that is what a draft
-has to guess. The law of a cut draft gives the other tokens no chance, and is the law that its tokens are really drawn from.
+has to guess. The law of a cut draft gives the other tokens no chance, and is the law that tokens are really drawn from.
 """
 
 from __future__ import annotations

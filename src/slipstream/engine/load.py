@@ -16,6 +16,7 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
+from slipstream.engine.proposals import self_draft_proposal
 from slipstream.engine.target import as_they_are, target_scorer
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
@@ -106,7 +107,7 @@ def load(
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     vision, notes = _vision(target, scorer, processor)
-    notes += [*context.notes, *(_blind(decoder) if vision else ()), *as_they_are(scorer, mode)]
+    notes += _notes(context, decoder, vision is not None, proposes=draft is made is None)
     exact = exact_shape and draft is not None
     engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, vision)
     if compile:
@@ -149,6 +150,13 @@ def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, li
     except ValueError as error:
         return None, [f"{scorer.name} reads text only here: {error}"]
     return vision, []
+
+
+def _notes(context: BuildContext, decoder: Decoder, sees_images: bool, proposes: bool) -> list[str]:
+    """What was chosen while the draft was built, what each model cannot do here, and a draft that would be possible."""
+    proposed = self_draft_proposal(decoder.target) if proposes else []
+    blind = _blind(decoder) if sees_images else []
+    return [*context.notes, *blind, *as_they_are(decoder.target, context.mode), *proposed]
 
 
 def _blind(decoder: Decoder) -> list[str]:

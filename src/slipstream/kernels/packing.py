@@ -236,6 +236,18 @@ def quantizing_fault(model: PreTrainedModel) -> str | None:
     return kernel_missing()
 
 
+def layer_bytes(model: nn.Module) -> int:
+    """What the weights of a model's linear layers take: most of what a pass of a few tokens reads."""
+    layers = {id(layer): layer for _, layer in _linear_layers(model)}
+    return sum(each.nbytes for layer in layers.values() for each in (*layer.parameters(), *layer.buffers()))
+
+
+def lowest_bits(model: nn.Module) -> int | None:
+    """The fewest bits of its quantized weights; None if it has none."""
+    found = (layer.precision.bits for layer in model.modules() if isinstance(layer, QuantizedLinear))
+    return min(found, default=None)
+
+
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
