@@ -28,7 +28,8 @@ from slipstream.measure.environment import environment
 from slipstream.models.loading import EMBEDDED
 from slipstream.models.packed_twins import quantized_twin
 
-PRECISIONS = ("int8", "int4?group=32", "int4?group=64", "int4?group=128")
+GROUPS = (32, 64, 128)
+PRECISIONS = ("int8", *(f"int4?group={each}{rest}" for rest in ("", "&rounding=gptq") for each in GROUPS))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from slipstream.drafters.remote.hello import Vocabulary, read_key
 from slipstream.drafters.remote.link import Connection
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
-from slipstream.kernels.quantization import Precision
+from slipstream.kernels.quantization import NEAREST, Precision
 from slipstream.models.dflash import load_dflash
 from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.layers import read_layers
@@ -127,11 +127,15 @@ def _exit(context: BuildContext, layers: str) -> Drafter:
 
 
 def _quantized(
-    context: BuildContext, name: str, group: int | None = None, draft_vocab: FrequentTokens | None = None
+    context: BuildContext,
+    name: str,
+    group: int | None = None,
+    rounding: str = NEAREST,
+    draft_vocab: FrequentTokens | None = None,
 ) -> Drafter:
     """The target's own weights, on the rows of its cache where that is possible; what reads a source, drafts trees or
     is drafted for keeps its own."""
-    target, precision = context.target, Precision.named(name, group)
+    target, precision = context.target, Precision.named(name, group, rounding)
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
     _refuse_ranks(target)
@@ -294,7 +298,7 @@ def switch(text: str) -> bool:
 
 CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
-OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, **CUT}
+OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
 MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),

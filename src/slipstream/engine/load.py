@@ -71,8 +71,9 @@ def load(
     `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
 
-    `quantize` ("int8" or "int4") quantizes the target's weights: the quantized model then is the target, whose law the
-    texts have (CPUs only). To keep the law of the weights as they are, quantize the draft: draft="int4".
+    `quantize` ("int8", "int4", "int4?group=128&rounding=gptq") quantizes the target's weights: the quantized model then
+    is the target, whose law the texts have (CPUs only). To keep the law of the weights as they are, quantize the draft:
+    draft="int4".
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target: `device_map="auto"` spreads it
@@ -166,7 +167,7 @@ def _blind(decoder: Decoder) -> list[str]:
 
 
 def _precision(quantize: str | Precision | None) -> Precision | None:
-    return quantize if isinstance(quantize, Precision | None) else Precision.named(quantize)
+    return quantize if isinstance(quantize, Precision | None) else Precision.read(quantize)
 
 
 def _read_plan(plan: Any) -> Plan | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,10 @@ from slipstream.kernels.quantization import Codes, Precision, quantize
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave the padding out
 HUGE_PAGE = 1 << 21  # bytes
+
+
+ChooseCodes = Callable[[Sequence[str]], Iterable[tuple[str, Codes]]]
+"""The names of layers -> each with the codes for its weight, one after another."""
 
 
 class Columns:
@@ -207,19 +211,19 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
 
 
 @torch.no_grad()
-def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
+def quantized(model: PreTrainedModel, precision: Precision, choose: ChooseCodes | None = None) -> PreTrainedModel:
     """A twin of the model that shares everything but its linear layers, whose weights are quantized; those with fewer
     features than a panel has, as routers, stay as they are. The model may be packed; it must have no
-    `quantizing_fault`.
+    `quantizing_fault`. Codes are the nearest ones, or those that are chosen.
     """
     twin = twin_of(model)
     attend_by_kernel(twin)
     columns = shared_columns(twin) or Columns()
-    places = [(name, layer) for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL]
-    stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for _, layer in places))
-    for name, layer in places:
-        codes = quantize(plain_weight(layer), precision)
-        twin.set_submodule(name, QuantizedLinear(codes, layer, columns, stretch))
+    places = {name: layer for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL}
+    stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for layer in places.values()))
+    nearest = ((name, quantize(plain_weight(layer), precision)) for name, layer in places.items())
+    for name, codes in choose(list(places)) if choose else nearest:
+        twin.set_submodule(name, QuantizedLinear(codes, places[name], columns, stretch))
     return twin
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 
 from slipstream.core.protocols import HasModel
 from slipstream.kernels.packing import packed, quantized, quantizing_fault
-from slipstream.kernels.quantization import Precision
+from slipstream.kernels.quantization import GPTQ, Precision
+from slipstream.models.calibration import calibrated_codes, own_text
 from slipstream.models.calls import calls_of
 from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.facts import vocabulary_of
@@ -60,7 +62,9 @@ def quantized_twin(
     if fault := quantizing_fault(model):
         raise ValueError(f"the weights of {name} cannot be quantized to {precision}: {fault}.")
     model = model if kept is None else with_kept_tokens(model, name, kept)
-    twin = quantized(model, precision)
+    calibrated = precision.rounding == GPTQ
+    choose = partial(calibrated_codes, model, precision, own_text(model)) if calibrated else None
+    twin = quantized(model, precision, choose)
     if is_proven(model):
         return twin
     try:
