@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import slipstream
 from slipstream.kernels.cpu import kernel_missing
@@ -37,9 +37,10 @@ def interleaved(name: str, weight: Tensor) -> Tensor:
     return weight if not count else weight.view(count, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def written(model: LlamaForCausalLM, file: Path, format: str) -> dict[str, Tensor]:
+def written(model: Any, file: Path, format: str) -> dict[str, Tensor]:
     """Write a file -> what the matrices in it stand for, by the names of transformers."""
-    config, writer, kind = model.config, gguf.GGUFWriter(file, "llama"), gguf.GGMLQuantizationType[format]
+    config, kind, llama = model.config, gguf.GGMLQuantizationType[format], model.config.model_type == "llama"
+    writer = gguf.GGUFWriter(file, config.model_type)
     writer.add_context_length(64)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -49,12 +50,14 @@ def written(model: LlamaForCausalLM, file: Path, format: str) -> dict[str, Tenso
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
-    names, found = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers), dict[str, Tensor]()
+    architecture = gguf.MODEL_ARCH[config.model_type.upper()]
+    names, found = gguf.get_tensor_name_map(architecture, config.num_hidden_layers), dict[str, Tensor]()
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        there = names.get_name(name, (".weight",)).removesuffix(".weight") + ".weight"
-        numbers = interleaved(name, weight).contiguous().numpy()
+        stem, _, part = name.rpartition(".")
+        there = f"{names.get_name(stem)}.{part}"
+        numbers = (interleaved(name, weight) if llama else weight).contiguous().numpy()
         if weight.dim() < 2:
             writer.add_tensor(there, numbers)
             continue
@@ -84,6 +87,22 @@ def test_layers_are_what_their_blocks_stand_for(format: str, bits: int, tmp_path
         torch.testing.assert_close(interleaved(name, layer.plain_weight()), stands_for[name], rtol=SCALES, atol=1e-9)
     embeddings = loaded.get_input_embeddings().weight
     torch.testing.assert_close(embeddings, stands_for["model.embed_tokens.weight"], rtol=0, atol=0)
+
+
+def test_rows_of_other_families_stay_where_they_are(tmp_path: Path) -> None:
+    """Qwen 2 has biases beside, which llama.cpp stores as they are too."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False)).eval()
+    torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias)
+    stands_for = written(model, tmp_path / "tiny.gguf", "Q4_0")
+    found = layers(load_model(tmp_path / "tiny.gguf"))
+    assert len(found) == 15
+    for name, layer in found.items():
+        torch.testing.assert_close(layer.plain_weight(), stands_for[name], rtol=SCALES, atol=1e-9)
+    layer = found["model.layers.0.self_attn.q_proj.weight"]
+    torch.testing.assert_close(layer.bias, model.model.layers[0].self_attn.q_proj.bias)
 
 
 def test_rows_that_stayed_as_llama_cpp_orders_them_are_seen(tmp_path: Path) -> None:
