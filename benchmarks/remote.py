@@ -34,7 +34,7 @@ from slipstream.bench import PROMPTS
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import NoDraft
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.link import Missed
 from slipstream.drafters.remote.messages import ask_frame

@@ -26,7 +26,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
 from slipstream.models.loading import EMBEDDED

@@ -103,6 +103,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "pyarrow": ("serve.batch.lines", "serve.batch.journal"),
     "ray": ("serve.batch.cluster", "serve.cluster.*"),
     "soundfile": ("engine.sounds",),
+    "gguf": ("models.gguf_checkpoints",),
     "PIL": ("engine.pictures", "serve.pictures"),
 }
 

@@ -30,9 +30,9 @@ from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Choice
-from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.lookup import Lookup
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks

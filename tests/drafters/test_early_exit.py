@@ -25,8 +25,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.early_exit import ExitDrafter
-from slipstream.drafters.kinds import BuildContext
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell

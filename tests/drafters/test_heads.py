@@ -23,8 +23,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, Tap
-from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.drafters.kinds import KINDS, BuildContext
+from slipstream.drafters.build_context import BuildContext
+from slipstream.drafters.kinds import KINDS
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.offers import Offer, offers, tried
 from slipstream.models.loading import EMBEDDED

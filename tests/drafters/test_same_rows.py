@@ -16,7 +16,7 @@ from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.specification import drafter

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice
-from slipstream.drafters.kinds import KINDS, BuildContext
+from slipstream.drafters.kinds import KINDS
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram

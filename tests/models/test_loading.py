@@ -111,14 +111,16 @@ def test_a_device_map_spreads_a_model_or_names_what_it_needs(model: LlamaForCaus
 
 def test_a_gguf_file_is_a_model_or_names_what_it_needs(model: LlamaForCausalLM, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    if not find_spec("gguf") or not find_spec("accelerate"):
+    if not find_spec("gguf"):
         file.write_bytes(b"GGUF")
-        with pytest.raises(
-            ValueError, match=r"cannot load the model .*tiny\.gguf.* needs .*: pip install gguf accelerate"
-        ):
+        with pytest.raises(ValueError, match=r"cannot load the model .*tiny\.gguf.* needs .*: pip install"):
             load_model(file)
         return
     write_gguf(model, file)
+    if not find_spec("accelerate"):
+        with pytest.raises(ValueError, match=r"cannot load the model .*tiny\.gguf.*pip install accelerate"):
+            load_model(file)
+        return
     with torch.inference_mode():
         torch.testing.assert_close(load_model(file, "float32")(TEXT).logits, model(TEXT).logits)
 

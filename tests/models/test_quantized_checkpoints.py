@@ -20,6 +20,7 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear
 from slipstream.kernels.quantization import Precision
 from slipstream.models.loading import load_model, load_scorer
+from slipstream.models.quantized_checkpoints import PACKAGES
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 
@@ -264,8 +265,8 @@ def test_half_precision_runs_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({**GPTQ, "bits": 3}, r"its weights have 3 bits, and on a CPU 4 or 8 can be read: take another copy"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, r"laid out as 'marlin', and on a CPU gptq or gptq_v2"),
+        ({**GPTQ, "bits": 3}, r"have 3 bits, and only 4 or 8 can be read from its own codes; transformers .*gptqmodel"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, r"laid out as 'marlin', and only gptq or gptq_v2 can be read"),
         ({**GPTQ, "group_size": 64}, r"other shapes than its config\.json says"),
         ({**AWQ, "version": "gemv"}, r"laid out as 'gemv'"),
         ({**packs(4, 32), "format": "float-quantized"}, r"compressed as 'float-quantized'"),
@@ -276,6 +277,18 @@ def test_what_is_not_read_is_refused_in_a_sentence(settings: dict[str, Any], rea
     written(tmp_path, CASES[0])
     says(tmp_path, **settings)
     with pytest.raises(ValueError, match=rf"^cannot load the model .*{reason}.*\.$"):
+        load_model(tmp_path)
+
+
+def test_what_is_not_read_here_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own words follow where it cannot read it either."""
+    monkeypatch.setitem(PACKAGES, "gptq", {"torch": "torch"})
+    written(tmp_path, CASES[0])
+    says(tmp_path, **{**GPTQ, "bits": 3})
+    with (
+        pytest.warns(RuntimeWarning, match="is read by transformers, with torch: its weights have 3 bits"),
+        pytest.raises(ValueError, match=r"cannot load the model .*GPTQ"),
+    ):
         load_model(tmp_path)
 
 

@@ -31,7 +31,7 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import TOKEN
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import load as engine_room

@@ -40,6 +40,7 @@ def test_it_says_where_it_is_serves_and_ends(tmp_path: Path) -> None:
     [
         (["--draft", "lookup"], "--tokenizer NAME"),
         (["--draft", "tcp://h:1"], "cannot pass on another one"),
+        (["--draft", "lookup|embedded?draft_vocab=64"], "does not know the target whose tokens"),
         (["--draft", "nonsense/none"], "nonsense/none"),
         (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
         (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "no certificate and its key"),

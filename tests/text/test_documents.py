@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 from drafters.datastore.test_memory import Spelled
 from slipstream.cli import app as cli
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import MEMORY, Datastore
 from slipstream.drafters.datastore.memory import Memory
-from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import EMBEDDED, load_tokenizer

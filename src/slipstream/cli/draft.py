@@ -48,7 +48,7 @@ def offered(
 
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
-    from slipstream.drafters.kinds import BuildContext
+    from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.offers import offers
     from slipstream.engine.load import embedded, load
 

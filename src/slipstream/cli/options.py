@@ -48,6 +48,16 @@ def parse_device_map(text: Any) -> Any:
     return found
 
 
+def parse_precision(text: str) -> str:
+    """ "int4?group=64" as it is. Raises typer.BadParameter for what is no precision of weights."""
+    from slipstream.kernels.quantization import Precision
+
+    try:
+        return str(Precision.read(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
 Draft = Annotated[
     str | None,
@@ -105,8 +115,11 @@ Compile = Annotated[
     bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
 ]
 Quantize = Annotated[
-    Literal["int8", "int4"] | None,
-    _option(MODELS, "NAME", "int8 or int4: the target's weights, which makes another model (or --draft int4, exact)."),
+    str | None,
+    _option(
+        *(MODELS, "NAME", "int8 or int4: the target's weights, which makes another model (or --draft int4, exact)."),
+        parser=parse_precision,
+    ),
 ]
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
 Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]

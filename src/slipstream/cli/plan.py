@@ -206,8 +206,8 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
 def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
-    """Load the engine without a draft, and the drafters by specification; compiled, they draft chains of `sizes`."""
-    from slipstream.drafters.kinds import BuildContext
+    """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
+    from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.specification import drafter, paths_shape
     from slipstream.engine.load import embedded, load
     from slipstream.execution.passes import Mode

@@ -29,6 +29,7 @@ from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.models.cut_head import CutHead
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
@@ -131,8 +132,11 @@ class HeadsDrafter:
     A text's first round is a plain step: only a pass that scores tokens gives a state.
     """
 
-    def __init__(self, target: HasModel, heads: ParallelHeads) -> None:
-        """Raises ValueError if the heads were made for hidden states of another size, or the target is compiled."""
+    def __init__(self, target: HasModel, heads: ParallelHeads, kept: Tensor | None = None) -> None:
+        """Only the tokens `kept` (n,) are drafted, if they are given.
+
+        Raises ValueError if the heads were made for hidden states of another size, or the target is compiled.
+        """
         model, own = target.model, heads.sizes
         if target.execution is not None:
             raise ValueError(f"{target.name} is compiled, which hides its hidden states: use heads without compiling.")
@@ -143,6 +147,8 @@ class HeadsDrafter:
                 f"the heads were made for {own.target or 'a target'} with hidden size {own.width}, but "
                 f"{target.name} has {width}: train heads for this target."
             )
+        if kept is not None:
+            self._project = CutHead(self._project, kept)
         self.scorer = target
         self.heads = heads.to(self._embed.weight.device, model.dtype)
         self._tap = Tap(model)

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
 from slipstream.decoding.decoder import NoDraft
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
@@ -28,9 +29,9 @@ from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmb
 from slipstream.drafters.datastore.index import Embedder
 from slipstream.drafters.datastore.memory import Limits
 from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
-from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.address import Settings, split_address
@@ -38,33 +39,14 @@ from slipstream.drafters.remote.drafter import RemoteDrafter, Use
 from slipstream.drafters.remote.hello import Vocabulary, read_key
 from slipstream.drafters.remote.link import Connection
 from slipstream.drafters.same_rows import SameRowsDrafter
-from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
-from slipstream.execution.passes import EAGER, Mode
-from slipstream.kernels.quantization import Precision
+from slipstream.kernels.quantization import NEAREST, Precision
 from slipstream.models.dflash import load_dflash
 from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.layers import read_layers
 from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
 from slipstream.models.mtp import load_mtp
 from slipstream.models.packed_twins import quantized_part, quantized_twin
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read.
-    With `drafted`, another draft stands before the one that is built. With `independent`, siblings of the `tree` are
-    drawn without regard to each other, as rules of several paths want them."""
-
-    target: Scorer
-    tokenizer: Any = None
-    dtype: Any = "auto"
-    device: str | None = None
-    tree: tuple[int, ...] | None = None
-    notes: list[str] = field(default_factory=list)
-    mode: Mode = EAGER
-    drafted: bool = False
-    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,16 +68,18 @@ def build_model(
     dtype: str | None = None,
     device: str | None = None,
     vocabulary: str | None = None,
+    draft_vocab: FrequentTokens | None = None,
 ) -> Drafter:
     """A hub name, a folder or a loaded model."""
-    scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode)
+    kept = context.kept_tokens(draft_vocab)
+    scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode, kept)
     tokenizer = find_tokenizer(source)
     _refuse_reader(context.target, scorer)
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
+        if draft_vocab:
+            raise ValueError(f"draft_vocab counts the target's tokens, and {scorer.name} has others: leave it out.")
         return _foreign(context, scorer, tokenizer, vocabulary)
-    if context.tree:
-        return TreeDrafter(scorer, context.tree, context.target.vocab, context.independent)
-    return ModelDrafter(scorer, context.target.vocab)
+    return context.drafting(scorer)
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
@@ -142,20 +126,24 @@ def _exit(context: BuildContext, layers: str) -> Drafter:
     return ExitDrafter(_own(context), read_layers(layers))
 
 
-def _quantized(context: BuildContext, name: str, group: int | None = None) -> Drafter:
+def _quantized(
+    context: BuildContext,
+    name: str,
+    group: int | None = None,
+    rounding: str = NEAREST,
+    draft_vocab: FrequentTokens | None = None,
+) -> Drafter:
     """The target's own weights, on the rows of its cache where that is possible; what reads a source, drafts trees or
     is drafted for keeps its own."""
-    target, precision = context.target, Precision.named(name, group)
+    target, precision = context.target, Precision.named(name, group, rounding)
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
     _refuse_ranks(target)
+    kept = context.kept_tokens(draft_vocab)
     if not target.shares_rows or target.source_form or context.tree or context.drafted:
-        twin = quantized_twin(target.model, target.name, precision)
-        scorer = load_scorer(twin, mode=replace(context.mode, packed=False))
-        if context.tree:
-            return TreeDrafter(scorer, context.tree, target.vocab, context.independent)
-        return ModelDrafter(scorer, target.vocab)
-    return _on_own_rows(context, quantized_part(target, precision))
+        twin = quantized_twin(target.model, target.name, precision, kept)
+        return context.drafting(load_scorer(twin, mode=replace(context.mode, packed=False)))
+    return _on_own_rows(context, quantized_part(target, precision, kept))
 
 
 def _on_own_rows(context: BuildContext, part: HasModel) -> Drafter:
@@ -164,12 +152,12 @@ def _on_own_rows(context: BuildContext, part: HasModel) -> Drafter:
     return SameRowsDrafter(part)
 
 
-def _int8(context: BuildContext, value: str, group: int | None = None) -> Drafter:
-    return _quantized(context, "int8", group)
+def _int8(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return _quantized(context, "int8", **options)
 
 
-def _int4(context: BuildContext, value: str, group: int | None = None) -> Drafter:
-    return _quantized(context, "int4", group)
+def _int4(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return _quantized(context, "int4", **options)
 
 
 SINKS = 4  # first tokens of a text, on which attention leans whatever they say (arXiv 2309.17453)
@@ -188,8 +176,8 @@ def _window(
     return _on_own_rows(context, part.seeing(int(tokens), sinks))
 
 
-def _heads(context: BuildContext, folder: str) -> Drafter:
-    return HeadsDrafter(_own(context), ParallelHeads.load(folder))
+def _heads(context: BuildContext, folder: str, draft_vocab: FrequentTokens | None = None) -> Drafter:
+    return HeadsDrafter(_own(context), ParallelHeads.load(folder), context.kept_tokens(draft_vocab))
 
 
 def _eagle3(context: BuildContext, source: str) -> Drafter:
@@ -308,7 +296,9 @@ def switch(text: str) -> bool:
     return words[text.lower()]
 
 
-PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str}
+CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
+PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
+OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
 MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
@@ -351,9 +341,9 @@ KINDS: dict[str, DrafterKind] = {
     "exit": DrafterKind(
         "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit
     ),
-    "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _int4, {"group": int}),
-    "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _int8, {"group": int}),
-    "quantized": DrafterKind("quantized:PRECISION", "the same, as quantized:int4?group=64", _quantized, {"group": int}),
+    "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _int4, OWN_WEIGHTS),
+    "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _int8, OWN_WEIGHTS),
+    "quantized": DrafterKind("quantized:PRECISION", "the same, as quantized:int4?group=64", _quantized, OWN_WEIGHTS),
     "window": DrafterKind(
         "window:TOKENS",
         "the target itself, seeing the end of a long text only; weights=int4 makes it cheaper",
@@ -370,7 +360,7 @@ KINDS: dict[str, DrafterKind] = {
         SERVER,
     ),
     "tls": DrafterKind("tls://HOST:PORT", "the same, over TLS", partial(_remote, "tls"), SERVER),
-    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads),
+    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads, CUT),
 }
 """kind -> how it is written and built."""
 

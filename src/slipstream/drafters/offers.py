@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.drafters.kinds import KINDS, BuildContext
+from slipstream.drafters.build_context import BuildContext
+from slipstream.drafters.kinds import KINDS
 from slipstream.drafters.specification import OneOf, Part, drafter, parse
 
 

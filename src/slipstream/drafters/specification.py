@@ -19,12 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.protocols import Drafter
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice
-from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, BuildContext, build_model, switch
+from slipstream.drafters.frequent_tokens import FrequentTokens
+from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, build_model, switch
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import tree_shape
 from slipstream.models.loading import EMBEDDED, find_tokenizer
+
+VOCABULARIES = "a number of tokens, a file of counts, or NUMBER:FILE"
 
 
 @dataclass(frozen=True)
@@ -166,5 +170,10 @@ def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)
     except ValueError:
-        wanted = {int: "a whole number", float: "a number", switch: "true or false"}.get(kind, kind.__name__)
+        wanted = {
+            int: "a whole number",
+            float: "a number",
+            switch: "true or false",
+            FrequentTokens.parse: VOCABULARIES,
+        }.get(kind, kind.__name__)
         raise ValueError(f"draft option {name}={text!r} is not possible: write {wanted}.") from None

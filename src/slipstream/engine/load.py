@@ -12,10 +12,11 @@ from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
+from slipstream.engine.proposals import self_draft_proposal
 from slipstream.engine.target import as_they_are, target_scorer
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
@@ -23,7 +24,8 @@ from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads
 from slipstream.models.image_trial import try_images
 from slipstream.models.images import Vision
-from slipstream.models.loading import EMBEDDED, find_tokenizer, source_name
+from slipstream.models.loading import EMBEDDED, find_tokenizer
+from slipstream.models.origin import source_name
 
 GAMMA = 5
 """Tokens drafted per round, unless told otherwise."""
@@ -69,8 +71,9 @@ def load(
     `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
 
-    `quantize` ("int8" or "int4") quantizes the target's weights: the quantized model then is the target, whose law the
-    texts have (CPUs only). To keep the law of the weights as they are, quantize the draft: draft="int4".
+    `quantize` ("int8", "int4", "int4?group=128&rounding=gptq") quantizes the target's weights: the quantized model then
+    is the target, whose law the texts have (CPUs only). To keep the law of the weights as they are, quantize the draft:
+    draft="int4".
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
     them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target: `device_map="auto"` spreads it
@@ -105,7 +108,7 @@ def load(
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
     vision, notes = _vision(target, scorer, processor)
-    notes += [*context.notes, *(_blind(decoder) if vision else ()), *as_they_are(scorer, mode)]
+    notes += _notes(context, decoder, vision is not None, proposes=draft is made is None)
     exact = exact_shape and draft is not None
     engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, vision)
     if compile:
@@ -150,6 +153,13 @@ def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, li
     return vision, []
 
 
+def _notes(context: BuildContext, decoder: Decoder, sees_images: bool, proposes: bool) -> list[str]:
+    """What was chosen while the draft was built, what each model cannot do here, and a draft that would be possible."""
+    proposed = self_draft_proposal(decoder.target) if proposes else []
+    blind = _blind(decoder) if sees_images else []
+    return [*context.notes, *blind, *as_they_are(decoder.target, context.mode), *proposed]
+
+
 def _blind(decoder: Decoder) -> list[str]:
     """A sentence for each model that drafts."""
     models = decoder.scorers[1:]
@@ -157,7 +167,7 @@ def _blind(decoder: Decoder) -> list[str]:
 
 
 def _precision(quantize: str | Precision | None) -> Precision | None:
-    return quantize if isinstance(quantize, Precision | None) else Precision.named(quantize)
+    return quantize if isinstance(quantize, Precision | None) else Precision.read(quantize)
 
 
 def _read_plan(plan: Any) -> Plan | None:

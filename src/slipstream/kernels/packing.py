@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,10 @@ from slipstream.kernels.quantization import Codes, Precision, quantize
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave out the padding
 HUGE_PAGE = 1 << 21  # bytes
+
+
+ChooseCodes = Callable[[Sequence[str]], Iterable[tuple[str, Codes]]]
+"""The names of layers -> each with the codes for its weight, one after another."""
 
 
 class Columns:
@@ -201,7 +205,7 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             f"the weights of {type(model).__name__} cannot be packed on {model.device} in {model.dtype}: "
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
-    twin = _twin(model)
+    twin = twin_of(model)
     columns = shared_columns(twin) or Columns()
     plain = ((name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear))
     places = [(name, layer) for name, layer in plain if keep is None or layer.weight is not keep.weight]
@@ -215,20 +219,20 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
 
 
 @torch.no_grad()
-def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
+def quantized(model: PreTrainedModel, precision: Precision, choose: ChooseCodes | None = None) -> PreTrainedModel:
     """Return a twin of the model that shares everything but its linear layers, whose weights are quantized.
 
     Layers with fewer features than a panel has, as routers, stay as they are. The model may be packed; it must have no
-    `quantizing_fault`.
+    `quantizing_fault`. Codes are the nearest ones, or those that `choose` returns.
     """
-    twin = _twin(model)
+    twin = twin_of(model)
     attend_by_kernel(twin)
     columns = shared_columns(twin) or Columns()
-    places = [(name, layer) for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL]
-    stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for _, layer in places))
-    for name, layer in places:
-        codes = quantize(plain_weight(layer), precision)
-        twin.set_submodule(name, QuantizedLinear(codes, layer, columns, stretch))
+    places = {name: layer for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL}
+    stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for layer in places.values()))
+    nearest = ((name, quantize(plain_weight(layer), precision)) for name, layer in places.items())
+    for name, codes in choose(list(places)) if choose else nearest:
+        twin.set_submodule(name, QuantizedLinear(codes, places[name], columns, stretch))
     return twin
 
 
@@ -245,8 +249,20 @@ def quantizing_fault(model: PreTrainedModel) -> str | None:
     return kernel_missing()
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the modules with the same tensors."""
+def layer_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights of a model's linear layers: most of what a pass of a few tokens reads."""
+    layers = {id(layer): layer for _, layer in _linear_layers(model)}
+    return sum(each.nbytes for layer in layers.values() for each in (*layer.parameters(), *layer.buffers()))
+
+
+def lowest_bits(model: nn.Module) -> int | None:
+    """Return the fewest bits of a model's quantized weights; None if none are quantized."""
+    found = (layer.precision.bits for layer in model.modules() if isinstance(layer, QuantizedLinear))
+    return min(found, default=None)
+
+
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 

@@ -20,6 +20,8 @@ GROUPS = (32, 64, 128, 256)
 """How many inputs of a feature may share a scale."""
 GROUP = {8: 64, 4: 32}
 """How many do unless told otherwise, by bits."""
+NEAREST, GPTQ = ROUNDINGS = ("nearest", "gptq")
+"""How codes are chosen; see `calibrated_rounding` for the second."""
 CUTS = (1.0, 0.94, 0.88, 0.82)
 """Parts of the range of a group that codes of 4 bits may stand for: to cut off the greatest weight may cost less than
 coarser steps for all others."""
@@ -31,27 +33,44 @@ QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Precision:
-    """How weights are quantized: to codes of `bits`, with a scale for every `group` inputs of a feature."""
+    """How weights are quantized: to codes of `bits`, with a scale for every `group` inputs of a feature, and by which
+    `rounding`: to the nearest codes, or ("gptq") for what layers are given in text that the model writes itself."""
 
     bits: int
     group: int
+    rounding: str = NEAREST
 
     def __post_init__(self) -> None:
         if self.bits not in GROUP:
             raise ValueError(f"weights of {self.bits} bits are not possible: use int8 or int4.")
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group} is not possible: use {', '.join(map(str, GROUPS))}.")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding} is not possible: use {' or '.join(ROUNDINGS)}.")
 
     def __str__(self) -> str:
-        return f"int{self.bits}" + (f"?group={self.group}" if self.group != GROUP[self.bits] else "")
+        options = [f"group={self.group}"] if self.group != GROUP[self.bits] else []
+        options += [f"rounding={self.rounding}"] if self.rounding != NEAREST else []
+        return f"int{self.bits}" + (f"?{'&'.join(options)}" if options else "")
 
     @staticmethod
-    def named(name: str, group: int | None = None) -> Precision:
+    def named(name: str, group: int | None = None, rounding: str = NEAREST) -> Precision:
         """ "int8" or "int4", with groups of the usual size unless it is given. Raises ValueError for other names."""
         bits = {"int8": 8, "int4": 4}.get(name)
         if bits is None:
             raise ValueError(f"{name!r} is no precision of weights: use int8 or int4.")
-        return Precision(bits, GROUP[bits] if group is None else group)
+        return Precision(bits, GROUP[bits] if group is None else group, rounding)
+
+    @staticmethod
+    def read(text: str) -> Precision:
+        """What `str` gives: "int8", or "int4?group=64&rounding=gptq". Raises ValueError for anything else."""
+        name, mark, tail = text.partition("?")
+        options = dict(pair.split("=", 1) for pair in tail.split("&") if "=" in pair)
+        group = options.pop("group", None)
+        right = (group is None or group.isdecimal()) and options.keys() <= {"rounding"} and bool(mark) == bool(tail)
+        if not right or tail.count("&") + bool(tail) != len(options) + (group is not None):
+            raise ValueError(f"{text!r} is no precision of weights: write int8, int4 or int4?group=64&rounding=gptq.")
+        return Precision.named(name, None if group is None else int(group), **options)
 
     @property
     def middle(self) -> int:

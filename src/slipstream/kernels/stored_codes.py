@@ -17,6 +17,10 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word of AWQ holds its features: it stores 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first."""
 
 
+class UnreadFormat(ValueError):
+    """Tells which variant of a method is not read here: what is stored, and what could be read."""
+
+
 @dataclass(frozen=True)
 class StoredLinear:
     """A linear layer of a checkpoint. Its codes are for inputs as `order` lists them; None: as they stand."""
@@ -44,7 +48,7 @@ class StoredFormat:
 def stored_format(settings: Mapping[str, Any]) -> StoredFormat | None:
     """What `quantization_config` describes; None for methods that are not read here.
 
-    Raises ValueError, with what is wrong as its whole text, for variants of a method that are not read.
+    Raises UnreadFormat, with what is wrong as its whole text, for variants of a method that are not read.
     """
     make = METHODS.get(str(settings.get("quant_method")))
     return make(settings) if make else None
@@ -117,7 +121,7 @@ def _bits(bits: Any) -> int:
 
 def _refuse_unless(right: bool, what: str, allowed: str) -> None:
     if not right:
-        raise ValueError(f"{what}, and on a CPU {allowed} can be read: take another copy of the model")
+        raise UnreadFormat(f"{what}, and only {allowed} can be read from its own codes")
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

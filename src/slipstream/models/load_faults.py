@@ -70,8 +70,7 @@ def _missing(path: Path) -> str | None:
 
 
 def _gguf_fault() -> str | None:
-    installed = find_spec("gguf") and find_spec("accelerate")
-    return None if installed else "a .gguf file needs two more packages: pip install gguf accelerate"
+    return None if find_spec("gguf") else "a .gguf file needs another package: pip install 'slipstream[gguf]'"
 
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:

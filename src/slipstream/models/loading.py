@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -25,8 +26,11 @@ from slipstream.execution.backends import execution
 from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import can_pack, shared_columns
+from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.models.causal import CausalScorer
+from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.families import first_sentence, refuse_unsupported
+from slipstream.models.gguf_checkpoints import load_gguf
 from slipstream.models.load_faults import (
     has_tokenizer,
     model_fault,
@@ -39,14 +43,13 @@ from slipstream.models.load_faults import (
 )
 from slipstream.models.origin import Origin
 from slipstream.models.packed_twins import packed_twin, quantized_twin
-from slipstream.models.quantized_checkpoints import load_quantized, stored_quantization
+from slipstream.models.quantized_checkpoints import (
+    Loaded,
+    leave_to_transformers,
+    load_quantized,
+    stored_quantization,
+)
 from slipstream.models.recurrent import StateScorer
-
-
-def source_name(source: Any) -> str | None:
-    """How a model is called in messages; None for a loaded one, which knows its name."""
-    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None
-
 
 EMBEDDED = Path(__file__).parents[1] / "demo"
 """The pair that ships with the package: folders `target` and `draft`."""
@@ -73,18 +76,28 @@ def load_model(
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
     wanted, kind = _dtype(dtype), _kind(origin)
     try:
-        stored = stored_quantization(origin, place, kwargs)
-        if stored:
-            model, about = load_quantized(kind, origin, stored, wanted, kwargs)
-        else:
-            model, about = kind.from_pretrained(
-                origin.place, dtype=wanted, output_loading_info=True, **origin.options, **kwargs
-            )
+        model, about = _read(kind, origin, place, wanted, kwargs)
     except Exception as error:  # what lies there was written by others, and damage shows as any error
         raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.place, error)}.") from error
     refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)
+
+
+def _read(kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, options: dict[str, Any]) -> Loaded:
+    """A model and transformers' account of its loading; quantized weights from their own codes where we read these."""
+    try:
+        stored = stored_quantization(origin, place, options)
+        if stored:
+            return load_quantized(kind, origin, stored, dtype, options)
+        if (loaded := load_gguf(kind, origin, place, dtype, options)) is not None:
+            return loaded
+    except UnreadFormat as unread:
+        leave_to_transformers(origin, unread)
+    found: Loaded = kind.from_pretrained(
+        origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options
+    )
+    return found
 
 
 AnyScorer = CausalScorer | StateScorer
@@ -96,11 +109,13 @@ def load_scorer(
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     mode: Mode = EAGER,
+    kept: Tensor | None = None,
     **kwargs: Any,
 ) -> AnyScorer:
     """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`. The weights
     of a loaded model stay as they are; the Scorer has copies where they are packed or quantized.
 
+    Its head may be cut to the tokens `kept` (n,), which makes another model: all other tokens are impossible then.
     What cannot be rolled back by a length is tried with states.
     """
     name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
@@ -109,6 +124,7 @@ def load_scorer(
     # of a model that we have loaded nobody else holds the plain weights, so they can go
     packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
     packs = packs and mode.precision is None and can_pack(model)
+    model = model if kept is None else with_kept_tokens(model, name, kept)
     if mode.precision is not None:
         if shared_columns(model):
             raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")

@@ -23,3 +23,8 @@ class Origin:
         if path.suffix == ".gguf" and path.is_file():
             return Origin(source, path.parent, {**options, "gguf_file": path.name})
         return Origin(source, source, options)
+
+
+def source_name(source: Any) -> str | None:
+    """How a model is called in messages; None for a loaded one, which knows its name."""
+    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None

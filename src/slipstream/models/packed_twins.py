@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.core.protocols import HasModel
 from slipstream.kernels.packing import packed, quantized, quantizing_fault
-from slipstream.kernels.quantization import Precision
+from slipstream.kernels.quantization import GPTQ, Precision
+from slipstream.models.calibration import calibrated_codes, own_text
 from slipstream.models.calls import calls_of
+from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import (
     allowed_gap,
     first_sentence,
     is_proven,
     longest_text,
+    spread_gap,
     trial_lengths,
     trial_text,
     windows_of,
@@ -47,14 +51,20 @@ def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None
     return model
 
 
-def quantized_twin(model: PreTrainedModel, name: str, precision: Precision) -> PreTrainedModel:
-    """A twin of the model with quantized weights, tried on a text unless its family is known to run so.
+def quantized_twin(
+    model: PreTrainedModel, name: str, precision: Precision, kept: Tensor | None = None
+) -> PreTrainedModel:
+    """A twin of the model with quantized weights, tried on a text unless its family is known to run so; with a head cut
+    to the tokens `kept` (n,), if they are given.
 
     Raises ValueError in one sentence where that is not possible.
     """
     if fault := quantizing_fault(model):
         raise ValueError(f"the weights of {name} cannot be quantized to {precision}: {fault}.")
-    twin = quantized(model, precision)
+    model = model if kept is None else with_kept_tokens(model, name, kept)
+    calibrated = precision.rounding == GPTQ
+    choose = partial(calibrated_codes, model, precision, own_text(model)) if calibrated else None
+    twin = quantized(model, precision, choose)
     if is_proven(model):
         return twin
     try:
@@ -66,12 +76,14 @@ def quantized_twin(model: PreTrainedModel, name: str, precision: Precision) -> P
     return twin
 
 
-def quantized_part(target: HasModel, precision: Precision) -> HasModel:
-    """A Scorer with quantized copies of the target's weights over the target's own rows and cache.
+def quantized_part(target: HasModel, precision: Precision, kept: Tensor | None = None) -> HasModel:
+    """A Scorer with quantized copies of the target's weights over the target's own rows and cache; with a head cut to
+    the tokens `kept` (n,), if they are given.
 
     What it adds has to be rolled back before the target goes on. Raises ValueError where that is not possible.
     """
-    return target.sharing_rows(quantized_twin(target.model, target.name, precision), f"{target.name} in {precision}")
+    twin = quantized_twin(target.model, target.name, precision, kept)
+    return target.sharing_rows(twin, f"{target.name} in {precision}")
 
 
 @torch.inference_mode()
@@ -81,4 +93,4 @@ def logits_gap(model: PreTrainedModel, twin: PreTrainedModel) -> float:
     length = max(trial_lengths(windows_of(config), longest_text(config)))
     text, source = trial_text(vocabulary_of(model), length), calls.form.example(3) if calls.form else None
     want, got = (each.alone(text, source).float() for each in (calls, others))
-    return float((got - want).abs().max() / want.std())
+    return spread_gap(got, want)

@@ -3,7 +3,9 @@ needed, and nothing is dequantized."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,13 +13,20 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import PACKED_DTYPES, Columns, QuantizedLinear
-from slipstream.kernels.stored_codes import StoredFormat, StoredLinear, stored_format
+from slipstream.kernels.packing import PACKED_DTYPES, Columns, QuantizedLinear, shared_columns
+from slipstream.kernels.stored_codes import StoredFormat, StoredLinear, UnreadFormat, stored_format
 from slipstream.models.checkpoints import read_tensors
-from slipstream.models.origin import Origin
+from slipstream.models.origin import Origin, source_name
 
 PLACED_OTHERWISE = {"device_map", "quantization_config", "distributed_config"}
 """Options of `from_pretrained` by which transformers places or quantizes weights itself."""
+
+PACKAGES = {
+    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
+    "awq": {"accelerate": "accelerate", "gptqmodel": "gptqmodel"},
+    "compressed-tensors": {"compressed-tensors": "compressed_tensors"},
+}
+"""What transformers needs for a method, by the names under which packages are installed and imported."""
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
 """A model, and transformers' account of its loading."""
@@ -26,7 +35,7 @@ Loaded = tuple[PreTrainedModel, dict[str, Any]]
 def stored_quantization(origin: Origin, place: torch.device, options: dict[str, Any]) -> StoredFormat | None:
     """How the weights of a checkpoint are quantized, if they can be read here: on a CPU, in one piece, by our kernel.
 
-    Raises ValueError, with what is wrong as its whole text, for variants of a method that are not read.
+    Raises UnreadFormat, with what is wrong as its whole text, for variants of a method that are not read.
     """
     if place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
@@ -34,6 +43,19 @@ def stored_quantization(origin: Origin, place: torch.device, options: dict[str, 
     settings = getattr(config, "quantization_config", None)
     own_code = getattr(config, "auto_map", None)  # only transformers knows where its classes lie
     return stored_format(settings) if isinstance(settings, dict) and not own_code else None
+
+
+def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
+    """Warn that transformers reads a checkpoint which we do not. Raises ValueError, with what is wrong as its whole
+    text, if it lacks the packages for that."""
+    config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    packages = PACKAGES[config.quantization_config["quant_method"]]
+    names = " ".join(packages)
+    if not all(map(find_spec, packages.values())):
+        raise ValueError(f"{unread}; transformers reads it with other packages: pip install {names}")
+    warnings.warn(
+        f"{source_name(origin.source)} is read by transformers, with {names}: {unread}.", RuntimeWarning, stacklevel=6
+    )
 
 
 @torch.no_grad()
@@ -47,26 +69,51 @@ def load_quantized(
     """
     config = AutoConfig.from_pretrained(origin.place, **origin.options)
     del config.quantization_config
-    wanted = _compute_dtype(config, dtype)
+    wanted = compute_dtype(config, dtype)
     tensors = read_tensors(origin.place, lambda name: True)
     stored = {name: _read(form, tensors, name) for name in _layers(form, tensors)}
     if not stored:
         raise ValueError("its config.json speaks of quantized weights, but none are stored: the files do not fit")
-    blanks = {name: _blank(layer, wanted) for name, layer in stored.items()}
-    tensors |= {f"{name}.weight": blank for name, blank in blanks.items()}
     with torch.device("meta"):
         model_class = type(kind.from_config(config))
-    model, about = model_class.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=wanted, output_loading_info=True, **options
-    )
+    model, about = assembled(model_class, config, tensors, stored, wanted, options)
     model.config.name_or_path = str(origin.place)
     with suppress(OSError):  # a checkpoint without settings of its own
         model.generation_config = GenerationConfig.from_pretrained(origin.place)
+    return model, about
+
+
+@torch.no_grad()
+def assembled(
+    model_class: Any,
+    config: Any,
+    tensors: dict[str, Tensor],
+    stored: dict[str, StoredLinear],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Loaded:
+    """A model of tensors and of layers that are stored in codes, by their names, with transformers' account.
+
+    Raises ValueError, with what is wrong as its whole text, where a layer does not go where it belongs.
+    """
+    blanks = {name: _blank(layer, dtype) for name, layer in stored.items()}
+    given = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}
+    model, about = model_class.from_pretrained(
+        None, config=config, state_dict=given, dtype=dtype, output_loading_info=True, **options
+    )
     _fill(model, {blank.data_ptr(): stored[name] for name, blank in blanks.items()})
     return model, about
 
 
-def _compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
+def replace_head(model: PreTrainedModel, stored: StoredLinear) -> None:
+    """Let the head of a model with quantized layers read stored codes, where its embeddings hold the same weight."""
+    head, columns = model.get_output_embeddings(), shared_columns(model)
+    assert columns is not None, "there are quantized layers"
+    place = next(name for name, module in model.named_modules() if module is head)
+    model.set_submodule(place, QuantizedLinear(stored.codes, head, columns, order=stored.order))
+
+
+def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
     """What a model of quantized weights computes in."""
     if dtype == "auto":
         given = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)

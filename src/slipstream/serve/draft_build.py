@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter
 from slipstream.core.source import SourceForm
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.hello import Vocabulary
@@ -45,6 +45,8 @@ def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
     parts = list(_parts(syntax))
     if any(part.kind in ("tcp", "tls") for part in parts):
         raise ValueError("a draft server cannot pass on another one: name that one to the clients.")
+    if any("draft_vocab" in dict(part.options) for part in parts):
+        raise ValueError("a draft server does not know the target whose tokens draft_vocab counts: leave it out.")
     models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
     given = how.tokenizer or (models[-1] if models else None)
     tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(given) if given else None

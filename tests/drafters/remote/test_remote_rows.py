@@ -21,9 +21,9 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN
 from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Choice
-from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use

@@ -15,7 +15,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import TOKEN
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.kinds import BuildContext
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.specification import drafter
 from slipstream.engine.engine import Engine

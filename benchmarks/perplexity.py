@@ -1,0 +1,140 @@
+"""What quantizing a target costs: its perplexity on texts, and how often its own quantized copy agrees with it.
+
+python benchmarks/perplexity.py TEXT... [--target MODEL] [--precision int4?group=64] [--json FILE]
+
+Texts are files that the model was not trained on (for the embedded one: Python). Each is read by the target as it is
+and by each precision, in windows that begin anew. `perplexity` is exp of the mean negative log-likelihood of a token;
+`alpha` is the chance that a token which the quantized copy drafts is kept, at every place of these texts: the mean of
+sum_x min(p(x), q(x)) at temperature 1, and how often both find the same token likeliest at temperature 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.load import load
+from slipstream.kernels.quantization import Precision
+from slipstream.measure.environment import environment
+from slipstream.models.loading import EMBEDDED
+from slipstream.models.packed_twins import quantized_twin
+
+GROUPS = (32, 64, 128)
+PRECISIONS = ("int8", *(f"int4?group={each}{rest}" for rest in ("", "&rounding=gptq") for each in GROUPS))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One precision: `change` is perplexity over that of the weights as they are, less one; alphas as above."""
+
+    precision: str
+    perplexity: float
+    change: float
+    alpha_greedy: float
+    alpha: float
+
+
+@dataclass
+class Sums:
+    """Sums over the tokens of all texts."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    same: float = 0.0
+    overlap: float = 0.0
+
+    def add(self, p: Tensor, q: Tensor, text: Tensor) -> None:
+        """Count a window, of whose tokens (n,) all but the first are predicted by laws (n - 1, vocab)."""
+        self.tokens += len(text) - 1
+        self.loss -= float(q.gather(1, text[1:, None]).log().sum())
+        self.same += float((p.argmax(1) == q.argmax(1)).sum())
+        self.overlap += float(torch.minimum(p, q).sum())
+
+    def cost(self, precision: str, base: float) -> Cost:
+        """The figures, beside the perplexity of the weights as they are."""
+        found = math.exp(self.loss / self.tokens)
+        return Cost(precision, found, found / base - 1, self.same / self.tokens, self.overlap / self.tokens)
+
+
+def windows(files: Sequence[Path], tokenizer: Any, length: int) -> Iterator[Tensor]:
+    """The tokens of every file, in windows (n,)."""
+    for file in files:
+        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        yield from (part for part in torch.tensor(ids).split(length) if len(part) > 1)
+
+
+@torch.inference_mode()
+def law(model: Any, text: Tensor) -> Tensor:
+    """The laws (n - 1, vocab) of all tokens but the first."""
+    found: Tensor = model(text[None], use_cache=False).logits[0, :-1].float().softmax(-1)
+    return found
+
+
+def measure(model: Any, name: str, texts: Sequence[Tensor], precisions: Sequence[str]) -> list[Cost]:
+    """The figures of the weights as they are, and of each precision."""
+    twins = {each: quantized_twin(model, name, Precision.read(each)) for each in precisions}
+    sums = {each: Sums() for each in ("as it is", *precisions)}
+    for text in texts:
+        p = law(model, text)
+        sums["as it is"].add(p, p, text)
+        for each, twin in twins.items():
+            sums[each].add(p, law(twin, text), text)
+    base = math.exp(sums["as it is"].loss / sums["as it is"].tokens)
+    return [found.cost(each, base) for each, found in sums.items()]
+
+
+def table(costs: Sequence[Cost]) -> str:
+    """The figures in Markdown."""
+    head = "| weights | perplexity | change | alpha, T = 0 | alpha, T = 1 |\n|---|---|---|---|---|"
+    rows = [
+        (
+            each.precision,
+            f"{each.perplexity:.3f}",
+            f"{each.change:+.2%}",
+            f"{each.alpha_greedy:.3f}",
+            f"{each.alpha:.3f}",
+        )
+        for each in costs
+    ]
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON."""
+    args = _arguments()
+    engine = load(args.target or EMBEDDED / "target", dtype=args.dtype, device="cpu")
+    scorer = engine.decoder.target
+    texts = list(windows(args.texts, engine.tokenizer, args.window))
+    costs = measure(scorer.model, scorer.name, texts, args.precision or PRECISIONS)
+    print(table(costs))
+    if args.json:
+        about = {"texts": len(args.texts), "tokens": sum(map(len, texts)), "window": args.window}
+        found = {**environment(engine), **about, "costs": [asdict(each) for each in costs]}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT")
+    parser.add_argument("--target", help="a hub name or folder; without: the embedded target")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--precision", action="append", metavar="NAME", help="repeatable; without: int8, int4 in groups"
+    )
+    parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens that are read together")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

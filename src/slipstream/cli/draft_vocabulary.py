@@ -1,0 +1,122 @@
+"""`slipstream draft vocabulary`: count the tokens that a target writes, for drafts cut to the frequent ones."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.app import INTERRUPTED, say
+from slipstream.cli.console import busy, console, progress
+from slipstream.cli.draft import draft as commands
+from slipstream.cli.options import (
+    BatchSize,
+    Chat,
+    Device,
+    Draft,
+    Dtype,
+    File,
+    Force,
+    MaxNewTokens,
+    Prompts,
+    Quantize,
+    ReportJson,
+    Seed,
+    Target,
+)
+from slipstream.files import check_writable
+from slipstream.text.jsontext import json_text
+from slipstream.text.prompts import gather, sound
+
+if TYPE_CHECKING:
+    from slipstream.drafters.frequent_tokens import TokenCounts
+
+SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""Numbers of tokens whose share of the text is told."""
+
+Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the texts that are written; 0 is greedy.")]
+Out = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="The counts. Without: kept for this target, so that draft_vocab=N finds them."),
+]
+
+
+@dataclass(frozen=True)
+class CountReport:
+    """What was counted, and how much of the text the most frequent tokens make up: `shares` by their number."""
+
+    file: str
+    target: str
+    vocab: int
+    texts: int
+    tokens: int
+    different: int
+    shares: dict[int, float]
+
+    @staticmethod
+    def of(counts: TokenCounts, file: str) -> CountReport:
+        """The report on counts that were written to a file."""
+        vocab = len(counts.counts)
+        shares = {size: counts.share(counts.most_frequent(size)) for size in SIZES if size < vocab}
+        return CountReport(file, counts.target, vocab, counts.texts, counts.total, counts.different, shares)
+
+
+@commands.command("vocabulary")
+def count(
+    prompts: Prompts = None,
+    file: File = None,
+    chat: Chat = False,
+    out: Out = None,
+    target: Target = None,
+    draft: Draft = None,
+    quantize: Quantize = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    batch_size: BatchSize = 8,
+    force: Force = False,
+    as_json: ReportJson = False,
+) -> None:
+    """Count the tokens of texts that the target writes, so that a draft can know the frequent ones only.
+
+    Then: slipstream generate --draft "int4?draft_vocab=2048", or draft_vocab=FILE. A --draft makes the counting faster.
+
+    Example: slipstream draft vocabulary --target Qwen/Qwen3-1.7B --prompts prompts.jsonl --out mine.counts
+    """
+    from slipstream.drafters.frequent_tokens import KIND, TokenCounts, kept_counts
+    from slipstream.engine.engine import Interrupted
+    from slipstream.engine.load import embedded, load
+
+    items = sound(gather(prompts or [], file, chat))
+    if out is not None:
+        check_writable(out, KIND, force, [file] if file else [])
+    with busy(console(stderr=True), "loading"):
+        source, exact = embedded(target, dtype)
+        engine = load(source, draft, dtype=exact, device=device, batch_size=batch_size, quantize=quantize)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    try:
+        with progress(console(stderr=True), len(items), max_new_tokens) as on_round:
+            found = engine.generate([item.prompt for item in items], on_round=on_round, **options)
+    except (Interrupted, KeyboardInterrupt):
+        say("interrupted: no counts were written.")
+        raise typer.Exit(INTERRUPTED) from None
+    scorer, tokenizer = engine.decoder.target, engine.tokenizer
+    counts = TokenCounts.of([each.tokens for each in found], scorer.vocab, scorer.name, tokenizer)
+    place = Path(out) if out else kept_counts(scorer.name, scorer.vocab, tokenizer)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    counts.save(place)
+    report = CountReport.of(counts, str(place))
+    print(json_text(asdict(report)) if as_json else _told(report, kept=out is None))
+
+
+def _told(report: CountReport, kept: bool) -> str:
+    """The report for people to read."""
+    shares = [f"{size:>8} tokens make up {share:.2%}" for size, share in report.shares.items()]
+    written = f"{report.target} wrote {report.tokens} tokens in {report.texts} texts, {report.different} different ones"
+    name = "2048" if kept else report.file
+    use = f'use it: slipstream generate --draft "int4?draft_vocab={name}"' + ("" if kept else f", or 2048:{name}")
+    return "\n".join([f"{report.file}: {written} of {report.vocab}", *shares, use])

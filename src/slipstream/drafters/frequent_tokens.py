@@ -1,0 +1,126 @@
+"""The tokens that a target writes most often: a draft whose head knows only these reads and multiplies less.
+
+Most of a large vocabulary is hardly ever written, while the projection to it is a good part of a small model (FR-Spec,
+arXiv 2502.14856; VocabTrim, arXiv 2506.22694). Text that the target itself wrote is counted, for that is what a draft
+has to guess. The law of a cut draft gives the other tokens no chance, and is the law that tokens are really drawn from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.drafters.datastore.drafter import fingerprint
+from slipstream.files import Kind, load_tensors, save_tensors
+
+KIND = Kind("counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft vocabulary`")
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """How often a target wrote each of its tokens: `counts` (vocab,), in so many `texts`. `tokenizer` is the
+    fingerprint of the target's, or empty."""
+
+    counts: Tensor
+    texts: int
+    target: str
+    tokenizer: str = ""
+
+    @staticmethod
+    def of(texts: Iterable[Sequence[int]], vocab: int, target: str, tokenizer: Any = None) -> TokenCounts:
+        """Count the tokens of texts that a target wrote."""
+        written = [torch.tensor(text, dtype=torch.long) for text in texts]
+        counts = torch.bincount(torch.cat(written), minlength=vocab) if written else torch.zeros(vocab).long()
+        return TokenCounts(counts, len(written), target, fingerprint(tokenizer))
+
+    @property
+    def total(self) -> int:
+        """How many tokens were counted."""
+        return int(self.counts.sum())
+
+    @property
+    def different(self) -> int:
+        """How many tokens were written at least once."""
+        return int((self.counts > 0).sum())
+
+    def most_frequent(self, size: int) -> Tensor:
+        """The ids (size,) of the most frequent tokens in ascending order; of equal ones the lowest, which tokenizers
+        give to the most frequent pieces of their own training text."""
+        return self.counts.argsort(descending=True, stable=True)[:size].sort().values
+
+    def share(self, kept: Tensor) -> float:
+        """What share of the counted text some tokens make up."""
+        return float(self.counts[kept].sum()) / max(1, self.total)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all."""
+        about = {"target": self.target, "tokenizer": self.tokenizer, "texts": str(self.texts)}
+        save_tensors(path, KIND, {"counts": self.counts}, about)
+
+    @staticmethod
+    def load(path: str | Path) -> TokenCounts:
+        """Read a file of counts. Raises ValueError in one sentence if there is none, or it is damaged."""
+        if not Path(path).is_file():
+            raise ValueError(f"there is no file of counts {str(path)!r}: {KIND.remedy}.")
+        tensors, about = load_tensors(path, KIND)
+        try:
+            return TokenCounts(tensors["counts"], int(about["texts"]), about["target"], about["tokenizer"])
+        except (KeyError, ValueError) as error:
+            raise KIND.damaged(path, "it does not hold what its header says") from error
+
+
+def kept_counts(target: str, vocab: int, tokenizer: Any) -> Path:
+    """The file in which the counts of a target are kept, unless they are written elsewhere: in $XDG_CACHE_HOME."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(repr((target, vocab, fingerprint(tokenizer))).encode()).hexdigest()[:16]
+    return cache / "slipstream" / "token_counts" / f"{name}.safetensors"
+
+
+@dataclass(frozen=True)
+class FrequentTokens:
+    """What a draft is to be cut to: the `size` most frequent tokens (None: every token that was counted), by the counts
+    in `file` (None: by those that are kept for the target)."""
+
+    size: int | None = None
+    file: str | None = None
+
+    @staticmethod
+    def parse(text: str) -> FrequentTokens:
+        """Read 2048, FILE or 2048:FILE. Raises ValueError for anything else."""
+        size, colon, file = text.partition(":")
+        if not size.isdecimal():
+            return FrequentTokens(None, text)
+        if int(size) < 1 or (colon and not file):
+            raise ValueError(text)
+        return FrequentTokens(int(size), file or None)
+
+    def choose(self, target: str, vocab: int, tokenizer: Any) -> tuple[Tensor, str]:
+        """The ids (n,) of the tokens for a target, in ascending order, and a sentence about them. Raises ValueError if
+        there are no counts, or they are those of another vocabulary."""
+        counts = self._counts(target, vocab, tokenizer)
+        size = self.size or max(1, counts.different)
+        if size >= vocab:
+            raise ValueError(f"draft_vocab={size} cuts nothing: {target} has {vocab} tokens; take fewer.")
+        kept = counts.most_frequent(size)
+        about = f"{counts.share(kept):.1%} of {counts.total} tokens that {counts.target} wrote in {counts.texts} texts"
+        return kept, f"the draft knows {size} of {vocab} tokens, which make up {about}."
+
+    def _counts(self, target: str, vocab: int, tokenizer: Any) -> TokenCounts:
+        path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
+        if self.file is None and not path.is_file():
+            raise ValueError(
+                f"which tokens {target} writes most often was not counted yet: run `slipstream draft vocabulary "
+                f"--prompts FILE` with this target once, or name a file of counts, draft_vocab={self.size}:FILE."
+            )
+        counts, name = TokenCounts.load(path), fingerprint(tokenizer)
+        other = bool(name and counts.tokenizer) and name != counts.tokenizer
+        if other or len(counts.counts) != vocab:
+            raise ValueError(f"{path} counts the tokens of {counts.target}, and {target} has others: count them anew.")
+        return counts

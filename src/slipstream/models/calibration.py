@@ -1,0 +1,95 @@
+"""What the layers of a model are given while it reads text that it wrote itself, for rounding its weights to that.
+
+A model's own text needs no data of anybody, and is what it is going to read: rows that begin with any token and go on
+as the model does, at temperature 1 (self-calibration, arXiv 2410.17170).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.kernels.calibrated_rounding import quantize_for, spreading
+from slipstream.kernels.packing import plain_weight
+from slipstream.kernels.quantization import Codes, Precision
+from slipstream.models.calls import calls_of
+from slipstream.models.facts import vocabulary_of
+from slipstream.models.families import longest_text
+
+ROWS, LENGTH, TOGETHER = 32, 256, 4
+"""Texts, tokens of each, and how many texts are read in one pass."""
+MOST_BYTES = 1 << 30
+"""What the products of inputs may take at a time: a model with more reads the text several times."""
+
+
+@torch.inference_mode()
+def own_text(model: PreTrainedModel, rows: int = ROWS, length: int = LENGTH) -> Tensor:
+    """Text (rows, length) that a causal model writes. Raises ValueError for one that reads a source."""
+    calls, draws = calls_of(model), torch.Generator().manual_seed(0)
+    if calls.form is not None:
+        raise ValueError(f"{type(model).__name__} reads sources, so its rounding cannot be calibrated: leave that out.")
+    vocab, length = vocabulary_of(model), min(length, longest_text(model.config.get_text_config()) or length)
+    tokens, state = torch.randint(vocab, (rows, 1), generator=draws), None
+    while tokens.shape[1] < length:
+        out = calls(tokens[:, -1:], state, None)
+        state = calls.state(out)
+        law = out.logits[:, -1].float().softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(law, 1, generator=draws)], 1)
+    return tokens
+
+
+def calibrated_codes(
+    model: PreTrainedModel, precision: Precision, text: Tensor, names: Sequence[str]
+) -> Iterator[tuple[str, Codes]]:
+    """The codes of the layers of these `names`, in their order, for what they are given in a text (rows, n)."""
+    known: tuple[Tensor, Tensor] | None = None
+    for some in _portions(model, names):
+        for name, products in input_products(model, some, text).items():
+            if known is None or known[0] is not products:  # queries, keys and values are given the same
+                known = products, spreading(products)
+            yield name, quantize_for(plain_weight(model.get_submodule(name)), precision, known[1])
+
+
+@torch.inference_mode()
+def input_products(model: PreTrainedModel, names: Sequence[str], text: Tensor) -> dict[str, Tensor]:
+    """The sum of x x^T (inputs, inputs) over the tokens of a text, for each layer that is named."""
+    found: dict[str, Tensor] = {}
+    last: list[Any] = [None, ""]
+
+    def watched(name: str) -> Callable[..., None]:
+        def watch(layer: Any, given: tuple[Tensor, ...]) -> None:
+            if given[0] is last[0]:
+                found[name] = found[last[1]]
+                return
+            seen = given[0].flatten(0, -2).float()
+            found[name] = found.get(name, 0) + seen.T @ seen
+            last[:] = given[0], name
+
+        return watch
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(watched(name)) for name in names]
+    try:
+        for rows in text.split(TOGETHER):
+            model(rows, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    size = {name: plain_weight(model.get_submodule(name)).shape[1] for name in names}
+    return {name: found.get(name, torch.zeros(size[name], size[name])) for name in names}
+
+
+def _portions(model: PreTrainedModel, names: Sequence[str]) -> Iterator[list[str]]:
+    """The names in parts whose products fit in memory."""
+    part, room = list[str](), MOST_BYTES
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        needed = 4 * plain_weight(layer).shape[1] ** 2
+        if part and needed > room:
+            yield part
+            part, room = [], MOST_BYTES
+        part, room = [*part, name], room - needed
+    yield part

@@ -1,0 +1,340 @@
+"""Drafts whose head knows the frequent tokens only: what is counted, the law that is left, and that texts are exact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.core.draft import Draft
+from slipstream.core.law import Law
+from slipstream.decoding import rules
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.build_context import BuildContext
+from slipstream.drafters.frequent_tokens import FrequentTokens, TokenCounts, kept_counts
+from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.same_rows import SameRowsDrafter
+from slipstream.drafters.specification import drafter
+from slipstream.drafters.tree import TreeDrafter
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.quantization import Precision
+from slipstream.models.causal import CausalScorer
+from slipstream.models.cut_head import with_kept_tokens
+from slipstream.models.facts import vocabulary_of
+from slipstream.models.loading import load_scorer
+from slipstream.models.packed_twins import quantized_part
+from slipstream.models.tables import TableScorer
+from terminal import run
+from toys import (
+    FAMILIES,
+    GREEDY,
+    HF_VOCAB,
+    PROBED,
+    SAMPLE,
+    SEQ2SEQ,
+    Altered,
+    Cycle,
+    dirichlet_table,
+    enumerate_outcomes,
+    plain_law,
+    propose,
+    ragged,
+    rare,
+    request,
+    row,
+    tiny,
+    total_variation,
+)
+
+needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+FLOAT = 1e-5  # the laws are softmaxes in float32
+KEPT = torch.arange(0, HF_VOCAB, 3)
+
+
+# ---- counts -------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_counted_and_the_most_frequent_kept(tmp_path: Path) -> None:
+    counts = TokenCounts.of([(5, 3, 5), (3, 5, 0)], 8, "toy")
+    assert (counts.total, counts.different, counts.texts) == (6, 3, 2)
+    assert counts.most_frequent(2).tolist() == [3, 5]
+    assert counts.most_frequent(4).tolist() == [0, 1, 3, 5]  # of those that were never written, the lowest
+    assert counts.share(counts.most_frequent(2)) == 5 / 6
+    counts.save(tmp_path / "toy.counts")
+    again = TokenCounts.load(tmp_path / "toy.counts")
+    assert torch.equal(again.counts, counts.counts) and (again.target, again.texts) == ("toy", 2)
+    with pytest.raises(ValueError, match="there is no file of counts"):
+        TokenCounts.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2048", FrequentTokens(2048)),
+        ("mine.counts", FrequentTokens(None, "mine.counts")),
+        ("2048:mine.counts", FrequentTokens(2048, "mine.counts")),
+        (r"C:\mine.counts", FrequentTokens(None, r"C:\mine.counts")),
+    ],
+)
+def test_what_is_wanted_is_read(text: str, wanted: FrequentTokens) -> None:
+    assert FrequentTokens.parse(text) == wanted
+
+
+def test_counts_are_kept_for_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = kept_counts("toy", 8, None)
+    place.parent.mkdir(parents=True)
+    TokenCounts.of([(5, 3, 5)], 8, "toy").save(place)
+    kept, about = FrequentTokens(2).choose("toy", 8, None)
+    assert kept.tolist() == [3, 5] and "2 of 8 tokens, which make up 100.0% of 3 tokens" in about
+    assert FrequentTokens(None, str(place)).choose("toy", 8, None)[0].tolist() == [3, 5]
+    with pytest.raises(ValueError, match="was not counted yet: run `slipstream draft vocabulary"):
+        FrequentTokens(2).choose("other", 8, None)
+    with pytest.raises(ValueError, match="counts the tokens of toy, and other has others"):
+        FrequentTokens(2, str(place)).choose("other", 9, None)
+    with pytest.raises(ValueError, match="cuts nothing: toy has 8 tokens"):
+        FrequentTokens(8).choose("toy", 8, None)
+
+
+# ---- the head -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(FAMILIES[name] for name in ("llama", "gemma2", "gpt2")),
+        *(PROBED["cohere"], SEQ2SEQ["bart"]),
+        *rare(
+            PROBED["granite"],
+            SEQ2SEQ["t5"],
+            SEQ2SEQ["whisper"],
+            SEQ2SEQ["marian"],
+            FAMILIES["opt"],
+            FAMILIES["mixtral"],
+        ),
+    ],
+    ids=lambda family: family.config,
+)
+def test_a_cut_head_gives_the_logits_of_the_whole_one(family: Any) -> None:
+    """Gemma 2 caps its logits behind the head; there, impossible tokens would become possible again."""
+    model = tiny(family)
+    target, cut = load_scorer(model), load_scorer(with_kept_tokens(model, "toy", KEPT))
+    found = []
+    for scorer in (target, cut):
+        form = scorer.source_form
+        scorer.add(1, [form.example(4) if form else None])
+        found.append(scorer.extend(torch.tensor([[5, 6, 7]]), [3]))
+    torch.testing.assert_close(found[1][..., KEPT], found[0][..., KEPT], rtol=0, atol=1e-5)
+    others = torch.ones(found[0].shape[-1]).scatter_(0, KEPT, 0).bool()
+    assert found[1].shape == found[0].shape and bool((found[1][..., others] == -torch.inf).all())
+    assert vocabulary_of(cut.model) == vocabulary_of(model)
+
+
+def test_a_head_that_cannot_be_cut_is_refused() -> None:
+    model: Any = tiny(FAMILIES["llama"])
+    usual = model.forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = out.logits.clamp(min=-30)
+        return out
+
+    model.forward = capped
+    with pytest.raises(ValueError, match="toy"):
+        with_kept_tokens(model, "toy", KEPT)
+
+
+# ---- laws ---------------------------------------------------------------------------------------------------------
+
+PAIR = torch.tensor([0, 2])
+
+
+def trio(seed: int = 0) -> CausalScorer:
+    """A model of three tokens."""
+    return CausalScorer(tiny(FAMILIES["llama"], seed, vocab_size=3, initializer_range=0.4))
+
+
+def cut_draft() -> ModelDrafter:
+    """A draft of another seed that knows two of the three tokens."""
+    return ModelDrafter(load_scorer(tiny(FAMILIES["llama"], 1, vocab_size=3, initializer_range=0.4), kept=PAIR))
+
+
+def law_of(decoder: Decoder, sampler: Sampling = SAMPLE) -> dict[Any, float]:
+    """All outputs and their chances, by running the whole loop for every sequence of draws."""
+    one = [request((0, 2), 3, sampler)]
+    return enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
+
+
+def target_law(target: CausalScorer, sampler: Sampling = SAMPLE) -> dict[Any, float]:
+    """The law of plain decoding."""
+    decoder = Decoder(target, ModelDrafter(target), controller=Fixed(0))
+    return law_of(decoder, sampler)
+
+
+def test_plain_law_is_the_model_s() -> None:
+    target = trio()
+
+    @torch.inference_mode()
+    def step(prefix: tuple[int, ...]) -> list[float]:
+        found: list[float] = target.model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+        return found
+
+    assert total_variation(target_law(target), plain_law(step, (0, 2), 3)) < FLOAT
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampler"),
+    [(rules.TOKEN, SAMPLE), (rules.BLOCK, Sampling(temperature=0.7, top_k=2))],
+    ids=["all", "top-k"],
+)
+def test_the_law_is_the_target_s(rule: rules.Rule, sampler: Sampling) -> None:
+    target = trio()
+    decoder = Decoder(target, cut_draft(), rule.verify, Cycle((2, 0, 1)))
+    assert total_variation(law_of(decoder, sampler), target_law(target, sampler)) < FLOAT
+
+
+def test_the_law_behind_a_tree_is_the_target_s() -> None:
+    target = trio()
+    tree = TreeDrafter(cut_draft().scorer, (2, 1))
+    decoder = Decoder(target, tree, rules.TOKEN.verify, Fixed(2))
+    assert total_variation(law_of(decoder), target_law(target)) < FLOAT
+
+
+@needs_kernel
+def test_the_law_on_the_target_s_rows_is_the_target_s() -> None:
+    target = trio()
+    draft = SameRowsDrafter(quantized_part(target, Precision(4, 32), PAIR))
+    decoder = Decoder(target, draft, rules.BLOCK.verify, Cycle((2, 0, 1)))
+    assert total_variation(law_of(decoder), target_law(target)) < FLOAT
+
+
+def test_control_a_law_that_forgets_the_cut_is_caught() -> None:
+    """The law of the whole head, while tokens were drawn from the part of it."""
+
+    def forget(draft: Draft) -> Draft:
+        law = draft.law and (draft.law.dense + 0.3 * (draft.law.dense == 0))
+        return draft if law is None else replace(draft, law=Law(probs=law / law.sum(-1, keepdim=True)))
+
+    target = trio()
+    decoder = Decoder(target, Altered(cut_draft(), forget), rules.TOKEN.verify, Fixed(2))
+    assert total_variation(law_of(decoder), target_law(target)) > 1e-3
+
+
+def test_processors_see_the_cut_law_and_may_forbid_all_of_it() -> None:
+    """Where nothing is left that a draft knows, it drafts something, and the text goes on as the target's."""
+    target = CausalScorer(tiny(FAMILIES["llama"]))
+    forbidden = Sampling(temperature=1.0, logit_bias=dict.fromkeys(KEPT.tolist(), float("-inf")))
+    draft = ModelDrafter(load_scorer(tiny(FAMILIES["llama"], 1), kept=KEPT))
+    decoder = Decoder(target, draft, controller=Fixed(2))
+    found = generate(decoder, [request((3, 4), 6, forbidden), request((3, 4), 6, SAMPLE)])
+    assert all(len(each.output) == 6 and each.error is None for each in found)
+    assert not set(found[0].output) & set(KEPT.tolist())
+
+
+def test_only_kept_tokens_are_drafted() -> None:
+    draft = ModelDrafter(load_scorer(tiny(FAMILIES["llama"], 1), kept=KEPT))
+    for sampler in (GREEDY, SAMPLE, Sampling(temperature=1.0, top_k=50)):
+        tokens: Tensor = propose(draft, [row((3, 4, 5), sampler=sampler)], [20]).tokens
+        assert set(tokens.flatten().tolist()) <= set(KEPT.tolist())
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLE], ids=["greedy", "sampled"])
+def test_graphs_draft_what_is_drafted_token_by_token(
+    family: str, sampler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
+    runs = []
+    for compiled in (False, True):
+        target = CausalScorer(tiny(FAMILIES[family]))
+        part = quantized_part(target, Precision(8, 64), KEPT)
+        assert isinstance(part, CausalScorer)
+        if compiled:
+            part.make_draft_graphs((3,))
+        decoder = Decoder(target, SameRowsDrafter(part), controller=Fixed(3))
+        rows = [*generate(decoder, ragged(sampler)), *generate(decoder, ragged(sampler)[:1])]
+        runs.append([(each.tokens, each.stats.drafted, each.stats.accepted) for each in rows])
+        assert not compiled or (part.draft_graphs and part.draft_graphs.made)
+    assert runs[0] == runs[1]
+
+
+def test_heads_draft_kept_tokens_and_the_target_s_text() -> None:
+    target = CausalScorer(tiny(FAMILIES["llama"]))
+    draft = HeadsDrafter(target, ParallelHeads(Sizes(3, 32, 16)).eval(), KEPT)
+    drafted = set[int]()
+
+    def noted(one: Draft) -> Draft:
+        drafted.update(one.tokens.flatten().tolist())
+        return one
+
+    decoder = Decoder(target, Altered(draft, noted), controller=Fixed(3))
+    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    assert drafted and drafted <= set(KEPT.tolist())
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of counts of the embedded target, made by the command."""
+    out = tmp_path_factory.mktemp("counts") / "mine.counts"
+    prompts = ("def add(a, b):", "import os", "class A:")
+    made = run("draft", "vocabulary", *prompts, "--out", str(out), "--max-new-tokens", "24", "--json")
+    assert made.exit_code == 0, made.output
+    report = json.loads(made.stdout)
+    assert (report["texts"], report["vocab"]) == (3, 4096) and 24 < report["tokens"] <= 72
+    assert report["different"] == TokenCounts.load(out).different and report["shares"]["2048"] == 1
+    return out
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "embedded?draft_vocab={}",
+        "lookup|int4?draft_vocab=64:{}",
+        *rare("int4?draft_vocab={}", "int8?draft_vocab={}", "lookup>int8?draft_vocab=64:{}"),
+    ],
+)
+def test_drafts_are_cut_as_they_are_named(draft: str, counts: Path) -> None:
+    engine, plainly = slipstream.load(draft=draft.format(counts)), slipstream.load()
+    prompts = ["def add(a, b):", "import os"]
+    found = engine.generate(prompts, max_new_tokens=12, temperature=0)
+    want = plainly.generate(prompts, max_new_tokens=12, temperature=0)
+    assert [each.text for each in found] == [each.text for each in want]
+    assert sum(each.stats.accepted for each in found) > 0
+    assert any("tokens, which make up" in note for note in engine.notes)
+
+
+def test_counts_are_kept_where_drafts_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = run("draft", "vocabulary", "import os", "--max-new-tokens", "8")
+    assert made.exit_code == 0 and "draft_vocab=2048" in made.stdout
+    offered = run("draft", "list", "embedded?draft_vocab=256", "--json")
+    assert "the draft knows 256 of 4096 tokens" in json.loads(offered.stdout)[0]["says"]
+
+
+def test_what_cannot_be_cut_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    target = TableScorer(dirichlet_table(1), 3, "table")
+    file = tmp_path / "toy.counts"
+    TokenCounts.of([(1, 1, 2)], 3, "table").save(file)
+    with pytest.raises(ValueError, match="the draft has 2 tokens, fewer than candidates"):
+        drafter(f"embedded?draft_vocab=2:{file}", BuildContext(target, tree=(3,)))
+    with pytest.raises(ValueError, match="write a number of tokens, a file of counts, or NUMBER:FILE"):
+        drafter("embedded?draft_vocab=0", BuildContext(target))
+    file.write_bytes(b"no counts")
+    with pytest.raises(ValueError, match="is damaged or no counts of tokens"):
+        drafter(f"embedded?draft_vocab={file}", BuildContext(target))

@@ -1,0 +1,39 @@
+"""What is proposed for a target without a draft: its own weights in 4 bits, where that works and may pay."""
+
+from __future__ import annotations
+
+import pytest
+
+import slipstream
+from slipstream.engine.proposals import self_draft_proposal
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import quantized
+from slipstream.kernels.quantization import Precision
+from slipstream.models.causal import CausalScorer
+from slipstream.models.tables import TableScorer
+from toys import FAMILIES, dirichlet_table, tiny
+
+pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+
+
+def test_a_target_may_draft_for_itself() -> None:
+    model = tiny(FAMILIES["llama"])
+    (sentence,) = self_draft_proposal(CausalScorer(model, "toy"), least=0)
+    assert sentence.startswith("toy decodes without a draft; draft='int4' (--draft int4)")
+    in_8_bits = CausalScorer(quantized(model, Precision(8, 64)), "toy")
+    assert self_draft_proposal(in_8_bits, least=0) == [sentence]
+
+
+def test_nothing_is_proposed_where_it_would_not_work_or_not_pay() -> None:
+    model = tiny(FAMILIES["llama"])
+    assert self_draft_proposal(CausalScorer(model, "toy")) == []  # it lies in the caches
+    assert self_draft_proposal(CausalScorer(quantized(model, Precision(4, 32)), "toy"), least=0) == []
+    assert self_draft_proposal(CausalScorer(tiny(FAMILIES["llama"]).half(), "toy"), least=0) == []
+    assert self_draft_proposal(TableScorer(dirichlet_table(1), 3, "table"), least=0) == []
+
+
+def test_load_proposes_it_unless_a_draft_is_named() -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 6144, "num_hidden_layers": 1}
+    model = tiny(FAMILIES["llama"], **sizes)
+    assert "--draft int4" in slipstream.load(model).notes[-1]
+    assert slipstream.load(model, "lookup").notes == ()

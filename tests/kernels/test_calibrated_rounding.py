@@ -1,0 +1,127 @@
+"""Rounding for what layers are given: less error in what they give, in the codes that the kernel reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import slipstream
+from slipstream.kernels.calibrated_rounding import quantize_for, spreading
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import QuantizedLinear, packed, quantized
+from slipstream.kernels.quantization import Codes, Precision, quantize
+from slipstream.models import calibration
+from slipstream.models.calibration import input_products, own_text
+from slipstream.models.packed_twins import quantized_twin
+from slipstream.models.tiny import tiny_config, tiny_model
+from toys import FAMILIES, tiny
+
+needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+GPTQ = Precision(4, 32, "gptq")
+
+
+def correlated(tokens: int, inputs: int, seed: int = 0) -> Tensor:
+    """Inputs (tokens, inputs) of a few directions and some noise, as those of layers are."""
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randn(tokens, inputs // 8, generator=generator) @ torch.randn(inputs // 8, inputs, generator=generator)
+    return few + 0.1 * torch.randn(tokens, inputs, generator=generator)
+
+
+def error(weight: Tensor, codes: Codes, inputs: Tensor) -> float:
+    """The squared error of what a layer gives for inputs."""
+    return float((inputs @ (weight - codes.weight()[:, : weight.shape[1]]).T).square().sum())
+
+
+@pytest.mark.parametrize("inputs", [128, 100], ids=["whole groups", "a group that is filled up"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_outputs_are_nearer_than_those_of_the_nearest_codes(bits: int, inputs: int) -> None:
+    """On inputs that were not looked at too. The control: inputs that do not go together have nothing to take back."""
+    precision = Precision(bits, 32, "gptq")
+    weight = torch.randn(48, inputs, generator=torch.Generator().manual_seed(1))
+    seen, unseen = correlated(512, inputs).split(256)
+    found = quantize_for(weight, precision, spreading(seen.T @ seen))
+    assert int(found.codes.max()) < 1 << bits and found.scales.dtype == torch.bfloat16
+    for given in (seen, unseen):
+        assert error(weight, found, given) < 0.5 * error(weight, quantize(weight, precision), given)
+    apart = quantize_for(weight, precision, spreading(torch.eye(inputs)))
+    assert torch.equal(apart.weight(), quantize(weight, precision).weight())
+
+
+def test_inputs_that_were_never_seen_are_rounded_to_the_nearest() -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    found = quantize_for(weight, GPTQ, spreading(torch.zeros(64, 64)))
+    assert torch.equal(found.weight(), quantize(weight, GPTQ).weight())
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("int8", Precision(8, 64)),
+        ("int4?group=64", Precision(4, 64)),
+        ("int4?rounding=gptq", GPTQ),
+        ("int4?group=128&rounding=gptq", Precision(4, 128, "gptq")),
+    ],
+)
+def test_precisions_are_read_as_they_are_written(text: str, precision: Precision) -> None:
+    assert Precision.read(text) == precision and str(precision) == text
+
+
+@pytest.mark.parametrize("text", ["int4?", "int4?group", "int4?group=x", "int4?size=3", "int4?group=32&", "fp3", ""])
+def test_what_is_no_precision_is_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no precision of weights: .*\.$"):
+        Precision.read(text)
+    with pytest.raises(ValueError, match="use nearest or gptq"):
+        Precision.read("int4?rounding=up")
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_writes_the_text_that_it_reads() -> None:
+    model = tiny(FAMILIES["llama"])
+    text = own_text(model, rows=5, length=9)
+    assert text.shape == (5, 9) and torch.equal(text, own_text(model, rows=5, length=9))
+    reader = tiny_model(transformers.T5ForConditionalGeneration, tiny_config(transformers.T5Config))
+    with pytest.raises(ValueError, match="reads sources, so its rounding cannot be calibrated"):
+        own_text(reader)
+
+
+@torch.inference_mode()
+def test_products_are_those_of_what_layers_are_given() -> None:
+    """Queries and keys are given the same; a packed layer's are those of the layer that it stands for."""
+    model, text = tiny(FAMILIES["llama"]), torch.arange(30).view(5, 6)
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in ("q", "k")]
+    hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(text)).flatten(0, 1)
+    for each in (model, packed(model)):
+        found = input_products(each, names, text)
+        assert found[names[0]] is found[names[1]]
+        torch.testing.assert_close(found[names[0]], hidden.T @ hidden, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernel
+def test_a_quantized_model_is_nearer_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, also where the products do not fit in memory at once; every layer of 32 features has
+    its codes."""
+    monkeypatch.setattr(calibration, "MOST_BYTES", 5000)
+    model: Any = tiny(FAMILIES["llama"])
+    twin, nearest = quantized_twin(model, "toy", GPTQ), quantized(model, Precision(4, 32))
+    text = torch.arange(96).view(8, 12)
+    with torch.inference_mode():
+        want, *found = (each(text).logits for each in (model, twin, nearest))
+    gaps = [float((each - want).square().mean()) for each in found]
+    assert gaps[0] < gaps[1]
+    layers = [each for each in twin.modules() if isinstance(each, QuantizedLinear)]
+    assert len(layers) == 11 and {each.precision for each in layers} == {GPTQ}
+
+
+@needs_kernel
+def test_drafts_and_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "MOST_BYTES", 1 << 20)
+    model = tiny(FAMILIES["llama"])
+    engine = slipstream.load(model, "int4?group=64&rounding=gptq", quantize="int8?rounding=gptq")
+    fast, slow = (engine.generate([[5, 6]], max_new_tokens=8, temperature=0, plain=each) for each in (False, True))
+    assert fast[0].tokens == slow[0].tokens and fast[0].stats.accepted
