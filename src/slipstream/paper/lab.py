@@ -62,7 +62,7 @@ class Scale:
 
 
 FULL = Scale()
-QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 4, QUICK_LESSONS, 6000, quick=True)
+QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 2), 30, QUICK_LESSONS, 6000, quick=True)
 
 
 @dataclass

@@ -19,7 +19,7 @@ RISKS = (0.1, 0.25, 0.5)
 FAILURE = 0.05
 """The chance that is allowed for a threshold to miss its risk."""
 
-THRESHOLDS = (1.1, 1.09, 1.08, 1.07, 1.05, 1.03, 1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+THRESHOLDS = (1.1, 1.07, 1.04, 1.0, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0)
 """The thresholds that are tried, the safest first. Above 1 the decay of a text never brings them below 0.9 of that."""
 
 
