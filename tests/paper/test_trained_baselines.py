@@ -23,13 +23,19 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.paper import lab, plane
 from slipstream.paper.baselines.calibration import calibrated, p_value
 from slipstream.paper.baselines.exits import ExitClock, ExitRule, Exits, saturation, softmax_gap
 from slipstream.paper.baselines.sources import SourceDrafter, continuation
+from slipstream.paper.published import EDITING
+from slipstream.paper.runs import methods
 from slipstream.paper.runs.audit import Laws
 from slipstream.paper.standins import edits, tuning
+from slipstream.paper.standins import python_prompts as writing
+from slipstream.paper.standins.copies import Lessons
 from slipstream.paper.standins.edits import Editing
 from slipstream.paper.standins.tuning import Blockwise, Lesson, Teaching
+from slipstream.training.heads import TrainingSettings
 from toys import EXACT, FAMILIES, GREEDY, HF_VOCAB, PAIRS, WRONG, first_tokens, plain_law, request, scorer, tiny
 from toys import total_variation as tv
 
@@ -348,3 +354,32 @@ def test_the_source_is_found_in_its_prompt() -> None:
     source = edits.source_of([edits.prompt(text) for text in texts], encode)
     for text in texts:
         assert source(encode(edits.prompt(text))) == encode(text)
+
+
+# ---- the plane -----------------------------------------------------------------------------------------------------
+
+BRIEF = Lessons(
+    TrainingSettings(5, 16, False, 2, rows=2, length=16, rate=1e-3),
+    *(Lesson(2, 2, 16), Lesson(2, 2, 16)),
+    {"target": Lesson(2, 2), "draft": Lesson(2, 2)},
+)
+SMALL = lab.Scale(40, 8, 4, recipes={}, plane=(2, 1), plane_length=8, calibration=6, lessons=BRIEF, quick=True)
+
+
+@pytest.mark.slow  # trains five copies for two steps each, and measures all methods
+def test_the_plane_has_all_methods_and_exact_ones_at_distance_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "texts", lambda most=0: [SOURCES[0], SOURCES[1] * 20])
+    monkeypatch.setattr(lab, "LENGTHS", {EDITING: 8})
+    monkeypatch.setattr(plane, "TEMPERATURES", (0,))
+    sheet = plane.baselines(lab.Lab(lab.Inputs(standins=tmp_path), SMALL, say=lambda line: None))
+    heads = [column.name for column in sheet.columns]
+    rows = [dict(zip(heads, row, strict=True)) for row in sheet.rows]
+    assert {row["method"] for row in rows} >= {methods.EXACT, *plane.METHODS_TRAINED}
+    exact = [
+        row for row in rows if row["method"] in (methods.EXACT, methods.SOURCES) or "frozen base" in str(row["setting"])
+    ]
+    assert len(exact) == 2 + 2 + len(methods.PIECES) + len(methods.BLOCKS)
+    assert all(row["total variation per token"] == 0 and row["greedy texts equal"] == "2 of 2" for row in exact)
+    assert any("layers" in str(row["setting"]) for row in rows if row["method"] == methods.EXITS)

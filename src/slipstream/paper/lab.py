@@ -28,8 +28,6 @@ from slipstream.text.jsontext import json_text
 
 MEASURED = "measured"  # the folder of what tables are made of
 LENGTHS = {TRANSLATION: 64, SUMMARIES: 96, EDITING: 128}
-PLANE_LENGTHS = {EDITING: 128}  # tokens of a text of the baselines, where they are not
-PLANE_LENGTH = 48
 STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
 
@@ -55,6 +53,7 @@ class Scale:
     course: Course = field(default_factory=Course)
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
     plane: tuple[int, int] = (5, 3)  # texts and repetitions of the baselines
+    plane_length: int = 48  # tokens of their texts; edits are written to their end
     calibration: int = 40  # texts that thresholds of exits are calibrated on
     lessons: Lessons = field(default_factory=Lessons)
     most_pairs: int | None = None
@@ -62,7 +61,7 @@ class Scale:
 
 
 FULL = Scale()
-QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 2), 30, QUICK_LESSONS, 6000, quick=True)
+QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 24, 30, QUICK_LESSONS, 6000, quick=True)
 
 
 @dataclass
@@ -184,7 +183,8 @@ class Lab:
 
         def measure() -> dict[str, Any]:
             whole = self.subject(task, compiled=False)
-            subject = replace(whole, length=min(whole.length, PLANE_LENGTHS.get(task, PLANE_LENGTH)))
+            most = whole.length if task == EDITING else min(whole.length, self.scale.plane_length)
+            subject = replace(whole, length=most)
             course = plane.Course(*self.scale.plane, temperature)
             return plane.measure(subject, self._methods(task, subject, temperature), course, self.say)
 
