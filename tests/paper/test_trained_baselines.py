@@ -30,6 +30,7 @@ from slipstream.paper.baselines.sources import SourceDrafter, continuation
 from slipstream.paper.published import EDITING
 from slipstream.paper.runs import methods
 from slipstream.paper.runs.audit import Laws
+from slipstream.paper.runs.quality import unlike
 from slipstream.paper.standins import edits, tuning
 from slipstream.paper.standins import python_prompts as writing
 from slipstream.paper.standins.copies import Lessons
@@ -146,6 +147,12 @@ def test_thresholds_are_tried_from_the_safest_on() -> None:
     assert calibrated((0.9, 0.7, 0.5, 0.3), losses, 0.1) == 0.7
     assert tried == [0.9, 0.7, 0.5]
     assert calibrated((0.5, 0.9), losses, 0.1) is None
+
+
+def test_losses_are_what_chrf_leaves() -> None:
+    pytest.importorskip("sacrebleu")
+    assert unlike("def f(x):", "def f(x):") == 0 and unlike("", "") == 0
+    assert 0 < unlike("def f(x):", "def f(y):") < unlike("import os", "def f(y):") <= 1
 
 
 # ---- sources -----------------------------------------------------------------------------------------------------

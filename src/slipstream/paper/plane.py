@@ -81,8 +81,8 @@ TRAINED_NOTES = (
     "CALM (2207.07061): a copy of the target whose layers can all be the last, taught with the sum of the layers' "
     "losses weighted by their numbers; states are copied to the skipped layers. Thresholds fall along a text (eq. 5) "
     "and are the lowest that Learn-then-Test shows, with 95 % confidence, to keep the mean distance (1 - chrF) of "
-    "held-out greedy texts from those of all layers at or below the risk; `no exits` is the copy itself, and what lies "
-    "between it and distance 0 is what it learned otherwise than the target.",
+    "held-out greedy texts from those of all layers at or below the risk; a risk that none keeps has no row. "
+    "`no exits` is the copy itself: what lies between it and distance 0 is what it learned otherwise than the target.",
     "Shallow Aggressive Decoding (2106.04970), greedy as there: the broken function is the draft up to the first "
     "difference, and again from where the last output tokens occur at one place of it alone. The published figure is "
     "of an encoder-decoder with a shallow decoder; our causal target reads the source in its prompt and has no decoder "
