@@ -39,6 +39,7 @@ BARS = ("benchmarks/bars.py", *PAIR, "--compile", "--json", "{json}")
 PLAN = ("-m", "slipstream", "plan", "--json", "--prompts", "{prompts}")
 PADDED_PLAN = (*PLAN, *PAIR, "--dtype", "bfloat16", "--max-new-tokens", "48", "--repetitions", "2")
 SERVING = ("benchmarks/serving.py", "{prompts}", *PAIR, "--json", "{json}")
+PADDED_BEAMS = ("benchmarks/beams.py", *PAIR, "--prompts", "{prompts}", "--count", "8", "--repetitions", "3")
 SMALL_PLAN = (*PLAN, "--sample", "32", "--max-new-tokens", "64")
 
 MEASUREMENTS = (
@@ -53,6 +54,14 @@ MEASUREMENTS = (
         ),
     ),
     Measurement("rules", (("benchmarks/rules.py", "{prompts}", "--max-new-tokens", "48", "--json"),)),
+    Measurement(
+        "beams",
+        (
+            ("benchmarks/beams.py", "--max-new-tokens", "24", "--json"),
+            (*PADDED_BEAMS, "--beams", "4", "--json"),
+            (*PADDED_BEAMS, "--beams", "4", "--compile", "--json"),
+        ),
+    ),
     Measurement("exact_shape", (("benchmarks/exact_shape.py", "{prompts}", "--dtype", "bfloat16", "--json"),)),
     Measurement(
         "plan",

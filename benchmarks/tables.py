@@ -26,7 +26,7 @@ from measurements import HERE, MEASUREMENTS, ROOT, measure, records
 
 DOCUMENTS = (ROOT / "README.md", HERE / "RESULTS.md")
 MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- end -->", re.S)
-SPEEDS = re.compile(r"tokens/s|tokens per second|\bms\b|microseconds|x plain|x generate", re.I)
+SPEEDS = re.compile(r"tokens/s|tokens per second|\bms\b|microseconds|x plain|x generate|x transformers", re.I)
 
 Record = Mapping[str, Any]
 
@@ -130,6 +130,30 @@ def rules_table(record: Record) -> str:
         against = "" if row["rule"] == "token" else f"{row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
         rows.append([row["rule"], number(row["mean_acceptance_length"], 3), against, number(row["alpha"], 3)])
     return markdown(["rule", "mean acceptance length", "against token", "alpha"], rows)
+
+
+def beams_table(record: Record) -> str:
+    """Beam search beside transformers' own: equal texts, the paper's acceptance, calls of the target, speed."""
+    rows = []
+    for figures in record["figures"]:
+        settings = figures["settings"]
+        pair = "cost-padded" if settings["target"] else "embedded"
+        for row in figures["rows"]:
+            equal = row["drafted"]
+            ties = f", {equal['near_ties']} near-ties" if equal["near_ties"] else ""
+            rows.append(
+                [
+                    f"{pair}, {'compiled' if settings['compile'] else 'eager'}",
+                    str(row["beams"]),
+                    f"{equal['equal']} of {row['prompts']}{ties}",
+                    str(row["draft_beams"]),
+                    number(row["alpha"], 3),
+                    f"{row['target_calls']['plain']} / {row['target_calls']['drafted']} = {row['fewer_calls']:.2f}",
+                    *(number(row[f"speed_{name}"]) for name in ("plain", "drafted")),
+                ]
+            )
+    head = ["models", "w", "prompts with transformers' texts and scores", "u", "top w of p in top u of q"]
+    return markdown([*head, "target calls, plain / drafted", "plain, x transformers", "drafted, x transformers"], rows)
 
 
 def exact_shape_table(record: Record) -> str:
@@ -237,6 +261,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "bars": ("bars", bars_table),
     "passes": ("bars", passes_table),
     "rules": ("rules", rules_table),
+    "beams": ("beams", beams_table),
     "exact-shape": ("exact_shape", exact_shape_table),
     "plan": ("plan", plan_table),
     "controllers": ("controllers", controllers_table),

@@ -153,6 +153,22 @@ PLAN = {
 }
 RULE = {"rule": "block", "mean_acceptance_length": 2.5, "difference": 0.1, "interval": [-0.1, 0.3], "alpha": 0.6}
 WAY = {"dtype": "bfloat16", "way": "compile", "differ": 0, "texts": 164, "plain": 700.4, "speculative": 800.6}
+BEAMS = {
+    "settings": {"target": None, "compile": False},
+    "rows": [
+        {
+            "beams": 4,
+            "draft_beams": 6,
+            "prompts": 200,
+            "drafted": {"equal": 199, "near_ties": 1},
+            "target_calls": {"plain": 480, "drafted": 192},
+            "fewer_calls": 2.5,
+            "alpha": 0.657,
+            "speed_plain": 1.25,
+            "speed_drafted": 1.5,
+        }
+    ],
+}
 LAPS = [
     {"text": "code", "agree": 0.7, "contender": name, "live": live, "trace": live}
     for name, live in (("gamma 0", 6.0), ("gamma 3", 4.0), ("heuristic", 5.0), ("adaptive", 3.0))
@@ -164,6 +180,11 @@ LAPS = [
     [
         ("plan", PLAN, "| 134 M | 0 | 0.75 | 0.10 | 1.10 | 5 | 2.00 (1.90-2.10) | 2.10 (2.00-2.20) | +5.0 % |"),
         ("rules", {"rows": [RULE]}, "| block | 2.500 | +0.100 [-0.100, +0.300] | 0.600 |"),
+        (
+            "beams",
+            BEAMS,
+            "| embedded, eager | 4 | 199 of 200, 1 near-ties | 6 | 0.657 | 480 / 192 = 2.50 | 1.25 | 1.50 |",
+        ),
         ("exact-shape", [WAY], "| bfloat16, any shape, compiled | 0 of 164 | 700 | 801 |"),
         ("controllers", LAPS, "| code (0.70) | live | 1.50 (gamma 3) | 1.20 | 2.00 |"),
         ("kernel", {"products": [SPREAD], "quantized": [], "attentions": [SPREAD]}, "| small | 6 | 1.00 | 3.00 |"),

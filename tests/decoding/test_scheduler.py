@@ -701,3 +701,23 @@ def test_sources_of_sound_are_compared_by_their_features() -> None:
     same = [[same_source(left, right) for right in sounds] for left in sounds]
     alike = {(0, 1), (1, 0)}
     assert same == [[i == j or (i, j) in alike for j in range(len(sounds))] for i in range(len(sounds))]
+
+
+def test_rows_wait_while_it_holds_and_have_their_texts_then() -> None:
+    made, requests = pair(), of_every_kind(4)
+    want = [row.output for row in generate(pair(), requests)]
+    with Scheduler(made) as scheduler:
+        rows = [scheduler.add(each) for each in requests[:2]]
+        assert scheduler.idle and scheduler.busy
+        scheduler.step()
+        assert not scheduler.idle
+        scheduler.holds = True
+        rows += [scheduler.add(each) for each in requests[2:]]
+        while not scheduler.idle:
+            scheduler.step()
+        assert all(row.finish_reason for row in rows[:2]) and not any(row.output for row in rows[2:])
+        assert scheduler.step() is None and scheduler.busy and not made.target.lengths
+        scheduler.holds = False
+        for _ in scheduler.rounds():
+            pass
+    assert [row.output for row in rows] == want

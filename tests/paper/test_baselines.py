@@ -23,7 +23,7 @@ from slipstream.paper.baselines.drafting import ScoredDrafter, probabilities
 from slipstream.paper.baselines.rules import cascade, committee, typical
 from slipstream.paper.lab import Inputs, Lab
 from slipstream.paper.pages.sheet import sheet
-from slipstream.paper.runs.baselines import BASELINES, EXACT
+from slipstream.paper.runs.methods import BASELINES, EXACT
 from toys import EXACT as NOTHING
 from toys import GREEDY, PAIRS, SAMPLE, VOCAB, WRONG, first_tokens, plain_law, request, scorer
 from toys import total_variation as tv
@@ -149,7 +149,7 @@ def test_the_plane_puts_exact_methods_on_its_line() -> None:
     assert sheet(made.as_dict()) == made
     exact: Sequence[Any] = [curve for curve in made.curves if curve.label == EXACT]
     assert exact and all(set(curve.x) == {0.0} for curve in exact)
-    assert {row[2] for row in made.rows} >= {each.method for each in BASELINES} | set(plane.MISSING)
+    assert {row[2] for row in made.rows} >= {each.method for each in BASELINES} | set(plane.METHODS_TRAINED)
     assert all(len(row) == len(made.columns) for row in made.rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -134,3 +135,58 @@ def test_what_cannot_be_is_a_400_that_names_the_field(client: openai.OpenAI, cas
 def test_another_model_is_a_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.completions.create(model="gpt-4", prompt=PROMPT)
+
+
+def test_beam_search_is_the_librarys(client: openai.OpenAI, engine: slipstream.Engine) -> None:
+    prompts = [PROMPT, "import os\n"]
+    more = {"use_beam_search": True, "best_of": 4, "length_penalty": 0.5, "early_stopping": True}
+    answer = client.completions.create(model="embedded", prompt=prompts, n=2, max_tokens=8, extra_body=more)
+    beams: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": True}
+    expected = engine.generate(prompts, max_new_tokens=8, **beams)
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert [choice.model_extra["score"] for choice in answer.choices] == pytest.approx([one.score for one in expected])
+    assert answer.usage.completion_tokens == sum(len(one.tokens) for one in expected)
+    assert answer.usage.prompt_tokens == sum(one.prompt_tokens for one in expected[::2])
+
+
+def test_a_search_waits_for_what_runs_and_others_wait_for_it(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    alone = client.completions.create(**asked).choices[0].text
+    searched = {**asked, "n": 2, "extra_body": {"use_beam_search": True}}
+    want = client.completions.create(**searched).choices
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(client.completions.create, **each) for each in [asked, searched] * 3]
+        found = [call.result().choices for call in calls]
+    assert [choices[0].text for choices in found[::2]] == [alone] * 3
+    assert all([one.text for one in choices] == [one.text for one in want] for choices in found[1::2])
+
+
+def test_the_best_of_several_samples_are_answered(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 8, "temperature": 1.5, "seed": 3}
+    several = client.completions.create(**asked, n=5, logprobs=0)
+    order = sorted(several.choices, key=lambda one: -sum(one.logprobs.token_logprobs) / len(one.logprobs.tokens))
+    best = client.completions.create(**asked, n=2, extra_body={"best_of": 5})
+    assert [choice.text for choice in best.choices] == [one.text for one in order[:2]]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.choices[0].logprobs is None
+    assert best.usage.completion_tokens == several.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 1000}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 2, "temperature": 1}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 2, "logprobs": 1}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 2, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"length_penalty": 1.0}, "length_penalty"),
+    ],
+)
+def test_what_excludes_each_other_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="embedded", prompt=PROMPT, max_tokens=4, extra_body=fields)
+    assert refused.value.param == param

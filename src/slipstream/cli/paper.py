@@ -28,7 +28,7 @@ def _option(panel: str | None, metavar: str | None, help: str, *names: str) -> A
 
 What = Annotated[list[str], typer.Argument(metavar="NAME...", help=NAMES)]
 Standins = Annotated[
-    str | None, _option(CORPORA, "FOLDER", "Stand-ins for the paper's T5 models; trained there if absent (hours).")
+    str | None, _option(CORPORA, "FOLDER", "Trained there if absent: stand-ins for T5 (hours), copies for baselines.")
 ]
 Pairs = Annotated[
     str | None,
@@ -81,6 +81,8 @@ def paper(
     table1 and figure1 to figure4 need nothing. With --out, what was measured is kept and used again.
 
     Example: slipstream paper table1 figure3 --out build/paper
+
+    Example: slipstream paper baselines --standins build/standins --out docs/paper
 
     Example: slipstream paper all --standins build/standins --pairs multi30k --articles news.json --out docs/paper
     """

@@ -37,7 +37,8 @@ class Scheduler:
     preempted: its tokens stay, and it is read again and continued when there is room. A row that does not fit even
     alone ends like one that fills the target's context.
 
-    In the target's cache the running rows come first, then the texts that are being read. Raises RuntimeError if the
+    In the target's cache the running rows come first, then the texts that are being read. While it `holds`, no row that
+    waits gets a place: once it is `idle`, others may use the models between two steps. Raises RuntimeError if the
     target still serves another scheduler.
     """
 
@@ -58,6 +59,7 @@ class Scheduler:
         self.decoder, self.prefill_chunk, self.prefill_growth = decoder, prefill_chunk, prefill_growth
         self.running: list[Row] = []
         self.waiting: list[Row] = []
+        self.holds = False
         self._reader = Reader(decoder.target, decoder.stores[0], prefill_chunk, prefill_growth)
         self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, decoder)
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
@@ -98,6 +100,11 @@ class Scheduler:
         """Whether a step has anything to do."""
         queued = not (self._arrivals.empty() and self._aborted.empty())
         return bool(queued or self.running or self._reader.groups or self.waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row has a place."""
+        return not (self.running or self._reader.groups)
 
     def abort(self, row: Row) -> None:
         """End a row before the next round, with the finish reason "abort"; nothing happens to one that has ended."""
@@ -155,7 +162,7 @@ class Scheduler:
             here.remove(youngest)
             self._leave([youngest])
             insort(self.waiting, youngest, key=_turn)
-        while self.waiting and len(here) < self.decoder.batch_size:
+        while self.waiting and not self.holds and len(here) < self.decoder.batch_size:
             if here and not self._room.fits([*here, self.waiting[0]]):
                 break
             here.append(self.waiting.pop(0))

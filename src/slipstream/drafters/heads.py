@@ -66,12 +66,14 @@ class ParallelHeads(nn.Module):
         self.up = nn.Linear(sizes.width * (1 + sizes.pending), sizes.heads * sizes.inner)
         self.down = nn.Parameter(torch.zeros(sizes.heads, sizes.inner, sizes.width))
 
-    def forward(self, hidden: Tensor, following: Tensor) -> Tensor:
-        width = (self.sizes.width,)
+    def forward(self, hidden: Tensor, following: Tensor, first: int | None = None) -> Tensor:
+        """The states of the `first` heads; without it, of all."""
+        width, count = (self.sizes.width,), self.sizes.heads if first is None else first
         parts = [hidden, following] if self.sizes.pending else [hidden]
         seen = torch.cat([functional.rms_norm(part, width) for part in parts], -1)
-        inner = functional.relu(self.up(seen)).unflatten(-1, (self.sizes.heads, self.sizes.inner))
-        return hidden.unsqueeze(-2) + torch.einsum("...ki,kiw->...kw", inner, self.down)
+        up = functional.linear(seen, *(each[: count * self.sizes.inner] for each in (self.up.weight, self.up.bias)))
+        inner = functional.relu(up).unflatten(-1, (count, self.sizes.inner))
+        return hidden.unsqueeze(-2) + torch.einsum("...ki,kiw->...kw", inner, self.down[:count])
 
     def save(self, folder: str | Path, report: dict[str, Any] | None = None) -> Path:
         """Write the file of the heads whole or not at all; `report` goes with it, for whoever reads it later."""
@@ -162,7 +164,7 @@ class HeadsDrafter:
         lengths = tuple(0 if place is None else min(gamma, most) for place, gamma in zip(known, gammas, strict=True))
         if not max(lengths, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
-        logits = self._logits(context, [place or 0 for place in known])[:, : max(lengths)].to(self.scorer.device)
+        logits = self._logits(context, [place or 0 for place in known], max(lengths)).to(self.scorer.device)
 
         def law_after(tokens: Tensor) -> Law:  # samplers may look at the tokens before; the heads do not
             return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, "heads")
@@ -180,9 +182,9 @@ class HeadsDrafter:
         place = torch.arange(count, device=hidden.device)
         self._states = _States(round.rows, hidden[place, last.to(hidden.device)])
 
-    def _logits(self, context: Context, places: Sequence[int]) -> Tensor:
-        """(rows, heads, vocab) of all heads at once."""
+    def _logits(self, context: Context, places: Sequence[int], first: int) -> Tensor:
+        """(rows, first, vocab) of the first heads at once: those that are asked for nothing cost nothing."""
         pending = torch.tensor([row.tokens[-1] for row in context.rows], device=self._embed.weight.device)
         following = self._embed(pending)
         hidden = self._states.hidden[list(places)].to(following.device)
-        return self._project(self.heads(hidden, following))
+        return self._project(self.heads(hidden, following, first))

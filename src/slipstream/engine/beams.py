@@ -30,13 +30,20 @@ class BeamTexts:
         self._searches = searches_of(job.decoder.target, requests, wanted)
         self._done: dict[int, Completion] = {}
 
-    def play(self, on_completion: Callable[[int, Completion], object] | None = None) -> None:
-        """Search to the end; the listener is told of each text as soon as its search is over."""
+    def play(
+        self,
+        on_completion: Callable[[int, Completion], object] | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Search to the end, or as long as it is `wanted`; the listener is told of each text as soon as its search is
+        over."""
         with closing(BeamDecoder(self._job.decoder, self._searches).rounds()) as rounds:  # type: ignore[type-var]
             for running in rounds:
                 for search in running:
                     if search.finish_reason:
                         self._finish(search, on_completion)
+                if not wanted():
+                    return
 
     @property
     def completions(self) -> list[Completion]:

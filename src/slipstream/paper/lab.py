@@ -10,22 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.paper.pages.sheet import write_json
-from slipstream.paper.published import SUMMARIES, TRANSLATION, WRITING
+from slipstream.paper.published import EDITING, SUMMARIES, TRANSLATION, WRITING
 from slipstream.paper.runs import acceptance as trails
 from slipstream.paper.runs import baselines as plane
-from slipstream.paper.runs import speeds
+from slipstream.paper.runs import methods, speeds
 from slipstream.paper.runs.bleu import bleu
 from slipstream.paper.runs.speeds import Course
 from slipstream.paper.runs.subjects import DRAFT, Loading, Subject, embedded, family
 from slipstream.paper.runs.timelines import story, timeline
+from slipstream.paper.runs.trained import Trained
 from slipstream.paper.standins import build as families
-from slipstream.paper.standins import corpora
+from slipstream.paper.standins import corpora, edits
 from slipstream.paper.standins.build import QUICK_RECIPES, RECIPES, Recipe
+from slipstream.paper.standins.copies import QUICK_LESSONS, Copies, Lessons
 from slipstream.paper.standins.corpora import Pairs
 from slipstream.text.jsontext import json_text
 
 MEASURED = "measured"  # the folder of the measurements
-LENGTHS = {TRANSLATION: 64, SUMMARIES: 96}
+LENGTHS = {TRANSLATION: 64, SUMMARIES: 96, EDITING: 128}
 PLANE_LENGTH = 64  # tokens of a text of the baselines
 STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
 
@@ -51,13 +53,16 @@ class Scale:
     sentences: int = 1000
     course: Course = field(default_factory=Course)
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
-    plane: tuple[int, int] = (8, 3)  # texts and repetitions of the baselines
+    plane: tuple[int, int] = (5, 3)  # texts and repetitions of the baselines
+    plane_length: int = 48  # tokens of their texts; edits are written to their end
+    calibration: int = 40  # texts that thresholds of exits are calibrated on
+    lessons: Lessons = field(default_factory=Lessons)
     most_pairs: int | None = None
     quick: bool = False
 
 
 FULL = Scale()
-QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 6000, quick=True)
+QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 24, 30, QUICK_LESSONS, 6000, quick=True)
 
 
 @dataclass
@@ -104,8 +109,22 @@ class Lab:
         key = (task, self.how.compile if compiled is None else compiled)
         if key not in self._subjects:
             how = replace(self.how, compile=key[1])
-            self._subjects[key] = embedded(self.scale.length, how) if task == WRITING else self._family(task, how)
+            makers = {WRITING: lambda: embedded(self.scale.length, how), EDITING: lambda: self._editing(how)}
+            self._subjects[key] = makers[task]() if task in makers else self._family(task, how)
         return self._subjects[key]
+
+    def _editing(self, how: Loading) -> Subject:
+        assert self.trained is not None
+        pairs = edits.pairs()
+        folders = self.trained.copies.editing(pairs)
+        return family(pairs, folders.pop("target"), dict(folders), LENGTHS[EDITING], how)
+
+    @cached_property
+    def trained(self) -> Trained | None:
+        """The copies of the embedded target that other papers' methods were trained into; None without a folder."""
+        if self.inputs.standins is None:
+            return None
+        return Trained(Copies(self.standins / WRITING, self.scale.lessons, self.say), replace(self.how, compile=False))
 
     def _family(self, task: str, how: Loading) -> Subject:
         pairs = self._pairs(task)
@@ -168,10 +187,28 @@ class Lab:
 
         def measure() -> dict[str, Any]:
             whole = self.subject(task, compiled=False)
-            subject = replace(whole, length=min(whole.length, PLANE_LENGTH))
-            return plane.measure(subject, next(iter(subject.drafts)), temperature, self.scale.plane, self.say)
+            most = whole.length if task == EDITING else min(whole.length, self.scale.plane_length)
+            subject = replace(whole, length=most)
+            course = plane.Course(*self.scale.plane, temperature)
+            return plane.measure(subject, self._methods(task, subject, temperature), course, self.say)
 
         return self._measured(f"baselines-{task}-{temperature}", measure)
+
+    def _methods(self, task: str, subject: Subject, temperature: int) -> list[methods.Method]:
+        """What is measured: rules for a draft, and the methods that have something for this task and temperature."""
+        found = methods.drafted(subject, next(iter(subject.drafts)))
+        if task == EDITING and not temperature:
+            found += methods.from_sources(subject, edits.source_of(subject.sources, subject.engine.encode))
+        if task == WRITING and self.trained is not None:
+            texts, most = self.scale.plane[0], self.scale.calibration
+            calibration = self._measured("calibration", lambda: self._calibrate(subject, texts, most))
+            found += self.trained.blockwise(subject) if not temperature else []
+            found += self.trained.early_exits(subject, calibration)
+        return found
+
+    def _calibrate(self, subject: Subject, first: int, texts: int) -> dict[str, Any]:
+        assert self.trained is not None
+        return self.trained.calibrate(subject, first, texts, self.say)
 
     def bleu(self) -> dict[str, Any]:
         """Return the BLEU of translations. Raises ValueError without pairs of texts."""

@@ -7,32 +7,31 @@ from typing import Any
 
 from slipstream.paper.lab import Lab
 from slipstream.paper.pages.sheet import Cell, Column, Curve, Sheet
-from slipstream.paper.published import BASELINES, WRITING
+from slipstream.paper.published import BASELINES, EDITING, WRITING
+from slipstream.paper.runs.methods import BLOCKWISE, EXITS, SOURCES
 from slipstream.paper.tables import TEMPERATURES, about
 
-MISSING = {
-    "CALM": "exits that were trained with the target",
-    "Shallow Aggressive Decoding": "a target that corrects its source, and a shallow decoder",
-    "Blockwise Parallel Decoding": "heads that were trained with the target",
-}
-"""Methods that are not measured, and what they would need."""
+METHODS_TRAINED = (BLOCKWISE, EXITS, SOURCES)
+"""Methods whose models are trained where the stand-ins lie."""
 
 
 def baselines(lab: Lab) -> Sheet:
     """All methods over their settings, on the embedded pair and on the tasks that were given."""
     rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
-    for task in (WRITING, *lab.tasks):
+    trained = lab.inputs.standins is not None
+    for task in (WRITING, *([EDITING] if trained else []), *lab.tasks):
         for temperature in TEMPERATURES:
             found = lab.baselines(task, temperature)
             measured.append(found)
             rows += [_row(found, row) for row in found["rows"][1:]]
             curves += _curves(found)
-    rows += [(None, None, method, "not measured", BASELINES[method], *[None] * 6) for method in MISSING]
+    if not trained:
+        rows += [(None, None, name, "not measured", BASELINES[name], *[None] * 6) for name in METHODS_TRAINED]
     heads = ("subject", "T", "method", "setting", "published", "x plain", "tokens per call")
     last = (Column("greedy texts equal"), Column("BLEU", 1), Column("chrF", 1))
     columns = (*map(Column, heads), Column("total variation per token", 4), *last)
     title = "Baselines: speed over plain decoding, and the distance from the target's law"
-    axes, notes = ("mean total variation per token", "x plain"), _notes(measured)
+    axes, notes = ("mean total variation per token", "x plain"), _notes(measured, trained)
     made = Sheet("baselines", title, columns, tuple(rows), notes, axes=axes, curves=tuple(curves))
     return replace(made, **about(lab, measured))
 
@@ -40,7 +39,8 @@ def baselines(lab: Lab) -> Sheet:
 def _row(found: dict[str, Any], row: dict[str, Any]) -> tuple[Cell, ...]:
     same = None if row["same"] is None else f"{row['same']} of {row['of']}"
     speed = row["over_plain"]["median"], row["tokens_per_call"], row["distance"]
-    where = found["subject"], found["temperature"], row["method"], row["setting"]
+    layers = f", {row['layers']:.1f} layers" if "layers" in row else ""
+    where = found["subject"], found["temperature"], row["method"], f"{row['setting']}{layers}"
     return (*where, BASELINES.get(row["method"], ""), *speed, same, row.get("bleu"), row.get("chrf"))
 
 
@@ -50,17 +50,17 @@ def _curves(found: dict[str, Any]) -> list[Curve]:
     for method in dict.fromkeys(row["method"] for row in found["rows"][1:]):
         points = sorted((r["distance"], r["over_plain"]["median"]) for r in found["rows"] if r["method"] == method)
         x, y = zip(*points, strict=True)
-        lines.append(Curve(method, x, y, group=group))
+        lines.append(Curve(method, x, y, group=group, marked=True))
     return lines
 
 
-def _notes(measured: list[dict[str, Any]]) -> tuple[str, ...]:
+def _notes(measured: list[dict[str, Any]], trained: bool) -> tuple[str, ...]:
     first = measured[0]
-    missing = "; ".join(f"{method} needs {what}" for method, what in MISSING.items())
+    untrained = "Blockwise Parallel Decoding, CALM and Shallow Aggressive Decoding need models: give --standins FOLDER."
     return (
         f"By turns, text by text, {first['texts']} texts, {first['repetitions']} repetitions, gamma {first['gamma']} "
-        "and the smallest draft for all; `x plain` is the median over repetitions of the ratio to plain decoding in "
-        "the same one. The exact methods lie on the line of distance 0.",
+        "and the smallest draft for all rules; `x plain` is the median over repetitions of the ratio to plain decoding "
+        "in the same one. The exact methods lie on the line of distance 0.",
         "Distance: total variation of the law by which a position's token is emitted from the target's on the same "
         "prefix, averaged over emitted tokens; greedily, the share of tokens that the target would not have chosen.",
         "BLEU and chrF (sacrebleu) of the first repetition: to the references of a task; the embedded pair has none, "
@@ -69,5 +69,24 @@ def _notes(measured: list[dict[str, Any]]) -> tuple[str, ...]:
         "the target's tokens only. Speculative cascade: 2405.19261, the rule OPT. Committee: 2012.01988 token by "
         "token, the draft's tokens while its most probable one has tau or more. None of them is a rule of the engine "
         "but lenience, which has to be asked for.",
-        f"Not measured: {missing}. Their published figures stand for themselves.",
+        *(TRAINED_NOTES if trained else (untrained,)),
     )
+
+
+TRAINED_NOTES = (
+    "Blockwise Parallel Decoding (1811.03115), greedy as there: the base and k - 1 heads, trained to say what the "
+    "target says one to k tokens on. `frozen base` is the target as it is; the fine-tuned base learned along with the "
+    "heads and is another model, whose own texts are exact for it: what it says otherwise than the target is its "
+    "distance. Heads are independent, so smaller blocks use the first of five.",
+    "CALM (2207.07061): a copy of the target whose layers can all be the last, taught with the sum of the layers' "
+    "losses weighted by their numbers; states are copied to the skipped layers. Thresholds fall along a text (eq. 5) "
+    "and are the lowest that Learn-then-Test shows, with 95 % confidence, to keep the mean distance (1 - chrF) of "
+    "held-out greedy texts from those of all layers at or below the risk; a risk that none keeps has no row. "
+    "`no exits` is the copy itself: what lies between it and distance 0 is what it learned otherwise than the target.",
+    "Shallow Aggressive Decoding (2106.04970), greedy as there: the broken function is the draft up to the first "
+    "difference, and again from where the last output tokens occur at one place of it alone. The published figure is "
+    "of an encoder-decoder with a shallow decoder; our causal target reads the source in its prompt and has no decoder "
+    "apart. `edits`: functions of Python's standard library with one to three slips, to be written without them, by "
+    "copies of the embedded pair that were taught that.",
+)
+"""What the methods are that need training."""

@@ -47,6 +47,9 @@ class Lenient(NamedTuple):
 TRANSLATION, SUMMARIES, WRITING, DIALOG = "translation", "lead", "embedded", "dialog"
 """Our names for the paper's tasks: WMT English-German, CNN/DailyMail, lm1b, and the one that we have no match for."""
 
+EDITING = "edits"
+"""A task of the baselines alone, whose answers resemble their sources as grammar correction's do."""
+
 TASKS = {TRANSLATION: "EnDe", SUMMARIES: "CNN/DM", WRITING: "lm1b", DIALOG: "dialog"}
 TABLE_1 = (
     Ideal(0.6, 2, 1.53, 1.96),

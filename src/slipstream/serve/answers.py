@@ -161,13 +161,14 @@ class Common(Answer):
 
 
 class TextChoice(Answer):
-    """One of the answers to a completion request."""
+    """One of the answers to a completion request; `score` is that of beam search."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: str | None
     explained: list[Explained] | None = None
+    score: float | None = None
 
 
 class CompletionAnswer(Common):

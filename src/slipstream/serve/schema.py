@@ -134,6 +134,10 @@ class CompletionRequest(Decoding):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = Field(None, ge=1, description="Write so many, and answer with the n most probable ones.")
+    use_beam_search: bool | None = Field(None, description="Search with best_of (or n) beams, and answer with n texts.")
+    length_penalty: float | None = Field(None, description="Of beam search; above 0 favours long texts.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search, as in transformers.")
 
 
 class FunctionCall(Body):

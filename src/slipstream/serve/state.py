@@ -13,7 +13,9 @@ from starlette.requests import Request
 
 from slipstream.core.stats import Stats
 from slipstream.decoding.grammar import GrammarLimits, Grammars
+from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
+from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Prompt
 from slipstream.serve import answers
 from slipstream.serve.call import Call
@@ -24,7 +26,12 @@ from slipstream.serve.worker import Worker
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
-FIELDS = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+FIELDS = {
+    "min_new_tokens": "min_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_beams": "use_beam_search",
+    "num_return_sequences": "n",
+}
 """The names of the engine's options whose request fields are called differently -> those fields."""
 
 LONGEST = 4096
@@ -121,6 +128,20 @@ class ServerState:
             raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
         request.state.call = call = Call(tickets, options.get("n") or 1)
         return call
+
+    async def search(self, prompts: Sequence[Prompt], options: dict[str, Any], field: str) -> list[Completion]:
+        """Search with beams for prompts -> `num_return_sequences` texts of each, side by side.
+
+        `field` is the one that errors about prompts name. Raises a ServeError for whatever cannot be.
+        """
+        self.worker.check()
+        try:
+            job = await run_in_threadpool(self.engine.prepare, prompts, options)
+            return await self.worker.search(BeamTexts(job))
+        except ServeError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
 
 
 def recommended_gamma(stats: Stats) -> int | None:

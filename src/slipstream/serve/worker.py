@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.stats import Stats
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
+from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
-from slipstream.engine.generation import Generation, Piece
+from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.serve.faults import QueueFull, Unavailable
 from slipstream.serve.settings import Room
 
@@ -106,6 +108,32 @@ class Ticket:
         self.worker.cancel(self)
 
 
+@dataclass(eq=False)
+class Search:
+    """A beam search that waits for the models, or runs; `found` is its result, in the event loop."""
+
+    texts: BeamTexts
+    found: asyncio.Future[list[Completion]]
+
+    def run(self, call: Callable[[Callable[[], object]], None]) -> None:
+        """Search in the worker's thread; `call` runs something in the event loop."""
+        try:
+            self.texts.play(wanted=lambda: not self.found.done())
+        except Exception as error:  # of this search alone: the models are as they were
+            call(partial(self.fail, error))
+        else:
+            call(self._succeed)
+
+    def fail(self, error: Exception) -> None:
+        """End it by an error, in the event loop."""
+        if not self.found.done():
+            self.found.set_exception(error)
+
+    def _succeed(self) -> None:
+        if not self.found.done():
+            self.found.set_result(self.texts.completions)
+
+
 class Worker:
     """Runs an engine in a thread of its own, for requests that come from an event loop.
 
@@ -120,6 +148,7 @@ class Worker:
         self.on_death: Callable[[], object] = lambda: None
         self.ready = False
         self._tickets: dict[int, Ticket] = {}  # tickets of requests that have not ended, by the index of the row
+        self._searches: deque[Search] = deque()
         self._numbers = count()
         self._scheduler = self._new_scheduler()
         self._wake, self._ending, self._draining = threading.Event(), False, False
@@ -152,6 +181,20 @@ class Worker:
         self._wake.set()
         return tickets
 
+    async def search(self, texts: BeamTexts) -> list[Completion]:
+        """Run a beam search -> its completions.
+
+        It has the models for itself: it waits until the rows that run have ended, and new requests wait for it. A task
+        that is cancelled while it waits ends the search. Raises QueueFull or Unavailable.
+        """
+        self.check()
+        if self.waiting >= self.max_queue:
+            raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
+        search = Search(texts, asyncio.get_running_loop().create_future())
+        self._searches.append(search)
+        self._wake.set()
+        return await search.found
+
     def check(self) -> None:
         """Raise Unavailable unless requests can be taken."""
         if self.failure is not None:
@@ -176,7 +219,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return max(0, len(self._tickets) - self.running)
+        return max(0, len(self._tickets) - self.running) + len(self._searches)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -216,12 +259,26 @@ class Worker:
                     self._wake.clear()  # before the step: what arrives while it runs wakes us again
                     if ranks is not None:
                         ranks.check()
+                    self._search()
                     self._play(self._scheduler.step())
                 for ticket in list(self._tickets.values()):
                     self.cancel(ticket)
                 self._play(self._scheduler.step())
+            self._drop_searches(Unavailable("the server is ending: it finishes what it has, and takes nothing new."))
         except BaseException as error:
             self._die(error)
+
+    def _search(self) -> None:
+        """Run the beam searches that wait, as soon as no row has a place."""
+        self._scheduler.holds = bool(self._searches)
+        while self._searches and self._scheduler.idle and not self._ending:
+            search = self._searches.popleft()
+            search.run(self._call)
+            self._scheduler.holds = bool(self._searches)
+
+    def _drop_searches(self, why: Unavailable) -> None:
+        while self._searches:
+            self._call(partial(self._searches.popleft().fail, why))
 
     def _ranks(self) -> LiesOnRanks | None:
         """Return the target if it lies on several processes, so that a loss is noticed between requests; else None."""
@@ -244,7 +301,7 @@ class Worker:
         found += self._aborted(now)
         if found:
             self._send(found)
-        if round is None and not self._scheduler.busy:
+        if round is None and not self._scheduler.busy and not self._searches:
             self._wake.wait()
 
     def _follow(self, round: Round, place: int, now: float) -> tuple[Ticket, list[Piece]]:
@@ -290,6 +347,7 @@ class Worker:
     def _die(self, error: BaseException) -> None:
         self.failure, self.ready = error, False
         why = Unavailable("the thread that runs the models has failed: the server has to be started again.")
+        self._drop_searches(why)
         left = list(self._tickets.values())
         self._tickets = {}
         for queue in {ticket.deliveries for ticket in left}:

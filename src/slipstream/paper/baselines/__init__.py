@@ -1,1 +1,1 @@
-"""The methods that the paper is compared with: lossy ones, each by its own rule. No engine uses them."""
+"""The methods that the paper is compared with, each by its own rule or with its own models. No engine uses them."""

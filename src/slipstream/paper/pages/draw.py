@@ -40,9 +40,8 @@ def _curves(sheet: Sheet, group: str, panel: Any) -> None:
     for curve in sheet.curves:
         if curve.group == group:
             pair = curve.label.split(", ")[-1]  # dashed lines have the colour of their solid ones
-            (line,) = panel.plot(
-                *(curve.x, curve.y, "--" if curve.dashed else "-"), label=curve.label, color=colours.get(pair)
-            )
+            style = f"{'o' if curve.marked else ''}{'--' if curve.dashed else '-'}"
+            (line,) = panel.plot(curve.x, curve.y, style, label=curve.label, color=colours.get(pair), markersize=4)
             if any(each.dashed for each in sheet.curves):
                 colours.setdefault(pair, line.get_color())
     panel.set(xlabel=sheet.axes[0], ylabel=sheet.axes[1], title=group)

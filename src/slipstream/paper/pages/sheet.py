@@ -24,13 +24,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a plot. `group` is the panel it belongs to."""
+    """A line of a plot. `group` is the panel it belongs to; the points of a `marked` one are seen."""
 
     label: str
     x: tuple[float, ...]
     y: tuple[float, ...]
     dashed: bool = False
     group: str = ""
+    marked: bool = False
 
 
 @dataclass(frozen=True)

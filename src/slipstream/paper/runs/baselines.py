@@ -10,95 +10,68 @@ from slipstream.bench import PLAIN, BenchTask, Contender
 from slipstream.bench.contenders import ours
 from slipstream.bench.race import Repetition, result, timed
 from slipstream.bench.records import Output
-from slipstream.core.draft import Verifier
 from slipstream.core.stats import Stats
-from slipstream.decoding import acceptance
-from slipstream.decoding.controllers import Fixed
-from slipstream.decoding.decoder import Decoder
-from slipstream.drafters.following import Follower
 from slipstream.measure.environment import environment
 from slipstream.measure.racing import race
-from slipstream.paper.baselines.drafting import ScoredDrafter
-from slipstream.paper.baselines.rules import cascade, committee, typical
+from slipstream.paper.runs.audit import Laws
+from slipstream.paper.runs.methods import GAMMA, Method
+from slipstream.paper.runs.quality import quality
 from slipstream.paper.runs.subjects import Subject
-
-GAMMA = 5
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """A method at one setting: its verifier, and how sure its draft has to be to go on (0: always)."""
+class Course:
+    """How much is measured: the first `texts` sources, `repetitions` times, at one temperature."""
 
-    method: str
-    setting: str
-    verify: Verifier
-    sure: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Method and setting."""
-        return f"{self.method}, {self.setting}" if self.setting else self.method
+    texts: int
+    repetitions: int
+    temperature: float
 
 
-EXACT = "exact"
-BASELINES = (
-    Baseline(EXACT, "token verification", acceptance.token),
-    Baseline(EXACT, "block verification", acceptance.block),
-    *(Baseline("lenience", f"l = {v:g}", acceptance.lenient(v)) for v in (0.5, 0.3, 0.1)),
-    *(Baseline("typical acceptance", f"epsilon = {e:g}", typical(e)) for e in (0.3, 0.09, 0.01)),
-    *(Baseline("speculative cascade", f"alpha = {a:g}", cascade(a)) for a in (0.0, 0.3, 1.0)),
-    *(Baseline("committee", f"tau = {t:g}", committee, t) for t in (0.9, 0.7, 0.5)),
-)
-"""Every method over its own setting, so that none stands or falls with one choice of it."""
-
-
-def measure(
-    subject: Subject, draft: str, temperature: float, course: tuple[int, int], say: Callable[[str], Any]
-) -> dict[str, Any]:
-    """All baselines with one draft, by turns, text by text -> a JSON object. `course`: texts, and how often."""
-    follower = Follower(subject.lend(draft))
-    contenders = [ours(PLAIN, subject.plain), *(_contender(subject, follower, each) for each in BASELINES)]
-    texts, repetitions = min(course[0], len(subject.sources)), course[1]
-    prompts = tuple(subject.engine.encode(source) for source in subject.sources[:texts])
+def measure(subject: Subject, methods: Sequence[Method], course: Course, say: Callable[[str], Any]) -> dict[str, Any]:
+    """All methods, by turns, text by text -> a JSON object."""
+    contenders = [ours(PLAIN, subject.plain), *(ours(each.name, each.decoder, each.gamma) for each in methods)]
+    prompts = tuple(map(subject.engine.encode, subject.sources[: course.texts]))
     eos, frame = subject.engine.eos, subject.engine.frame
-    task = BenchTask(prompts, 1, temperature, subject.length, eos, 0, frame)
-    repeated: list[Repetition] = []
-
-    def run(contender: Contender, one: BenchTask) -> Any:
-        say(f"{subject.name} at temperature {temperature:g}: {contender.name}")
-        return timed(contender, one)
-
-    for contender in contenders:
-        run(contender, replace(task, prompts=prompts[:1]))
-    laps = [replace(task, prompts=(prompt,), seed=seed) for seed in range(repetitions) for prompt in prompts]
-    found = list(race(contenders, laps, run))
-    for start in range(0, len(laps), texts):
-        turns = zip(contenders, zip(*found[start : start + texts], strict=True), strict=True)
-        repeated.append({contender: _pooled(outputs) for contender, outputs in turns})
-    follower.follow(())
-    rows = [_row(subject, contender, task, repeated) for contender in contenders]
+    task = BenchTask(prompts, 1, course.temperature, subject.length, eos, 0, frame)
+    repeated = _race(subject, contenders, task, course, say)
+    plain = _row(subject, contenders[0], task, repeated)
+    rows = [
+        {**_row(subject, contender, task, repeated), **_about(subject, method, task)}
+        for contender, method in zip(contenders[1:], methods, strict=True)
+    ]
     return {
         "subject": subject.name,
-        "draft": draft,
-        "temperature": temperature,
+        "draft": next(iter(subject.drafts)),
+        "temperature": course.temperature,
         "gamma": GAMMA,
-        "texts": texts,
-        "repetitions": repetitions,
+        "texts": len(prompts),
+        "repetitions": course.repetitions,
         "references": bool(subject.references),
-        "rows": rows,
+        "rows": [{"method": PLAIN, "setting": "", **plain}, *rows],
         **subject.models,
         "environment": environment(subject.engine),
     }
 
 
-def decoder(subject: Subject, follower: Follower, baseline: Baseline) -> Decoder:
-    """The target with a method's rule and draft."""
-    drafter = ScoredDrafter(follower, subject.engine.decoder.target.vocab, baseline.sure)
-    return replace(subject.plain, drafter=drafter, controller=Fixed(GAMMA), verifier=baseline.verify)
+def _race(
+    subject: Subject, contenders: Sequence[Contender], task: BenchTask, course: Course, say: Callable[[str], Any]
+) -> list[Repetition]:
+    """Warm up, then all texts by turns -> the outputs of every repetition."""
 
+    def run(contender: Contender, one: BenchTask) -> Output:
+        say(f"{subject.name} at temperature {task.temperature:g}: {contender.name}")
+        return timed(contender, one)
 
-def _contender(subject: Subject, follower: Follower, baseline: Baseline) -> Contender:
-    return ours(baseline.name, decoder(subject, follower, baseline), GAMMA)
+    for contender in contenders:
+        run(contender, replace(task, prompts=task.prompts[:1]))
+    numbers, texts = range(course.repetitions), len(task.prompts)
+    laps = [replace(task, prompts=(prompt,), seed=seed) for seed in numbers for prompt in task.prompts]
+    found, repeated = list(race(contenders, laps, run)), list[Repetition]()
+    for start in range(0, len(laps), texts):
+        turns = zip(contenders, zip(*found[start : start + texts], strict=True), strict=True)
+        repeated.append({contender: _pooled(outputs) for contender, outputs in turns})
+    return repeated
 
 
 def _pooled(outputs: Sequence[Output]) -> Output:
@@ -109,35 +82,38 @@ def _pooled(outputs: Sequence[Output]) -> Output:
 
 
 def _row(subject: Subject, contender: Contender, task: BenchTask, repeated: Sequence[Repetition]) -> dict[str, Any]:
-    """What one method did in all repetitions."""
+    """What one method did in all repetitions, and the quality of the first."""
     found, runs = result(contender, task, repeated), [outputs[contender] for outputs in repeated]
-    plain = [next(output for one, output in outputs.items() if one.name == PLAIN) for outputs in repeated]
+    plain = next(output for one, output in repeated[0].items() if one.name == PLAIN)
     stats = sum((run.stats for run in runs), Stats())
-    method = next((each for each in BASELINES if each.name == contender.name), None)
-    return {
-        "method": method.method if method else PLAIN,
-        "setting": method.setting if method else "",
+    row = {
         "over_plain": found.ratio_to_plain,
         "tokens_per_call": stats.mean_acceptance_length,
         "distance": stats.distance / stats.emitted,
         "same": found.matches_plain,
         "of": found.prompts,
-        **(_quality(subject, runs[0].tokens, plain[0].tokens) if subject.references or not task.temperature else {}),
     }
+    if subject.references or not task.temperature:
+        references = subject.references[: len(task.prompts)] or _texts(subject, plain)
+        row |= quality(_texts(subject, runs[0]), references)
+    return row
 
 
-def _quality(subject: Subject, tokens: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> dict[str, float]:
-    """BLEU and chrF of one repetition's texts: to the references if there are any, else to plain decoding's texts."""
-    try:
-        import sacrebleu
-    except ImportError:
-        raise ValueError("the quality of texts needs sacrebleu: pip install 'slipstream[paper]'.") from None
+def _texts(subject: Subject, output: Output) -> list[str]:
+    eos = subject.engine.eos
+    return [subject.engine.decode([token for token in some if token not in eos]) for some in output.tokens]
 
-    def texts(all_tokens: Sequence[Sequence[int]]) -> list[str]:
-        eos = subject.engine.eos
-        return [subject.engine.decode([token for token in some if token not in eos]) for some in all_tokens]
 
-    references = list(subject.references[: len(tokens)]) or texts(plain)
-    said = texts(tokens)
-    scores = {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}
-    return {name: metric.corpus_score(said, [references]).score for name, metric in scores.items()}
+def _about(subject: Subject, method: Method, task: BenchTask) -> dict[str, Any]:
+    """What a method is, and what only another run of it tells, which is not timed."""
+    about: dict[str, Any] = {"method": method.method, "setting": method.setting}
+    if method.other:
+        laws, exits = Laws(), method.exits
+        passes, layers = (exits.passes, exits.layers_run) if exits else (0, 0)
+        contender = ours(method.name, method.decoder, method.gamma, laws.play)
+        for prompt in task.prompts:
+            contender.run(replace(task, prompts=(prompt,)))
+        about["distance"] = float(laws.distances(subject, task.temperature).mean())
+        if exits:
+            about["layers"] = (exits.layers_run - layers) / (exits.passes - passes)
+    return about

@@ -18,6 +18,14 @@ from slipstream.serve.logprobs import for_text
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.schema import CompletionRequest, StreamOptions
+from slipstream.serve.selection import (
+    beam_choices,
+    beam_options,
+    beam_usage,
+    count_written,
+    most_probable,
+    refuse_beam_fields,
+)
 from slipstream.serve.settings import Limits
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import LAST, EventStream, event
@@ -39,12 +47,26 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state = state_of(request)
     state.check_model(body.model)
+    refuse_beam_fields(body)
+    if body.use_beam_search:
+        return answered(await unless_gone(request, _searched(state, body, tenant_of(request))))
     options = await run_in_threadpool(_options, body, state, tenant_of(request))  # grammars may take a while
     call = await state.call(request, _prompts(body, state.settings.limits), options, "prompt")
     answer = _Answer(state, body, call)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
+
+
+async def _searched(state: ServerState, body: CompletionRequest, tenant: str) -> answers.CompletionAnswer:
+    """The answer of a beam search."""
+    options = beam_options(body, state.settings, tenant, count_written(body, state.settings))
+    options.setdefault("max_new_tokens", DEFAULT_TOKENS)
+    options |= _for_texts(body, state.settings.limits)
+    heading = Heading.new("cmpl", state.model)
+    found = await state.search(_prompts(body, state.settings.limits), options, "prompt")
+    choices, usage = beam_choices(found, list(map(finish_reason, found))), beam_usage(found, body.n or 1)
+    return answers.CompletionAnswer(**heading.fields, choices=choices, usage=usage)
 
 
 def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
@@ -58,14 +80,19 @@ def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
 def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:
     options = engine_options(body, state.settings, tenant)
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
-    most = state.settings.limits.logprobs
-    if body.logprobs is not None:
-        if body.logprobs > most:
-            raise BadRequest(f"logprobs={body.logprobs} is above the {most} that this server gives.", "logprobs")
-        options["logprobs"] = body.logprobs
-    if body.echo:
-        options["echo"] = True
-    return options | constraint(body, state)
+    if (written := count_written(body, state.settings)) > (body.n or 1):
+        options |= {"n": written, "logprobs": 0}  # which of them are answered is told by their tokens' probabilities
+    return options | _for_texts(body, state.settings.limits) | constraint(body, state)
+
+
+def _for_texts(body: CompletionRequest, limits: Limits) -> dict[str, Any]:
+    """The options that only completions have."""
+    found: dict[str, Any] = {"echo": True} if body.echo else {}
+    if body.logprobs is None:
+        return found
+    if body.logprobs > limits.logprobs:
+        raise BadRequest(f"logprobs={body.logprobs} is above the {limits.logprobs} that this server gives.", "logprobs")
+    return found | {"logprobs": body.logprobs}
 
 
 class _Answer:
@@ -79,14 +106,17 @@ class _Answer:
 
     async def whole(self) -> answers.CompletionAnswer:
         """Wait for all completions."""
-        choices = []
-        for index, pieces in enumerate(await self.call.collect()):
+        found, choices = await self.call.collect(), []
+        written, asked = self.call.samples, self.body.n or 1
+        places = most_probable(list(map(completed, found)), written, asked) if written > asked else range(len(found))
+        for index, place in enumerate(places):
+            pieces = found[place]
             completion = completed(pieces)
             choices.append(
                 answers.TextChoice(
                     index=index,
                     text=completion.text,
-                    logprobs=self._logprobs(index, completion.logprobs),
+                    logprobs=self._logprobs(place, completion.logprobs),
                     finish_reason=finish_reason(completion),
                     explained=self.explainer(pieces),
                 )

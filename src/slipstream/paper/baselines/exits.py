@@ -1,0 +1,131 @@
+"""Confident adaptive language modeling (CALM, arXiv 2207.07061): a pass leaves after the first layer that is sure.
+
+The layers that it skips get keys and values from the state it left with (section 3.2 there: states are copied upwards),
+so that later tokens attend to every token in every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+
+from slipstream.core.draft import Draft
+from slipstream.core.protocols import HasModel
+from slipstream.core.round import Context, Round
+from slipstream.models.layers import find_layers
+
+STEEPNESS = 4.0
+"""How fast the threshold falls along a text (tau of eq. 5)."""
+
+Confidence = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], float]
+"""(states before and behind a layer, (1, 1, width) both; the model's norm and head) -> how sure it is, 0 to 1."""
+
+
+def softmax_gap(before: Tensor, behind: Tensor, head: Callable[[Tensor], Tensor]) -> float:
+    """The distance of the two most probable tokens' chances, if this layer were the last."""
+    first, second = head(behind).float().softmax(-1).topk(2).values.flatten().tolist()
+    return first - second
+
+
+def saturation(before: Tensor, behind: Tensor, head: Callable[[Tensor], Tensor]) -> float:
+    """The cosine of the states before and behind the layer."""
+    return float(functional.cosine_similarity(before.flatten(), behind.flatten(), dim=0))
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """Leave after a layer whose confidence has reached `threshold`, which falls along a text of `length` tokens."""
+
+    confidence: Confidence
+    threshold: float
+    length: int
+
+    def bar(self, place: int) -> float:
+        """The threshold for token `place` of the output (eq. 5)."""
+        falling = math.exp(-STEEPNESS * place / self.length)
+        return min(1.0, max(0.0, 0.9 * self.threshold + 0.1 * falling))
+
+
+class Exits:
+    """A model that may leave after any of its layers while it decodes a text; with no `rule` it runs them all.
+
+    The model is changed for good. Its passes over several tokens, as those over prompts, run all layers.
+    """
+
+    def __init__(self, target: HasModel) -> None:
+        """Raises ValueError for a model whose layers are not Llama's."""
+        self.target, self.model = target, target.model
+        layers = find_layers(self.model, target.name)[1]
+        if not all(isinstance(layer, LlamaDecoderLayer) for layer in layers):
+            raise ValueError(f"{target.name} is no Llama: early exits are made for the embedded target's kind.")
+        self.layers = len(layers)
+        self.rule: ExitRule | None = None
+        self.place = 0  # of the token that is decoded, in the output
+        self.passes, self.layers_run = 0, 0
+        self._left = False
+        for number in range(self.layers):
+            layers[number] = _Leaving(layers[number], number, self)
+
+    def runs(self, number: int, hidden: Tensor) -> bool:
+        """Whether a layer runs in this pass."""
+        if number == 0:
+            self._left = False
+            self.passes += hidden.shape[1] == 1
+        self.layers_run += not self._left and hidden.shape[1] == 1
+        return not self._left
+
+    def look(self, number: int, before: Tensor, behind: Tensor) -> None:
+        """Leave behind this layer if it is sure and the pass decodes one token."""
+        if self.rule is not None and before.shape[:2] == (1, 1) and number < self.layers - 1:
+            self._left = self.rule.confidence(before, behind, self._head) >= self.rule.bar(self.place)
+
+    def _head(self, states: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.model.norm(states))
+
+
+class _Leaving(nn.Module):
+    """A layer that runs, or only writes the keys and values of the state that a pass left with."""
+
+    def __init__(self, layer: LlamaDecoderLayer, number: int, exits: Exits) -> None:
+        super().__init__()
+        self.layer, self.number = layer, number
+        self._exits = (exits,)  # in a tuple: no module of its own
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        exits = self._exits[0]
+        if not exits.runs(self.number, hidden_states):
+            self._copy(hidden_states, given["position_embeddings"], given["past_key_values"])
+            return hidden_states
+        behind = self.layer(hidden_states, **given)
+        exits.look(self.number, hidden_states, behind)
+        return behind
+
+    def _copy(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Any) -> None:
+        attention = self.layer.self_attn
+        states, shape = self.layer.input_layernorm(hidden), (*hidden.shape[:-1], -1, attention.head_dim)
+        keys, values = (each(states).view(shape).transpose(1, 2) for each in (attention.k_proj, attention.v_proj))
+        cache.update(apply_rotary_pos_emb(keys, keys, *rotation)[1], values, attention.layer_idx)
+
+
+class ExitClock:
+    """Drafts nothing, and sets the exits' rule and the place in the text that they decode. One row at a time."""
+
+    def __init__(self, exits: Exits, rule: ExitRule | None) -> None:
+        self.exits, self.rule = exits, rule
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """An empty draft."""
+        (row,) = context.rows
+        self.exits.rule, self.exits.place = self.rule, len(row.output)
+        return Draft.empty(1, torch.device("cpu"))
+
+    def observe(self, round: Round) -> None:
+        """Between texts, all layers run."""
+        self.exits.rule = None

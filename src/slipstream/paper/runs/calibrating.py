@@ -1,0 +1,50 @@
+"""Thresholds of early exits for stated risks, on held-out texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from slipstream.decoding.generate import generate, sound
+from slipstream.paper.baselines.calibration import calibrated
+from slipstream.paper.baselines.exits import ExitRule, Exits
+from slipstream.paper.runs.methods import CONFIDENCES, exiting
+from slipstream.paper.runs.quality import unlike
+from slipstream.paper.runs.subjects import Subject
+
+RISKS = (0.1, 0.25, 0.5)
+"""Mean distances from the text of all layers (1 - chrF) that are allowed."""
+
+FAILURE = 0.05
+"""The chance that is allowed for a threshold to miss its risk."""
+
+THRESHOLDS = (1.1, 1.07, 1.04, 1.0, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0)
+"""The thresholds that are tried, the safest first. Above 1 the decay of a text never brings them below 0.9 of that."""
+
+
+def thresholds(subject: Subject, exits: Exits, first: int, texts: int, say: Callable[[str], Any]) -> dict[str, Any]:
+    """The lowest threshold of each confidence for each risk, None where none is shown to keep it -> a JSON object.
+
+    The texts are greedy ones from the sources `first` to `first + texts`, which are not measured on later.
+    """
+    requests = subject.requests(0.0, range(first, min(first + texts, len(subject.sources))))
+
+    def write(rule: ExitRule | None) -> list[str]:
+        rows = sound(generate(exiting(subject, exits, rule), requests))
+        return [subject.engine.decode(row.output) for row in rows]
+
+    whole, found = write(None), list[dict[str, Any]]()
+    for name, confidence in CONFIDENCES.items():
+
+        @cache
+        def losses(threshold: float, name: str = name, confidence: Any = confidence) -> tuple[float, ...]:
+            said = write(ExitRule(confidence, threshold, subject.length))
+            lost = tuple(map(unlike, said, whole))
+            say(f"CALM, {name}: at {threshold:g} the texts are {sum(lost) / len(lost):.3f} from those of all layers")
+            return lost
+
+        for risk in RISKS:
+            chosen = calibrated(THRESHOLDS, losses, risk, FAILURE)
+            found.append({"confidence": name, "risk": risk, "threshold": chosen})
+    return {"texts": len(requests), "length": subject.length, "failure": FAILURE, "thresholds": found}

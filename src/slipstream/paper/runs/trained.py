@@ -1,0 +1,50 @@
+"""The methods of the plane that need training: their models, loaded from where the copies lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.drafters.heads import ParallelHeads
+from slipstream.engine.engine import Engine
+from slipstream.engine.load import load
+from slipstream.paper.baselines.exits import Exits
+from slipstream.paper.runs.calibrating import thresholds
+from slipstream.paper.runs.methods import Method, blockwise, early_exits
+from slipstream.paper.runs.subjects import Loading, Subject
+from slipstream.paper.standins.copies import Copies
+from slipstream.paper.standins.tuning import HEADS, TARGET
+
+
+@dataclass
+class Trained:
+    """The models that were trained for methods, each loaded once."""
+
+    copies: Copies
+    how: Loading
+    _engines: dict[str, Engine] = field(default_factory=dict)
+    _exits: Exits | None = None
+
+    def blockwise(self, subject: Subject) -> list[Method]:
+        """Blockwise Parallel Decoding with the base as it is, and fine-tuned."""
+        frozen, tuned = self.copies.frozen_heads, self.copies.blockwise
+        base = self._engine(str(tuned / TARGET))
+        return blockwise(subject, ParallelHeads.load(frozen), (base, ParallelHeads.load(tuned / HEADS)))
+
+    def early_exits(self, subject: Subject, found: dict[str, Any]) -> list[Method]:
+        """CALM, by the thresholds of a calibration."""
+        return early_exits(subject, self._leaving(), found["thresholds"])
+
+    def calibrate(self, subject: Subject, first: int, texts: int, say: Callable[[str], Any]) -> dict[str, Any]:
+        """Thresholds for CALM, on texts that are not measured: from the source `first` on."""
+        return thresholds(subject, self._leaving(), first, texts, say)
+
+    def _leaving(self) -> Exits:
+        self._exits = self._exits or Exits(self._engine(str(self.copies.exits)).decoder.target)  # type: ignore[arg-type]
+        return self._exits
+
+    def _engine(self, folder: str) -> Engine:
+        if folder not in self._engines:
+            self._engines[folder] = load(folder, None, dtype=self.how.dtype, device=self.how.device)
+        return self._engines[folder]

@@ -1,0 +1,98 @@
+"""The best of several texts: `best_of` samples by their probability, and texts of beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.engine.generation import Completion
+from slipstream.serve import answers
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.options import engine_options, speculation
+from slipstream.serve.schema import CompletionRequest
+from slipstream.serve.settings import ServeSettings
+
+OF_BEAMS = ("length_penalty", "early_stopping")
+
+
+def count_written(body: CompletionRequest, settings: ServeSettings) -> int:
+    """How many texts are written for every prompt. Raises BadRequest for a best_of that cannot be."""
+    asked, most = body.n or 1, settings.limits.samples
+    if body.best_of is None:
+        return asked
+    if body.best_of > most:
+        raise BadRequest(f"best_of asks for {body.best_of}, but this server gives at most {most}.", "best_of")
+    if body.best_of < asked:
+        raise BadRequest(f"best_of={body.best_of} is below n={asked}: of so many, no more can be answered.", "best_of")
+    if body.stream and body.best_of > asked:
+        raise BadRequest(
+            "best_of is known when all texts are written: leave out stream, or give no best_of.", "best_of"
+        )
+    return body.best_of
+
+
+def most_probable(completions: Sequence[Completion], written: int, asked: int) -> list[int]:
+    """The places of the texts to answer with: of every `written` ones, the `asked` whose tokens have the highest mean
+    log-probability, the best first. Texts that failed come last."""
+    found = list[int]()
+    for start in range(0, len(completions), written):
+        places = range(start, start + written)
+        found += sorted(places, key=lambda place: mean_logprob(completions[place]), reverse=True)[:asked]
+    return found
+
+
+def mean_logprob(completion: Completion) -> float:
+    """The mean log-probability of a text's tokens; minus infinity for one that failed or has none."""
+    known = [] if completion.error else [one.logprob for one in completion.logprobs or ()]
+    return sum(known) / len(known) if known else float("-inf")
+
+
+# ---- beam search -----------------------------------------------------------------------------------------------------
+
+
+def refuse_beam_fields(body: CompletionRequest) -> None:
+    """Raises BadRequest for fields of beam search where none is asked for, or that it cannot honour."""
+    if not body.use_beam_search:
+        for name in OF_BEAMS:
+            if getattr(body, name) is not None:
+                raise BadRequest(f"{name} is for beam search: give use_beam_search=true as well.", name)
+        return
+    for name, why in (
+        ("stream", "no text is known before the search has ended"),
+        ("response_format", "beams and grammars do not go together"),
+        ("structured_outputs", "beams and grammars do not go together"),
+    ):
+        if getattr(body, name):
+            raise BadRequest(f"use_beam_search excludes {name}: {why}.", name)
+
+
+def beam_options(body: CompletionRequest, settings: ServeSettings, tenant: str, written: int) -> dict[str, Any]:
+    """The engine's options of a request for beam search: as many beams as texts are `written`.
+
+    Raises BadRequest for fewer than two.
+    """
+    if written < 2:
+        raise BadRequest("use_beam_search needs beams: give best_of, or n, of 2 or more.", "use_beam_search")
+    options = engine_options(body, settings, tenant)
+    options.pop("n", None)
+    if speculation(body).verify is None:
+        options.pop("verify", None)  # nothing is drawn, so a seed asks for no rule
+    if body.temperature is None:
+        options["temperature"] = 0.0
+    options |= {name: getattr(body, name) for name in OF_BEAMS if getattr(body, name) is not None}
+    return options | {"num_beams": written, "num_return_sequences": body.n or 1}
+
+
+def beam_choices(completions: Sequence[Completion], finished: Sequence[str]) -> list[answers.TextChoice]:
+    """The answers of a beam search, each with its score."""
+    return [
+        answers.TextChoice(index=index, text=one.text, finish_reason=reason, score=one.score)
+        for index, (one, reason) in enumerate(zip(completions, finished, strict=True))
+    ]
+
+
+def beam_usage(completions: Sequence[Completion], asked: int) -> answers.Usage:
+    """Tokens that were read, once for every prompt, and those of the texts that are answered with."""
+    prompt = sum(one.prompt_tokens for one in completions[::asked])
+    written = sum(len(one.tokens) for one in completions)
+    return answers.Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
