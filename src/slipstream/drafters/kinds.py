@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
 from slipstream.decoding.decoder import NoDraft
+from slipstream.drafters.ahead import ahead_or_waiting
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
@@ -54,7 +55,8 @@ from slipstream.models.packed_twins import quantized_part, quantized_twin
 class BuildContext:
     """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read.
     With `drafted`, another draft stands before the one that is built. With `independent`, siblings of the `tree` are
-    drawn without regard to each other, as rules of several paths want them."""
+    drawn without regard to each other, as rules of several paths want them. With `waits`, nothing is drafted ahead:
+    it is no target of this process that verifies the draft."""
 
     target: Scorer
     tokenizer: Any = None
@@ -65,6 +67,7 @@ class BuildContext:
     mode: Mode = EAGER
     drafted: bool = False
     independent: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,20 @@ def build_model(
     dtype: str | None = None,
     device: str | None = None,
     vocabulary: str | None = None,
+    ahead: bool | None = None,
 ) -> Drafter:
-    """A hub name, a folder or a loaded model."""
+    """A hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
     scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode)
     tokenizer = find_tokenizer(source)
     _refuse_reader(context.target, scorer)
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
-        return _foreign(context, scorer, tokenizer, vocabulary)
-    if context.tree:
-        return TreeDrafter(scorer, context.tree, context.target.vocab, context.independent)
-    return ModelDrafter(scorer, context.target.vocab)
+        made = _foreign(context, scorer, tokenizer, vocabulary)
+    elif context.tree:
+        made = TreeDrafter(scorer, context.tree, context.target.vocab, context.independent)
+    else:
+        made = ModelDrafter(scorer, context.target.vocab)
+    meanwhile = not (context.waits or context.drafted or context.mode.compiled)
+    return ahead_or_waiting(made, context.target if meanwhile else None, ahead)
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
@@ -308,8 +315,8 @@ def switch(text: str) -> bool:
     return words[text.lower()]
 
 
-PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str}
-MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
+EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, "ahead": switch}
+MODEL: dict[str, Callable[[str], Any]] = {**EMBEDDED_MODEL, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
     **dict.fromkeys(("factor", "offset"), float),
@@ -336,7 +343,7 @@ STORE: dict[str, Callable[[str], Any]] = {
 
 KINDS: dict[str, DrafterKind] = {
     "model": DrafterKind("model:NAME", "a smaller model, by hub name or folder", build_model, MODEL),
-    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
+    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, EMBEDDED_MODEL),
     "ngram": DrafterKind(
         "ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}
     ),

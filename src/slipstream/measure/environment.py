@@ -14,6 +14,7 @@ import torch
 
 from slipstream.core.protocols import Scorer
 from slipstream.decoding.decoder import Decoder
+from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kernels.cpu import kernel_missing
@@ -83,4 +84,5 @@ def without_folder(text: str) -> str:
 
 def scorers(decoder: Decoder) -> list[Scorer]:
     """The target and, if a model drafts, the draft."""
-    return [decoder.target, *([decoder.drafter.scorer] if isinstance(decoder.drafter, ModelDrafter) else [])]
+    drafter = decoder.drafter
+    return [decoder.target, *([drafter.scorer] if isinstance(drafter, ModelDrafter | AheadDrafter) else [])]
