@@ -161,19 +161,24 @@ def walltime_factor(alpha: float, gamma: int, c: float, verify: Curve = flat) ->
     return tokens_per_round(alpha, gamma) / round_cost(gamma, c, verify)
 
 
-def remote_round_cost(gamma: int, c: float, delay: float, ready: float, verify: Curve = flat) -> float:
+def remote_round_cost(
+    gamma: int, c: float, delay: float, ready: float, verify: Curve = flat, single: float | None = None
+) -> float:
     """Time of a round, in target steps, whose draft is made on a machine that is `delay` away, there and back.
 
     While the target verifies, that machine goes on as if all stood: it guesses the bonus token and drafts gamma more,
-    in (gamma + 1) c. With chance `ready` that was right, and only what T(gamma+1)/T(1) + delay do not cover of it is
-    waited for; otherwise gamma tokens are drafted anew, after half a step, on average, of what is in progress, if it
-    is. `delay` is in target steps as all times are; `ready` 0 means that nothing made ahead is ever right.
+    token by token, in (gamma + 1) `single`: the time of a draft step that is made alone, which may be more than that of
+    one among gamma (None: c, the same). With chance `ready` that was right, and only what T(gamma+1)/T(1) + delay do
+    not cover of it is waited for; otherwise gamma tokens are drafted anew, after half a step, on average, of what is in
+    progress, if it is. `delay` is in target steps as all times are; `ready` 0 means that nothing made ahead is ever
+    right.
     Raises ValueError as `round_cost` does, and for a negative delay or a chance outside [0, 1].
     """
     check_share("ready", ready)
     target = round_cost(gamma, 0.0, verify) + (_check_cost("delay", delay) if gamma else 0.0)
-    left = max(0.0, (gamma + 1) * _check_cost("c", c) - target) if gamma else 0.0
-    anew = gamma * c + (c / 2 if left else 0.0)
+    alone = _check_cost("c", c) if single is None else _check_cost("single", single)
+    left = max(0.0, (gamma + 1) * alone - target) if gamma else 0.0
+    anew = gamma * c + (alone / 2 if left else 0.0)
     return target + ready * min(left, anew) + (1 - ready) * anew
 
 
