@@ -7,9 +7,8 @@ in each direction. Acceptance and costs are measured with the same draft in this
 far the server is, is the median time of a question whose answer is ready: what a round costs that drafts nothing, with
 all that both sides do to ask and to answer. Then plain decoding and the served draft take turns, text by text, and
 their speeds are compared with the prediction. Each process has one thread; on an idle machine with two cores or more,
-predictions should be within 10 %. On one machine, the server takes memory bandwidth and
-processor time from the target, and the target from it, as they would not on two: "T slower" and "c slower" are by how
-much a pass and a draft step take longer than in one process, and the columns behind them count that in.
+predictions should be within 10 %. Going ahead, the server takes memory bandwidth from a target on the same machine, as
+it would not on two: "T slower" is by how much, and the columns behind it count that in.
 """
 
 from __future__ import annotations
@@ -116,18 +115,17 @@ def started(*command: str) -> Iterator[str]:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
-def questions(remote: RemoteDrafter, text: tuple[int, ...], gamma: int, anew: bool) -> float:
-    """Seconds from question to answer, there and back: the median of many, after one that does not count.
+def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
+    """Seconds from question to answer, there and back, where the answer is ready: the median of many.
 
-    They ask for gamma tokens behind a text; `anew`: each behind another last token, so that they have to be drafted,
-    else always for the same ones, which lie ready.
+    The first question drafts; the others ask for the same tokens again.
     """
     link, times, row = remote.link, list[float](), 1 << 30
     link.tell(link.generation, [OpenRow(row, Mode.GUESS, {"temperature": 0.0}, text, len(text)).frame()])
     for number in range(QUESTIONS + 1):
         begin, sequence = perf_counter(), (1 << 30) + number
-        asked = AskRow(row, len(text), (text[number % len(text)],) if anew else (), gamma)
-        answer = link.ask(link.generation, [ask_frame(sequence, [asked], False)], sequence)
+        question = ask_frame(sequence, [AskRow(row, len(text), (), gamma)], False)
+        answer = link.ask(link.generation, [question], sequence)
         if isinstance(answer, Missed) or len(read_drafts(answer, remote.vocab)[0].tokens) != gamma:
             raise SystemExit("the server does not answer.")
         times.append(perf_counter() - begin)
@@ -168,13 +166,11 @@ def slowdown(engine: Engine, local: Any, far: RemoteDrafter, task: PlanTask, gam
 
 @dataclass(frozen=True)
 class Place:
-    """One distance: what was added to it, what it is (seconds), and by how much target and draft are slower for sharing
-    a machine."""
+    """One distance: what was added to it, what it is (seconds), and what sharing a machine costs the target there."""
 
     added: float
     away: float
-    target: float
-    draft: float
+    slower: float
 
 
 def lines(
@@ -184,9 +180,7 @@ def lines(
     tallies, costs = known
     outline = Outline(max(found), length, replicates=100, gammas=tuple(found))
     outlook = predict(tallies, replace(costs, delay=place.away), outline)
-    shared = tuple(
-        replace(beat, target=beat.target * place.target, draft=beat.draft * place.draft) for beat in costs.speculative
-    )
+    shared = tuple(replace(beat, target=beat.target * place.slower) for beat in costs.speculative)
     here = predict(tallies, replace(costs, delay=place.away, speculative=shared), outline)
     made = []
     for prediction, beside in zip(outlook.predictions, here.predictions, strict=True):
@@ -202,8 +196,7 @@ def lines(
                 "measured": factor,
                 "difference": factor / prediction.factor - 1,
                 "difference_on_one_machine": factor / beside.factor - 1,
-                "target_slower": place.target,
-                "draft_slower": place.draft,
+                "target_slower": place.slower,
                 "tokens_per_call": sum((ours for _, ours in pairs), Speed()).per_call,
                 "tokens_per_call_predicted": prediction.tokens_per_call,
                 "longest_delay_ms": 1000 * (outlook.longest_delay or 0.0),
@@ -232,9 +225,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 far = drafter(name, context)
                 assert isinstance(far, RemoteDrafter)
                 most = max(given.gamma)
-                away, there = (questions(far, texts[0], most, anew) for anew in (False, True))
-                slower = (slowdown(engine, local, far, task, most), (there - away) / known[1].draft(most))
-                spot = Place(added, away, *slower)
+                away = distance(far, texts[0], most)
+                spot = Place(added, away, slowdown(engine, local, far, task, most))
                 found = compare(engine, far, task, given.gamma, given.repetitions)
                 table += lines(spot, known, found, given.max_new_tokens)
     costs = known[1]
@@ -245,14 +237,13 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """The lines as a table."""
     print(f"target step {result['step_ms']:.1f} ms, drafted token {result['draft_ms']:.2f} ms")
-    names = ("added ms", "away ms", "gamma", "predicted", "measured", "off", "T slower", "c slower", "predicted", "off")
+    names = ("added ms", "away ms", "gamma", "predicted", "measured", "off", "T slower", "predicted", "off")
     print(" ".join(f"{name:>9}" for name in names))
     for line in result["lines"]:
         print(
             f"{line['added_ms']:9g} {line['network_ms']:9.2f} {line['gamma']:9d} {line['predicted']:9.2f} "
             f"{line['measured']:9.2f} {line['difference']:+9.1%} {line['target_slower']:9.2f} "
-            f"{line['draft_slower']:9.2f} {line['predicted_on_one_machine']:9.2f} "
-            f"{line['difference_on_one_machine']:+9.1%}"
+            f"{line['predicted_on_one_machine']:9.2f} {line['difference_on_one_machine']:+9.1%}"
         )
 
 
