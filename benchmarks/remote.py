@@ -4,10 +4,11 @@ python benchmarks/remote.py [--target T --draft D] [--delay 0 --delay 1 --delay 
 
 The draft is served by another process on this machine, behind a relay that holds every byte back for half of the delay
 in each direction. Acceptance and costs are measured with the same draft in this process, as `slipstream plan` does; how
-far the server is, is the median time of a question that asks for nothing. Then plain decoding and the served draft take
-turns, text by text, and their speeds are compared with the prediction. Each process has one thread; on an idle machine
-with two cores or more, predictions should be within 10 %. Going ahead, the server takes memory bandwidth from a target
-on the same machine, as it would not on two: "T slower" is by how much, and the columns behind it count that in.
+far the server is, is the median time of a question whose answer is ready: what a round costs that drafts nothing, with
+all that both sides do to ask and to answer. Then plain decoding and the served draft take turns, text by text, and
+their speeds are compared with the prediction. Each process has one thread; on an idle machine with two cores or more,
+predictions should be within 10 %. Going ahead, the server takes memory bandwidth from a target on the same machine, as
+it would not on two: "T slower" is by how much, and the columns behind it count that in.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from slipstream.decoding.decoder import NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.remote.drafter import RemoteDrafter
+from slipstream.drafters.remote.frames import Frame, Kind
 from slipstream.drafters.remote.link import Missed
-from slipstream.drafters.remote.messages import ask_frame
+from slipstream.drafters.remote.messages import AskRow, Mode, OpenRow, ask_frame, read_drafts
 from slipstream.drafters.specification import drafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import embedded, load
@@ -113,15 +115,22 @@ def started(*command: str) -> Iterator[str]:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
-def distance(remote: RemoteDrafter) -> float:
-    """Seconds from question to answer, there and back, where nothing is drafted: the median of many."""
-    link, times = remote.link, list[float]()
-    for number in range(QUESTIONS):
+def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
+    """Seconds from question to answer, there and back, where the answer is ready: the median of many.
+
+    The first question drafts; the others ask for the same tokens again.
+    """
+    link, times, row = remote.link, list[float](), 1 << 30
+    link.tell(link.generation, [OpenRow(row, Mode.GUESS, {"temperature": 0.0}, text, len(text)).frame()])
+    for number in range(QUESTIONS + 1):
         begin, sequence = perf_counter(), (1 << 30) + number
-        if isinstance(link.ask(link.generation, [ask_frame(sequence, [], False)], sequence), Missed):
+        question = ask_frame(sequence, [AskRow(row, len(text), (), gamma)], False)
+        answer = link.ask(link.generation, [question], sequence)
+        if isinstance(answer, Missed) or len(read_drafts(answer, remote.vocab)[0].tokens) != gamma:
             raise SystemExit("the server does not answer.")
         times.append(perf_counter() - begin)
-    return median(times)
+    link.tell(link.generation, [Frame(Kind.CLOSE, 0, {"row": row})])
+    return median(times[1:])
 
 
 def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[Tally], PlanCosts]:
@@ -215,8 +224,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 name = f"tcp://127.0.0.1:{int(shown)}?timeout-ms=10000&trust={'true' if given.trust else 'false'}"
                 far = drafter(name, context)
                 assert isinstance(far, RemoteDrafter)
-                away = distance(far)
-                spot = Place(added, away, slowdown(engine, local, far, task, max(given.gamma)))
+                most = max(given.gamma)
+                away = distance(far, texts[0], most)
+                spot = Place(added, away, slowdown(engine, local, far, task, most))
                 found = compare(engine, far, task, given.gamma, given.repetitions)
                 table += lines(spot, known, found, given.max_new_tokens)
     costs = known[1]

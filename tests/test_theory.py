@@ -792,24 +792,28 @@ def test_a_float32_softmax_is_a_law() -> None:
 # --- a draft on another machine -----------------------------------------------------------------------------------
 
 
-def waited(gamma: int, c: float, until: float, right: bool) -> float:
+def waited(gamma: int, c: float, single: float, until: float, right: bool) -> float:
     """How long a client waits whose question comes `until` after the last answer: the other machine goes ahead step by
     step, finishes the step that it is in, and either has what is wanted or begins anew."""
-    steps = min(gamma + 1, math.floor(until / c))  # finished when the question comes
+    steps = min(gamma + 1, math.floor(until / single))  # finished when the question comes
     busy = steps < gamma + 1
-    now = (steps + 1) * c - until if busy else 0.0
-    return now + c * max(0, gamma - steps) if right else now + gamma * c
+    now = (steps + 1) * single - until if busy else 0.0
+    return now + single * max(0, gamma - steps) if right else now + gamma * c
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 2.0])
-@pytest.mark.parametrize(("gamma", "c"), [(1, 0.05), (4, 0.1), (4, 0.4), (7, 0.6)])
-def test_a_remote_round_costs_what_going_through_its_steps_gives(gamma: int, c: float, delay: float) -> None:
+@pytest.mark.parametrize(
+    ("gamma", "c", "single"), [(1, 0.05, 0.05), (4, 0.1, 0.1), (4, 0.4, 0.4), (4, 0.4, 0.45), (7, 0.6, 0.6)]
+)
+def test_a_remote_round_costs_what_going_through_its_steps_gives(
+    gamma: int, c: float, single: float, delay: float
+) -> None:
     """Averaged over where in a step the question falls: delays over one step, at equal distances."""
-    grid = [delay + c * (place + 0.5) / 400 for place in range(400)]
+    grid = [delay + single * (place + 0.5) / 400 for place in range(400)]
     for right in (True, False):
-        want = sum(1 + each + waited(gamma, c, 1 + each, right) for each in grid) / len(grid)
-        found = sum(theory.remote_round_cost(gamma, c, each, float(right)) for each in grid) / len(grid)
-        assert found == pytest.approx(want, rel=0.01)
+        want = sum(1 + each + waited(gamma, c, single, 1 + each, right) for each in grid) / len(grid)
+        costs = (theory.remote_round_cost(gamma, c, each, float(right), single=single) for each in grid)
+        assert sum(costs) / len(grid) == pytest.approx(want, rel=0.01)
 
 
 def test_a_remote_round_is_a_local_one_where_nothing_is_away_or_ahead() -> None:
@@ -817,7 +821,7 @@ def test_a_remote_round_is_a_local_one_where_nothing_is_away_or_ahead() -> None:
     assert theory.remote_round_cost(3, 0.1, 0.0, 0.0) == theory.round_cost(3, 0.1)  # all done before it is asked
     assert theory.remote_round_cost(3, 0.1, 2.0, 1.0) == 3.0  # all ready: the network alone
     assert theory.remote_factor(0.8, 4, 0.1, 0.0) > theory.walltime_factor(0.8, 4, 0.1)
-    for wrong in ({"delay": -1.0}, {"ready": 1.5}, {"delay": math.inf}):
+    for wrong in ({"delay": -1.0}, {"ready": 1.5}, {"delay": math.inf}, {"single": -1.0}):
         with pytest.raises(ValueError, match="not possible"):
             theory.remote_round_cost(**{"gamma": 3, "c": 0.1, "delay": 1.0, "ready": 0.5, **wrong})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -100,7 +101,7 @@ class SharedScript(Script):
     A draw chooses among the tokens that the number may still give, and the number then lies in that token's part.
     """
 
-    known: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
     coupled = True
 
     def __call__(self, law: Law, key: Key) -> Tensor:
@@ -115,7 +116,7 @@ class SharedScript(Script):
         ]
         return torch.tensor(rows, dtype=torch.long)
 
-    def _shared(self, weights: Sequence[float], place: tuple[int, ...]) -> int:
+    def _shared(self, weights: Sequence[float], place: tuple[Any, ...]) -> int:
         low, high = self.known.get(place, (0.0, 1.0))
         total = math.fsum(weights)
         if not total:  # see `_choose`
@@ -126,6 +127,26 @@ class SharedScript(Script):
         token = self._choose(sizes, (*place, len(self.weights)))
         self.known[place] = parts[token]
         return token
+
+
+@dataclass
+class NumberedScript(SharedScript):
+    """A script of draws by inversion, in which all draws under one name invert one number, as those of a draft do that
+    is thrown away and made again for another text."""
+
+    coupled = False
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        if law.probs is None:
+            assert law.tokens is not None
+            return law.tokens
+        rows = [
+            [self._shared(weights, (*names, start + j, key.name)) for j, weights in enumerate(row)]
+            for *names, start, row in zip(
+                key.seeds, key.requests, key.origins, key.positions, law.probs.tolist(), strict=True
+            )
+        ]
+        return torch.tensor(rows, dtype=torch.long).view(law.probs.shape[:2])
 
 
 ROUNDING = 1e-15
@@ -337,7 +358,12 @@ def company_changes_nothing(alone: Decoder, requests: Sequence[Request]) -> None
 
 
 def first_tokens(
-    make: Callable[[Rng], Decoder], prompt: Sequence[int], count: int, limit: int, sampler: Sampler = SAMPLE
+    make: Callable[[Rng], Decoder],
+    prompt: Sequence[int],
+    count: int,
+    limit: int,
+    sampler: Sampler = SAMPLE,
+    script_of: type[Script] = Script,
 ) -> Distribution:
     """The joint law of the first `count` tokens of a text of `limit`; every branch has a decoder of its own."""
 
@@ -346,7 +372,17 @@ def first_tokens(
         row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
         return tuple(row.output[:count])
 
-    return enumerate_outcomes(run, 300_000)
+    return enumerate_outcomes(run, 300_000, script_of)
+
+
+class AtOnce(Executor):
+    """An executor that has done everything when it is asked."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The result is there."""
+        done = Future[Any]()
+        done.set_result(function(*args, **kwargs))
+        return done
 
 
 # ---- tiny Hugging Face models -----------------------------------------------------------------------------------

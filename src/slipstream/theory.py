@@ -162,19 +162,24 @@ def walltime_factor(alpha: float, gamma: int, c: float, verify: Curve = flat) ->
     return tokens_per_round(alpha, gamma) / round_cost(gamma, c, verify)
 
 
-def remote_round_cost(gamma: int, c: float, delay: float, ready: float, verify: Curve = flat) -> float:
+def remote_round_cost(
+    gamma: int, c: float, delay: float, ready: float, verify: Curve = flat, single: float | None = None
+) -> float:
     """Return a round's time, in target steps, if its draft is made on a machine with a round-trip delay of `delay`.
 
     While the target verifies, that machine continues as if all tokens stood: it guesses the bonus token and drafts
-    gamma more, in (gamma + 1) c. With chance `ready` the guess is right, and the target waits only for the part of that
-    time that T(gamma+1)/T(1) + delay do not cover; otherwise gamma tokens are drafted anew, after on average half a
-    step to finish the step in progress, if one is. `delay` is in target steps, as all times are; with `ready` 0 no
-    guess is ever right. Raises ValueError as `round_cost` does, and for a negative delay or a chance outside [0, 1].
+    gamma more, token by token, in (gamma + 1) `single`: the time of a draft step that is made alone, which may be more
+    than that of one among gamma (None: c, the same). With chance `ready` the guess is right, and the target waits only
+    for the part of that time that T(gamma+1)/T(1) + delay do not cover; otherwise gamma tokens are drafted anew, after
+    on average half a step to finish the step in progress, if one is. `delay` is in target steps, as all times are; with
+    `ready` 0 no guess is ever right.
+    Raises ValueError as `round_cost` does, and for a negative delay or a chance outside [0, 1].
     """
     check_share("ready", ready)
     target = round_cost(gamma, 0.0, verify) + (_check_cost("delay", delay) if gamma else 0.0)
-    left = max(0.0, (gamma + 1) * _check_cost("c", c) - target) if gamma else 0.0
-    anew = gamma * c + (c / 2 if left else 0.0)
+    alone = _check_cost("c", c) if single is None else _check_cost("single", single)
+    left = max(0.0, (gamma + 1) * alone - target) if gamma else 0.0
+    anew = gamma * c + (alone / 2 if left else 0.0)
     return target + ready * min(left, anew) + (1 - ready) * anew
 
 

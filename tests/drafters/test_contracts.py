@@ -22,6 +22,7 @@ from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
+from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
@@ -43,6 +44,7 @@ from toys import (
     SAMPLE,
     VOCAB,
     Altered,
+    AtOnce,
     Cycle,
     dirichlet_table,
     first_tokens,
@@ -82,6 +84,8 @@ def eagle3(target: CausalScorer) -> HeadDrafter:
 
 MADE: dict[str, Callable[[Any], Drafter]] = {
     "model": lambda target: small(),
+    "ahead": lambda target: AheadDrafter(small(), AtOnce()),
+    "choice with ahead": lambda target: Choice([Lookup(), AheadDrafter(small(), AtOnce())]),
     "tree": lambda target: TreeDrafter(scorer(DRAFT, "draft"), (2, 1)),
     "ngram": lambda target: Ngram(GRAMS, VOCAB),
     "ngram online": lambda target: Ngram(GRAMS, VOCAB, online=True),

@@ -90,7 +90,7 @@ class ServerProcess:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of one server run in one process, so that no other one starts it again."""
     for item in items:
-        if "server" in getattr(item, "fixturenames", ()):
+        if {"server", "replicas", "conforming"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("server"))
 
 
@@ -102,9 +102,26 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def client(server: ServerProcess) -> openai.OpenAI:
-    """OpenAI's client of that server."""
-    return server.client()
+def replicas() -> Iterator[ServerProcess]:
+    """Two replicas of the same pair on a Ray cluster of their own."""
+    more = ("--ray", "--replicas", "2", "--max-rows", "2", "--chat-template", str(TEMPLATE))
+    with ServerProcess.of(Command("serve", "--port", "0", *more), 600) as started:
+        yield started
+        assert started.stop() == 0
+        assert any("what was begun is finished" in line for line in started.lines)
+
+
+@pytest.fixture(scope="session", params=["server", pytest.param("replicas", marks=pytest.mark.slow)])
+def conforming(request: pytest.FixtureRequest) -> ServerProcess:
+    """Whatever answers as the plain server does: itself, and replicas on a cluster."""
+    served: ServerProcess = request.getfixturevalue(request.param)
+    return served
+
+
+@pytest.fixture(scope="session")
+def client(conforming: ServerProcess) -> openai.OpenAI:
+    """OpenAI's client of it."""
+    return conforming.client()
 
 
 @pytest.fixture(scope="session")

@@ -122,8 +122,8 @@ def check_variety(found: dict[str, Counter[int]]) -> None:
         assert statuses[200] and statuses[400], (path, statuses)
 
 
-def test_generated_requests_get_described_answers(server: ServerProcess) -> None:
-    check_variety(fuzz_all(server, 3))
+def test_generated_requests_get_described_answers(conforming: ServerProcess) -> None:
+    check_variety(fuzz_all(conforming, 3))
 
 
 @pytest.mark.slow
@@ -159,9 +159,9 @@ def test_a_wrong_description_is_found(server: ServerProcess, spoil: Callable[[di
         fuzz(server, operation, GenerationMode.POSITIVE, 10)
 
 
-def test_other_methods_are_a_405_that_names_the_right_one(server: ServerProcess) -> None:
-    paths = interface(server)["paths"]
-    with server.http() as http:
+def test_other_methods_are_a_405_that_names_the_right_one(conforming: ServerProcess) -> None:
+    paths = interface(conforming)["paths"]
+    with conforming.http() as http:
         for path, described in paths.items():
             for method in METHODS:
                 if method.lower() not in described:
@@ -171,7 +171,7 @@ def test_other_methods_are_a_405_that_names_the_right_one(server: ServerProcess)
                     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_the_description_knows_no_status_that_never_comes(server: ServerProcess) -> None:
-    described = interface(server)
+def test_the_description_knows_no_status_that_never_comes(conforming: ServerProcess) -> None:
+    described = interface(conforming)
     assert all("422" not in each["responses"] for path in described["paths"].values() for each in path.values())
     assert "HTTPValidationError" not in described["components"]["schemas"]

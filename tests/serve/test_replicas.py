@@ -17,7 +17,6 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from processes import Command
 from serve.conftest import ServerProcess
 from slipstream.serve.cluster.routing import routing_key
 from slipstream.serve.cluster.scale import Scale
@@ -114,19 +113,29 @@ def answer(http: httpx.Client, prompt: str, **more: Any) -> httpx.Response:
     return http.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **more})
 
 
-@pytest.fixture(scope="module")
-def replicas() -> Iterator[ServerProcess]:
-    """Two replicas on a cluster of their own."""
-    with ServerProcess.of(Command("serve", "--port", "0", "--ray", "--replicas", "2", "--max-rows", "2")) as server:
-        yield server
-        assert server.stop() == 0
-        assert any("what was begun is finished" in line for line in server.lines)
-
-
-def workers() -> list[int]:
-    """The processes of the replicas."""
+def workers(server: ServerProcess) -> list[int]:
+    """The processes of its replicas: no other cluster's on this machine."""
     found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:slipstream:Replica"], capture_output=True, text=True)
-    return [int(line) for line in found.stdout.split()]
+    return [pid for pid in map(int, found.stdout.split()) if server.process.pid in ancestors(pid)]
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """The processes that started a process, its own first."""
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            return
+        pid = int(stat.rpartition(")")[2].split()[1])
+        yield pid
+
+
+def wait_for_two(server: ServerProcess) -> None:
+    """Until Ray has put another replica in the place of one that was killed."""
+    end = time.monotonic() + 300
+    while len(workers(server)) < 2 and time.monotonic() < end:
+        time.sleep(0.5)
+    assert len(workers(server)) == 2
 
 
 @pytest.mark.slow
@@ -142,7 +151,7 @@ def test_replicas_answer_as_one_server_does(replicas: ServerProcess, server: Ser
             assert ours.json().get("choices") == theirs.json().get("choices")
             assert ours.json().get("error") == theirs.json().get("error")
         assert many.get("/nowhere").status_code == 404
-    assert len(workers()) == 2
+    assert len(workers(replicas)) == 2
     stream = replicas.client().completions.create(
         model="embedded", prompt="x", stream=True, max_tokens=8, temperature=0
     )
@@ -186,7 +195,7 @@ def test_a_killed_replica_ends_its_streams_and_its_queue_goes_elsewhere(replicas
     for thread in queued:
         thread.start()
     time.sleep(0.2)
-    os.kill(workers()[0], signal.SIGKILL)
+    os.kill(workers(replicas)[0], signal.SIGKILL)
     for thread in [*threads, *queued]:
         thread.join(300)
         assert not thread.is_alive(), "nothing hangs"
@@ -195,3 +204,36 @@ def test_a_killed_replica_ends_its_streams_and_its_queue_goes_elsewhere(replicas
     assert lost and all("is gone: ask again" in end for end in lost)
     assert all(end == "data: [DONE]" for end in streams if end not in lost)
     assert [ends[number] for number in range(4, 10)] == ["200"] * 6, "what waited was answered elsewhere"
+    wait_for_two(replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_replica_that_is_killed_under_a_hundred_streams_loses_none_that_waited(replicas: ServerProcess) -> None:
+    """Four run, the others wait: those that had begun may end with the error event, all others end as they should."""
+    lines: dict[int, list[str]] = {number: [] for number in range(100)}
+    began = threading.Semaphore(0)
+
+    def stream(number: int) -> None:
+        body = {"prompt": f"# {number}", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+        with replicas.http(timeout=1500) as http, http.stream("POST", "/v1/completions", json=body) as response:
+            for line in filter(None, response.iter_lines()):
+                lines[number].append(line)
+                if len(lines[number]) == 1:
+                    began.release()
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in lines]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        assert began.acquire(timeout=300)
+    killed = workers(replicas)[0]
+    begun = {number for number, found in lines.items() if found}
+    os.kill(killed, signal.SIGKILL)
+    for thread in threads:
+        thread.join(1500)
+        assert not thread.is_alive(), "nothing hangs"
+    lost = {number for number, found in lines.items() if found[-1] != "data: [DONE]"}
+    assert all("is gone: ask again" in lines[number][-1] for number in lost)
+    assert len(begun) < 50 and len(lost) <= 4 and len(lost - begun) <= 2, "what waits has not begun"
+    wait_for_two(replicas)

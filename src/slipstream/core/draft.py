@@ -86,6 +86,8 @@ class Draft:
 
     `parts` are what a draft was made from that was not drawn token by token: the drafts that it was chosen from, or the
     rounds of a draft that is drafted itself. Decoding does not read them; a certificate does.
+
+    `ahead` counts, per row, the tokens that were ready when the round began.
     """
 
     tokens: Tensor
@@ -95,6 +97,7 @@ class Draft:
     parents: tuple[int, ...] | None = None
     replacement: bool = False
     parts: tuple[Part, ...] = ()
+    ahead: tuple[int, ...] = ()
 
     @property
     def tree(self) -> Tree | None:
@@ -146,6 +149,7 @@ class Draft:
             lengths=tuple(self.lengths[place] for place in places),
             windowed=tuple(self.windowed[place] for place in places) if self.windowed else (),
             parts=(),
+            ahead=tuple(self.ahead[place] for place in places) if self.ahead else (),
         )
 
 

@@ -78,6 +78,11 @@ class Law:
         """Return the law of the first positions."""
         return self._map(lambda data: data[:, :positions])
 
+    def stretched(self, positions: int) -> Law:
+        """The law over so many positions, behind its own the last one again, as padding."""
+        index = torch.arange(positions, device=self.device).clamp(max=self.positions - 1)
+        return self._map(lambda data: data[:, index])
+
     def at(self, index: Tensor) -> Law:
         """Return the law at one position per row: `index` (rows,) -> a Law over (rows, 1)."""
         rows = torch.arange(index.shape[0], device=self.device)

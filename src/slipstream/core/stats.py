@@ -14,7 +14,8 @@ class Stats:
     each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
     round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
     model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because their
-    cache entries were taken over. `predicted` drafted tokens were copied from the request's prediction, and
+    cache entries were taken over. `ahead` drafted tokens were ready when their round began, because the draft had
+    gone on while the target verified. `predicted` drafted tokens were copied from the request's prediction, and
     `predicted_accepted` of them were accepted. `undrafted` counts rounds without the draft requested from another
     machine, by reason: "late", "refused", "disconnected".
     """
@@ -27,6 +28,7 @@ class Stats:
     target_calls: int = 0
     windowed: int = 0
     cached: int = 0
+    ahead: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
     relaxed: int = 0
@@ -99,8 +101,8 @@ class Stats:
         """Return the figures under their public names, for JSON."""
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
-            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "predicted"),
-            *("predicted_accepted", "tokens_per_second", "relaxed", "mean_distance"),
+            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "ahead"),
+            *("predicted", "predicted_accepted", "tokens_per_second", "relaxed", "mean_distance"),
         )
         levels = {name: stats.as_dict() for name, stats in self.levels.items()}
         counted = {"undrafted": dict(self.undrafted)} if self.undrafted else {}
@@ -109,6 +111,6 @@ class Stats:
 
 
 COUNTS = (
-    *("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "cached", "predicted"),
-    *("predicted_accepted", "relaxed", "distance"),
+    *("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "cached", "ahead"),
+    *("predicted", "predicted_accepted", "relaxed", "distance"),
 )

@@ -17,8 +17,11 @@ from slipstream.execution.passes import EAGER, Mode
 @dataclass(frozen=True)
 class BuildContext:
     """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read.
+
     With `drafted`, another draft stands before the one that is built. With `independent`, siblings of the `tree` are
-    drawn without regard to each other, as rules of several paths want them."""
+    drawn without regard to each other, as rules of several paths want them. With `waits`, nothing is drafted ahead,
+    because no target of this process verifies the draft.
+    """
 
     target: Scorer
     tokenizer: Any = None
@@ -29,6 +32,7 @@ class BuildContext:
     mode: Mode = EAGER
     drafted: bool = False
     independent: bool = False
+    waits: bool = False
 
     def kept_tokens(self, wanted: FrequentTokens | None) -> Tensor | None:
         """The ids (n,) of the tokens that a draft is cut to; None: it is not cut. Raises ValueError if there are no

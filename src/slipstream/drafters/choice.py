@@ -69,13 +69,14 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     width, vocab = max(draft.tokens.shape[1] for draft in full), _vocab(full)
     laws, tokens = list[Law](), list[Tensor]()
     lengths = [max(row) for row in zip(*(draft.lengths for draft in full), strict=True)]
-    windowed = [0] * len(lengths)
+    windowed, ahead = [0] * len(lengths), [0] * len(lengths)
     for row in range(len(lengths)):
         owner = next((draft for draft in full if draft.lengths[row]), full[0])
         tokens.append(torch.nn.functional.pad(owner.tokens[row : row + 1].to(device), _right(owner, width)))
         laws.append(_law(owner.to(device), row, width, vocab))
         windowed[row] = owner.windowed[row] if owner.windowed else 0
-    return Draft(torch.cat(tokens), Law.join(laws, 0), tuple(lengths), tuple(windowed))
+        ahead[row] = owner.ahead[row] if owner.ahead else 0
+    return Draft(torch.cat(tokens), Law.join(laws, 0), tuple(lengths), tuple(windowed), ahead=tuple(ahead))
 
 
 def _vocab(drafts: Sequence[Draft]) -> Tensor | None:

@@ -125,15 +125,21 @@ class Follower:
         """Drop drafted tokens that were not kept; in a tree, move the accepted ones together."""
         if not self._rows or not any(round.gammas):  # nothing was drafted, so there is nothing to drop
             return
-        kept = [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
-        have = self.scorer.lengths
         if round.verdict.path is not None and round.draft.parents is not None:
+            kept, have = self._kept(), self.scorer.lengths
             fed = _inner(round.draft.parents)
             paths = [[node for node in path if node < fed] for path in accepted_paths(round.verdict)]
             bases = [length + 1 - len(new) for length, new in zip(kept, round.tokens, strict=True)]
             self.scorer.keep([min(base, length) for base, length in zip(bases, have, strict=True)], paths)
-            have = [min(h, base + len(path)) for h, base, path in zip(have, bases, paths, strict=True)]
-        self.scorer.rollback([min(pair) for pair in zip(have, kept, strict=True)])
+            moved = [min(h, base + len(path)) for h, base, path in zip(have, bases, paths, strict=True)]
+            self.scorer.rollback(moved)
+        self.trim()
+
+    def trim(self) -> None:
+        """Forget what the cache holds of each row beyond its text but the last token."""
+        if not self._rows:
+            return
+        self.scorer.rollback([min(pair) for pair in zip(self.scorer.lengths, self._kept(), strict=True)])
         for place, row in enumerate(self._rows):
             if self._known[place] < len(row.readable) - len(row.output) - 1 <= self.scorer.lengths[place]:
                 self._remember(place)  # the prompt has been read
@@ -142,6 +148,10 @@ class Follower:
         """Feed tokens without computing logits, and count the time as `prefill`."""
         with self._watch.apart("prefill"):
             self.scorer.prefill(pieces)
+
+    def _kept(self) -> list[int]:
+        """How many tokens of each row's window stand, all but the last, which is pending."""
+        return [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
 
     def _missing(self) -> list[list[int]]:
         """Return the tokens that the cache lacks: only the last one for a row with gamma 0, whose text is never read

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
 from slipstream.decoding.decoder import NoDraft
+from slipstream.drafters.ahead import ahead_or_waiting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.cross_tokenizer.choose import foreign
@@ -69,8 +70,9 @@ def build_model(
     device: str | None = None,
     vocabulary: str | None = None,
     draft_vocab: FrequentTokens | None = None,
+    ahead: bool | None = None,
 ) -> Drafter:
-    """A hub name, a folder or a loaded model."""
+    """Build the drafter of a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
     kept = context.kept_tokens(draft_vocab)
     scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode, kept)
     tokenizer = find_tokenizer(source)
@@ -78,8 +80,11 @@ def build_model(
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
         if draft_vocab:
             raise ValueError(f"draft_vocab counts the target's tokens, and {scorer.name} has others: leave it out.")
-        return _foreign(context, scorer, tokenizer, vocabulary)
-    return context.drafting(scorer)
+        made = _foreign(context, scorer, tokenizer, vocabulary)
+    else:
+        made = context.drafting(scorer)
+    meanwhile = not (context.waits or context.drafted or context.mode.compiled)
+    return ahead_or_waiting(made, context.target if meanwhile else None, ahead)
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
@@ -299,7 +304,8 @@ def switch(text: str) -> bool:
 CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
 OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
-MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "vocabulary": str}
+EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "ahead": switch}
+MODEL: dict[str, Callable[[str], Any]] = {**EMBEDDED_MODEL, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
     **dict.fromkeys(("factor", "offset"), float),
@@ -326,7 +332,7 @@ STORE: dict[str, Callable[[str], Any]] = {
 
 KINDS: dict[str, DrafterKind] = {
     "model": DrafterKind("model:NAME", "a smaller model, by hub name or folder", build_model, MODEL),
-    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, PLACE),
+    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, EMBEDDED_MODEL),
     "ngram": DrafterKind(
         "ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}
     ),

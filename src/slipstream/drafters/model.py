@@ -74,6 +74,10 @@ class ModelDrafter:
         """Forget drafted tokens that were not kept."""
         self._follower.rollback(round)
 
+    def trim(self) -> None:
+        """Forget what was read beyond the rows' texts, which somebody has made shorter."""
+        self._follower.trim()
+
 
 MOST_NODES, MOST_LEVELS = 1024, 64
 """The largest tree: every node is a token of one pass of the target, and verifying goes from level to level."""

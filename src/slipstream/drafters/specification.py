@@ -142,7 +142,7 @@ def _chain(parts: Sequence[Part], context: BuildContext) -> Drafter:
     step = {"gamma": _typed("gamma", options.pop("gamma"), int)} if "gamma" in options else {}
     faster[-1] = replace(faster[-1], options=tuple(options.items()))
     own = None if last.kind in QUANTIZED else find_tokenizer(_source(last))
-    inside = replace(context, target=model.scorer, tokenizer=own or context.tokenizer)
+    inside = replace(context, target=model.scorer, tokenizer=own or context.tokenizer, waits=True)
     return ChainDrafter(model.scorer, _chain(faster, inside), model.vocab, **step)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.core.protocols import Scorer
 from slipstream.decoding.decoder import Decoder
+from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kernels.cpu import kernel_missing
@@ -82,5 +83,6 @@ def without_folder(text: str) -> str:
 
 
 def scorers(decoder: Decoder) -> list[Scorer]:
-    """Return the Scorers of the target and, if a model drafts, of the draft."""
-    return [decoder.target, *([decoder.drafter.scorer] if isinstance(decoder.drafter, ModelDrafter) else [])]
+    """The target and, if a model drafts, the draft."""
+    drafter = decoder.drafter
+    return [decoder.target, *([drafter.scorer] if isinstance(drafter, ModelDrafter | AheadDrafter) else [])]

@@ -177,7 +177,8 @@ class PlanCosts:
             return self.round(gamma)
         chances, drafting = kept.mixed(asked or gamma), self.draft(gamma)
         rest = max(self.round(gamma) - drafting, 1e-9)
-        return remote_round_cost(gamma, drafting / gamma, self.delay, chances[0] * chances[-1], lambda rows: rest)
+        times, ready = (drafting / gamma, self.delay), chances[0] * chances[-1]
+        return remote_round_cost(gamma, *times, ready, lambda rows: rest, self.draft(1))
 
     def target(self, gamma: int) -> float:
         """Return the expected seconds of the target's pass in a round that asks for gamma tokens."""

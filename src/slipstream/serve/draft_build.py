@@ -50,14 +50,14 @@ def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
     models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
     given = how.tokenizer or (models[-1] if models else None)
     tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(given) if given else None
-    if isinstance(syntax, Part) and syntax.kind in NAMED and "vocabulary" not in dict(syntax.options):
+    if isinstance(syntax, Part) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
         return _model(models[0], dict(syntax.options), how, tokenizer)
     sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
     if tokenizer is None and not sizes:
         raise ValueError(f"nothing tells which tokens {draft!r} drafts: name the clients' tokenizer, --tokenizer NAME.")
     size = sizes[0] if sizes else _size(tokenizer)
     target: Any = AnyTarget(size)
-    context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile))
+    context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile), waits=True)
     return drafter(draft, context), Vocabulary.of(size, tokenizer)
 
 

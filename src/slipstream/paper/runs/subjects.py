@@ -127,7 +127,9 @@ def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) 
     named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
     engine = load(target, dtype=how.dtype, device=how.device, **named)
     mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
-    context = BuildContext(engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode)
+    context = BuildContext(
+        engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode, waits=True
+    )
     found = dict[str, Scorer]()
     for name, source in drafts.items():
         made = drafter(str(source), context)
