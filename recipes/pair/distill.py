@@ -9,9 +9,10 @@ import torch
 from tqdm import trange
 from transformers import LlamaForCausalLM
 
+from slipstream.training.optimizers import muon_and_adam
 from slipstream.training.trainer import Progress
 
-from .budget import DEVICE, SEED, optimizers, train
+from .budget import DEVICE, SEED, train
 from .corpus import Stream
 from .models import CONTEXT, logits_of
 from .sampling import Pool
@@ -82,4 +83,4 @@ def distill(
         return loss_of(draft, *batch, tilt), batch[0].numel()
 
     draft.train()
-    return train(draft, optimizers(draft, muon=0.02, adam=4e-3), minutes, file, step)
+    return train(draft, muon_and_adam(draft, muon=0.02, adam=4e-3), minutes, file, step)

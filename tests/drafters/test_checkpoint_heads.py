@@ -43,7 +43,8 @@ from slipstream.models.hidden_states import LAST
 from slipstream.models.loading import load_scorer
 from slipstream.models.mtp import load_mtp
 from slipstream.models.tiny import tiny_config
-from slipstream.training.ahead import AheadSettings, new_eagle3, save_eagle3, train_ahead
+from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
+from slipstream.training.trainer import Checkpoint
 from toys import (
     FAMILIES,
     GREEDY,
@@ -523,8 +524,8 @@ def shuffled(module: Any) -> Any:
 def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(tmp_path: Path) -> None:
     target = CausalScorer(learned())
     net = new_eagle3(learned(), TEXT, 40)
-    weights = [weight for weight in net.parameters() if weight.requires_grad]
-    train_ahead(net, weights, learned(), TEXT, AheadSettings(steps=80, rows=4, length=32, rate=5e-3))
+    settings = AheadSettings(steps=80, rows=4, length=32, rate=5e-3)
+    AheadTrainer(net, net, learned(), TEXT, settings, Checkpoint(tmp_path / "state")).train()
     save_eagle3(net, tmp_path)
     good = acceptance(target, HeadDrafter(target, load_eagle3(tmp_path, learned()), "trained"))
     bad = acceptance(target, HeadDrafter(target, shuffled(net).eval(), "shuffled"))
@@ -532,11 +533,12 @@ def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(t
 
 
 @pytest.mark.parametrize("kind", ["glm", pytest.param("qwen", marks=pytest.mark.slow)])
-def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path) -> None:
+def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path, tmp_path: Path) -> None:
     model = mtp_model(kind, folder, 40)
     heads, target = load_mtp(model, kind), load_scorer(model)
     layers = heads.network.layers.requires_grad_(True)
-    train_ahead(heads, list(layers.parameters()), model, TEXT, AheadSettings(60, 4, 32, rate=5e-3))
+    settings, checkpoint = AheadSettings(60, 4, 32, rate=5e-3), Checkpoint(tmp_path / "state")
+    AheadTrainer(heads, layers, model, TEXT, settings, checkpoint).train()
     good = acceptance(target, HeadDrafter(target, heads, "heads"))
     shuffled(layers)
     bad = acceptance(target, HeadDrafter(target, heads, "heads"))

@@ -20,6 +20,7 @@ from slipstream.drafters.heads import FILE, ParallelHeads, Sizes, Tap
 from slipstream.drafters.heads import KIND as HEADS
 from slipstream.kernels.packing import plain_weight
 from slipstream.models.families import longest_text
+from slipstream.training.optimizers import trapezoid
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch
 
 STATE = "training.safetensors"
@@ -104,7 +105,7 @@ class HeadTrainer:
         self._trainer = Trainer(
             self.heads,
             [optimizer],
-            _schedule,
+            trapezoid(0.02, 0.6, first=0.05),
             Steps(settings.steps, settings.save_every),
             Checkpoint(self.folder / STATE, known),
         )
@@ -192,8 +193,3 @@ def train_heads(
 ) -> ParallelHeads:
     """Train heads for a model on a text of tokens and save them in `folder`; see `HeadTrainer`."""
     return HeadTrainer(model, name, tokens, folder, settings or TrainingSettings()).train()
-
-
-def _schedule(step: int, used: float) -> float:
-    """A short warm-up, then a straight line to zero."""
-    return min(1.0, used / 0.02 + 0.05, (1.0 - used) / 0.6)
