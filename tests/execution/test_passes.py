@@ -232,9 +232,9 @@ def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.
 # ---- captured passes: the bookkeeping, with a recorder that runs on the CPU ------------------------------------------
 
 
-def _recorder(function: Any) -> tuple[Tensor, Any]:
-    logits = function()
-    return logits, lambda: logits.copy_(function())
+def _recorder(function: Any) -> tuple[list[Tensor], Any]:
+    found = function()
+    return found, lambda: [kept.copy_(new) for kept, new in zip(found, function(), strict=True)]
 
 
 def test_captured_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,8 @@ class RowCache:
 
     def _of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         if self._views is None or self._views[0] != rows:  # dozens of views, which every pass would make again
-            layers = [self._layers[layer] for layer in sorted(self._layers)]
+            # What lies behind the layers, as hidden states that are kept, is no part of a pass.
+            layers = [self._layers[layer] for layer in sorted(self._layers) if layer < INDEXER]
             self._views = rows, [(keys[rows], values[rows]) for keys, values in layers]
         return self._views[1]
 

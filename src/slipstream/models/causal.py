@@ -24,7 +24,7 @@ from slipstream.core.images import Images
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
-from slipstream.execution.draft_graphs import DraftGraphs, Wish
+from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
 from slipstream.execution.encoder_graphs import CompiledReader
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
@@ -215,12 +215,13 @@ class CausalScorer:
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Keep the hidden states of some places (see `HiddenStates`) of every token that is read from now on, as long
-        as what is returned lives. Raises ValueError for places that there are not, or if the passes are compiled."""
-        if self.execution is not None:
-            raise ValueError(
-                f"{self.name} is compiled, which hides its hidden states: use this draft without compiling."
-            )
+        as what is returned lives. Raises ValueError for places that there are not, or that graphs do not show."""
         states = HiddenStates(self.model, self.name, places, self._memory)
+        if self.execution is not None and states.last_layer in places:
+            raise ValueError(
+                f"{self.name} is compiled, which hides its hidden states between the last layer and the norm behind "
+                "it: use this draft without compiling."
+            )
         self._runner.recorded.add(states)
         return states
 
@@ -307,7 +308,8 @@ class CausalScorer:
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """From now on draft by graphs, where that is possible: chains of these sizes by one."""
         facts, module = self.facts, self._decoder or self.model
-        draft_graphs = DraftGraphs(module, self.name, tuple(sizes), facts.kinds, facts.relative, progress)
+        network = ModelNetwork(module, facts.kinds, facts.relative)
+        draft_graphs = DraftGraphs(network, self.name, tuple(sizes), progress=progress)
         self._chains = DraftChains(draft_graphs, self._memory, facts.context)
 
     @torch.inference_mode()

@@ -6,8 +6,8 @@ together after a tree, and stored for texts with the same beginning as keys and 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -15,20 +15,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from slipstream.cache.rows import INDEXER
 from slipstream.models.layers import find_layers
 from slipstream.models.memory import Memory
 
 LAST = -1
 """The place behind the norm after the last layer: what goes into the model's head."""
 
-_numbers = count(1_000_000)  # behind all layers that a model has
+_numbers = count(2 * INDEXER)  # behind all layers and indexers that a model has
 
 
 class HiddenStates:
     """The hidden states at some places of a model, side by side, of every token that its rows hold.
 
     Places are counted as in transformers' `hidden_states`: 0 goes into the first layer, i comes out of the i-th, before
-    any norm; `LAST` comes out of the norm behind all. Nothing is recorded of passes that nobody asks to `store`.
+    any norm; `LAST` comes out of the norm behind all. Nothing is seen of passes that nobody is `watching`.
     Raises ValueError for a place that the model does not have.
     """
 
@@ -43,14 +44,22 @@ class HiddenStates:
                 "another target."
             )
         self._width = len(self.places) * int(model.config.get_text_config().hidden_size)
-        self._seen: dict[int, Tensor] = {}
-        hooks = [self._hook(model, place) for place in set(places)]
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self._model = model
         memory.forget_prefixes()
 
-    def _hook(self, model: Any, place: int) -> Any:
-        seen = self._seen  # and not self, which would then live as long as the model
+    @contextmanager
+    def watching(self) -> Iterator[dict[int, Tensor]]:
+        """The states at the places by place, once a pass has run within. Hooks stand in the model no longer than that:
+        others may make graphs of it."""
+        seen: dict[int, Tensor] = {}
+        hooks = [self._hook(place, seen) for place in set(self.places)]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
+    def _hook(self, place: int, seen: dict[int, Tensor]) -> Any:
         def into(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen[place] = args[0] if args else kwargs["hidden_states"]
 
@@ -60,18 +69,22 @@ class HiddenStates:
 
         if place == 0:
             return self._layers[0].register_forward_pre_hook(into, with_kwargs=True)
-        module = model.get_decoder() if place == LAST else self._layers[place - 1]
+        module = self._model.get_decoder() if place == LAST else self._layers[place - 1]
         return module.register_forward_hook(out)
 
-    def take(self) -> Tensor:
-        """What the pass that has just run left at the places, (rows, n, width)."""
-        found = [self._seen[place] for place in self.places]
-        self._seen.clear()
+    def joined(self, seen: Mapping[int, Tensor]) -> Tensor:
+        """The states of a pass by place -> side by side, (rows, n, width)."""
+        found = [seen[place] for place in self.places]
         return torch.cat([states.to(found[0].device) for states in found], -1)
 
     def store(self, states: Tensor) -> None:
         """Keep states (rows, n, width) for the tokens that the memory's present pass brings."""
         self.memory.texts.update(self._number, *states.unsqueeze(1).tensor_split(2, -1))
+
+    @property
+    def last_layer(self) -> int:
+        """The place between the last layer and the norm behind it."""
+        return len(self._layers)
 
     @property
     def lengths(self) -> list[int]:
@@ -127,10 +140,14 @@ class Records:
         for states in self._kept:
             states.passed.clear()
 
-    def collect(self) -> None:
-        """A pass has run."""
-        for states in self._kept:
-            states.passed.append(states.take())
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A pass runs within."""
+        with ExitStack() as watched:
+            seen = [(states, watched.enter_context(states.watching())) for states in self._kept]
+            yield
+        for states, found in seen:
+            states.passed.append(states.joined(found))
 
     def store(self, rows: Sequence[int]) -> None:
         """Keep what the passes since `forget` brought, one after the other, for the tokens of these rows."""

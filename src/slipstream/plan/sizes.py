@@ -119,9 +119,22 @@ def draft_costs(
     found = {}
     for name, record in zip(drafters, records, strict=True):
         costs = record.costs(plain)
-        verify = [(costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1)]
-        found[name] = DraftCosts(costs.draft(gamma) / gamma / costs.step, (1.0, *verify))
+        verify = [1.0, *((costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1))]
+        rising = tuple(max(1.0, cost) for cost in _rising(verify))
+        found[name] = DraftCosts(costs.draft(gamma) / gamma / costs.step, rising)
     return found
+
+
+def _rising(measured: Sequence[float]) -> list[float]:
+    """The rising values nearest to measured ones, by pooling neighbours that fall: more tokens never cost less, and a
+    gamma shall not look good by chance."""
+    pools: list[tuple[float, int]] = []
+    for value in measured:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, many), (second, more) = pools[-2:]
+            pools[-2:] = [((first * many + second * more) / (many + more), many + more)]
+    return [value for value, count in pools for _ in range(count)]
 
 
 # ---- what was chosen -------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from slipstream.execution.masks import PassMasks
 from slipstream.files import atomic_write
 from slipstream.kernels.packing import plain_weight
 from slipstream.models.eagle3 import Eagle3, Eagle3Settings
-from slipstream.models.head_scorer import Behind, Head
+from slipstream.models.head_chains import Behind
+from slipstream.models.head_scorer import Head
 from slipstream.models.hidden_states import LAST
 from slipstream.text.jsontext import json_text
 from slipstream.training.objectives import objective_of
