@@ -87,7 +87,7 @@ def test_a_target_is_asked_once_about_every_row() -> None:
     assert sum(asked) == 2
     assert batch.real.tolist() == [[True] * 3, [True, False, False], [True] * 3]
     want = model(batch.tokens[:1]).logits[0, :-1].log_softmax(-1).gather(-1, batch.ids[0])
-    torch.testing.assert_close(batch.log_p[0], want, atol=2e-3, rtol=0)  # kept in half precision
+    torch.testing.assert_close(batch.log_p[0], want, atol=2e-3, rtol=2e-3)  # kept in half precision
 
 
 def test_without_laws_the_texts_own_tokens_are_learnt() -> None:
@@ -128,7 +128,7 @@ def test_a_student_of_any_family_is_smaller_and_runs(family: str) -> None:
 def test_sizes_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         size_for(CONFIGS["llama"], 1.5)
-    with pytest.raises(ValueError, match="give --layers and --width that fit"):
+    with pytest.raises(ValueError, match="with 7 heads: take a multiple of 8"):
         new_student(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]), Size(1, 30, 7))
 
 
