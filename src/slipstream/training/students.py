@@ -45,7 +45,7 @@ def student_config(target: PreTrainedConfig, size: Size) -> PreTrainedConfig:
     layers, width = config.num_hidden_layers, config.hidden_size
     unit = getattr(config, "head_dim", None) or width // config.num_attention_heads
     heads = size.heads or max(1, round(size.width / width * config.num_attention_heads))
-    if not getattr(config, "head_dim", None) and size.width != heads * unit and size.width % heads:
+    if size.width % heads:
         raise ValueError(f"width={size.width} is not possible with {heads} heads: take a multiple of {unit}.")
     for name in OUTER:
         if getattr(config, name, None) == width:
