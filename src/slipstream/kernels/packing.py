@@ -207,6 +207,19 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
 
 
 @torch.no_grad()
+def pack_layers(network: nn.Module) -> None:
+    """Put packed copies in place of the linear layers of a network that is no model of transformers, where our kernel
+    runs on its device and in its dtype; elsewhere they stay as they are."""
+    places = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    fit = all(layer.weight.device.type == "cpu" and layer.weight.dtype in PACKED_DTYPES for _, layer in places)
+    if not fit or kernel_missing() is not None:
+        return
+    columns, stretch = Columns(), Stretch(sum(panel_bytes(layer.weight) for _, layer in places))
+    for name, layer in places:
+        network.set_submodule(name, _packed(layer, columns, stretch))
+
+
+@torch.no_grad()
 def quantized(model: PreTrainedModel, precision: Precision) -> PreTrainedModel:
     """A twin of the model that shares everything but its linear layers, whose weights are quantized; those with fewer
     features than a panel has, as routers, stay as they are. The model may be packed; it must have no

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from slipstream.core.draft import Tree, padded
@@ -21,6 +21,7 @@ from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
 from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish
 from slipstream.execution.graphs import LEAST
+from slipstream.kernels.packing import pack_layers
 from slipstream.models.head_chains import Behind, head_graphs
 from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
@@ -212,9 +213,11 @@ class HeadScorer:
     # ---- drafts by graphs ----
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft by graphs, where that is possible: networks of several layers that take turns go on without
-        them."""
+        """From now on draft by graphs, where that is possible, with packed copies of the network's weights in their
+        place: networks of several layers that take turns go on without them."""
         if self.head.depth == 1:
+            if isinstance(self.head, nn.Module):
+                pack_layers(self.head)
             self.draft_graphs = head_graphs(self.head, self.name, sizes, progress)
             self._memory.texts.least = LEAST
 
