@@ -2,7 +2,8 @@
 
     python recipes/eagle3.py --out build/eagle3 --steps 300
 
-Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules kept for measuring.
+Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules kept for measuring,
+and as much again of what the target writes. An interrupted run continues where it stopped.
 The draft stays outside the repository; `slipstream generate --draft eagle3:build/eagle3` uses it.
 """
 
@@ -10,42 +11,66 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from pair import corpus
 
+from slipstream.engine.load import load
 from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
-from slipstream.training.ahead import AheadSettings, new_eagle3, save_eagle3, train_ahead
+from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
+from slipstream.training.trainer import Checkpoint, Progress
+from slipstream.training.writing import WrittenTexts
 
 
 def main() -> int:
     """Train, and write the draft."""
     args = _arguments()
-    stream = corpus.Stream(corpus.read_library().train, load_tokenizer(EMBEDDED / "target"))
+    library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
+    stream = corpus.Stream(library.train, tokenizer)
     model = load_model(EMBEDDED / "target", "float32").requires_grad_(False)
-    settings = AheadSettings(args.steps, rate=args.rate)
+    settings = AheadSettings(args.steps, rows=16, rate=args.rate, bfloat16=args.bfloat16)
     net = new_eagle3(model, stream.tokens, args.draft_vocab)
     print(f"{len(stream.tokens):,} tokens, {torch.get_num_threads()} threads", flush=True)
 
-    def watch(step: int, loss: float) -> None:
-        if step % 20 == 0 or step == settings.steps:
-            print(f"step {step}/{settings.steps}  loss {loss:.3f}", flush=True)
+    text = np.concatenate([stream.tokens, *_written(stream, library, tokenizer, args)])
+    checkpoint = Checkpoint(args.out / "training.safetensors", {"draft_vocab": args.draft_vocab})
+    trainer = AheadTrainer(net, net, model, text, settings, checkpoint)
 
-    train_ahead(
-        net, [weight for weight in net.parameters() if weight.requires_grad], model, stream.tokens, settings, watch
-    )
+    def watch(progress: Progress, loss: float) -> None:
+        if progress.steps % 20 == 0 or progress.steps == settings.steps:
+            print(f"step {progress.steps}/{settings.steps}  loss {loss:.3f}  {progress.seconds:.0f} s", flush=True)
+        if progress.steps % 100 == 0 or progress.steps == settings.steps:
+            print("alpha by position:", *(f"{alpha:.3f}" for alpha in trainer.alpha()), flush=True)
+
+    try:
+        trainer.train(watch)
+    except KeyboardInterrupt:
+        print(f"stopped at step {trainer.step}; the same command goes on from there")
+        return 130
     save_eagle3(net, args.out)
     return 0
+
+
+def _written(stream: corpus.Stream, library: corpus.Library, tokenizer: Any, args: argparse.Namespace) -> list[Any]:
+    """What the target writes: half of what the draft reads."""
+    texts = WrittenTexts(args.out / "written.safetensors", {"target": "embedded"})
+    prompts = corpus.prompts(library.train, stream, tokenizer)
+    texts.write(load(EMBEDDED / "target", batch_size=64), prompts, lambda texts: texts.tokens < args.written, 160)
+    return texts.texts * (len(stream.tokens) // max(1, texts.tokens))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the draft goes")
     parser.add_argument(
-        "--draft-vocab", type=int, default=2048, help="how many tokens it knows, the most frequent ones"
+        "--draft-vocab", type=int, default=3072, help="how many tokens it knows, the most frequent ones"
     )
+    parser.add_argument("--written", type=int, default=150_000, help="tokens that the target writes")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16")
     return parser.parse_args()
 
 

@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from pair import corpus
-from pair.budget import optimizers, train
+from pair.budget import train
 from pair.models import CONTEXT, save_pretrained, text_loss
 from pair.sampling import Pool
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from slipstream.training.optimizers import muon_and_adam
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "slipstream" / "demo"
 VOCABULARY = 3072
@@ -107,7 +109,7 @@ def main() -> None:
         return text_loss(draft, tokens), ROWS * LENGTH
 
     draft = new_draft(ours, theirs).train()
-    steps, minutes = optimizers(draft, muon=0.01, adam=2e-3), (1 - ON_SAMPLES) * args.minutes
+    steps, minutes = muon_and_adam(draft, muon=0.01, adam=2e-3), (1 - ON_SAMPLES) * args.minutes
     print(train(draft, steps, minutes, args.work / f"{args.kind}.safetensors", step))
     save_pretrained(draft, ours, args.out)
 

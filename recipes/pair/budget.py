@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from slipstream.training.optimizers import trapezoid
 from slipstream.training.trainer import Checkpoint, Progress, Seconds, Trainer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,22 +30,6 @@ def bf16() -> torch.autocast:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
-def rate(fraction: float) -> float:
-    """Learning-rate factor: a short warmup, flat, then linear to zero."""
-    return max(0.0, min(1.0, fraction / WARMUP, (1.0 - fraction) / DECAY))
-
-
-def optimizers(model: nn.Module, muon: float, adam: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
-    named = list(model.named_parameters())
-    matrices = [p for n, p in named if p.ndim == 2 and "layers" in n]
-    others = [p for n, p in named if not (p.ndim == 2 and "layers" in n)]
-    return [
-        torch.optim.Muon(matrices, lr=muon, weight_decay=0.05),
-        torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
 def clock(name: str, seconds: float, elapsed: float) -> tqdm:
     """A progress bar that counts seconds of the budget."""
     form = "{desc} {percentage:3.0f}% |{bar}| {n}/{total} s{postfix}"
@@ -61,7 +46,7 @@ def train(
     model: nn.Module, optims: list[torch.optim.Optimizer], minutes: float, file: Path, loss_of: LossOf
 ) -> Progress:
     """Train a model for a number of minutes, with its state in `file`; Ctrl-C saves and raises ``Interrupted``."""
-    trainer = Trainer(model, optims, lambda step, used: rate(used), Seconds(60.0 * minutes), Checkpoint(file))
+    trainer = Trainer(model, optims, trapezoid(WARMUP, DECAY), Seconds(60.0 * minutes), Checkpoint(file))
 
     def seeded(step: int, used: float) -> tuple[torch.Tensor, int]:
         # Seeding by step keeps a resumed run on the data it would have seen.

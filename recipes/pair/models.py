@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from slipstream.training.optimizers import muon_and_adam
 from slipstream.training.trainer import Progress
 
-from .budget import DEVICE, SEED, bf16, optimizers, train
+from .budget import DEVICE, SEED, bf16, train
 from .corpus import VOCABULARY, Stream
 
 CONTEXT = 1024
@@ -89,7 +90,7 @@ def train_on_text(
         return loss_of(model, tokens), rows * length
 
     model.train()
-    return train(model, optimizers(model, muon=0.02, adam=4e-3), minutes, file, step)
+    return train(model, muon_and_adam(model, muon=0.02, adam=4e-3), minutes, file, step)
 
 
 def save_pretrained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

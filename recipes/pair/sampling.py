@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from slipstream.files import whole
+from slipstream.files import atomic_write
 
 from .budget import DEVICE, SEED, advance, clock
 
@@ -89,7 +89,7 @@ class Pool:
         return self.rows[torch.from_numpy(rng.integers(0, len(self.rows), rows))]
 
     def _save(self) -> None:
-        with whole(self.file) as part:
+        with atomic_write(self.file) as part:
             torch.save({"rows": self.rows.to(torch.int16), "elapsed": self.elapsed}, part)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,6 +61,30 @@ def atomic_write(path: Name) -> Iterator[Path]:
         raise WriteError(error.errno, error.strerror or str(error), os.fspath(path)) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Name) -> Iterator[Path]:
+    """A new folder to write to, which takes the place of the one at `path` if the block ends without an error.
+
+    Whatever interrupts it, the old folder's files are never mixed with new ones; for a moment between two renamings
+    there is none. Raises WriteError if the system refuses.
+    """
+    folder = Path(os.path.realpath(path))
+    part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
+    try:
+        part.mkdir(parents=True)
+        yield part
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+    except OSError as error:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise WriteError(error.errno, error.strerror or str(error), os.fspath(path)) from error
+    finally:
+        for left in (part, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 # ---- what may be replaced ---------------------------------------------------------------------------------------

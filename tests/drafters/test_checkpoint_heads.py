@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache, MtpCache
 
@@ -38,12 +36,13 @@ from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
 from slipstream.models.causal import CausalScorer
 from slipstream.models.eagle3 import load_eagle3
-from slipstream.models.head_scorer import Behind
+from slipstream.models.head_chains import Behind
 from slipstream.models.hidden_states import LAST
 from slipstream.models.loading import load_scorer
 from slipstream.models.mtp import load_mtp
 from slipstream.models.tiny import tiny_config
-from slipstream.training.ahead import AheadSettings, new_eagle3, save_eagle3, train_ahead
+from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
+from slipstream.training.trainer import Checkpoint
 from toys import (
     FAMILIES,
     GREEDY,
@@ -365,23 +364,42 @@ def test_rows_that_the_target_has_not_read_get_no_draft() -> None:
     assert propose(drafter, [row_of([1, 2, 3], 3)], [3]).lengths == (0,)
 
 
-def test_a_compiled_target_is_refused() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLE])
+def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones(settings: Any) -> None:
+    """Batches and a single text; the graphs that draft were really used, and read the states that graphs gave."""
+    model = llama()
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy"))
+    ours, theirs = (HeadDrafter(target, eagle(model), "eagle3") for target in (fast, eager))
+    ours.scorer.make_draft_graphs((3,))
+    for some in (requests(settings)[:1], requests(settings)):
+        texts = [
+            [row.tokens for row in generate(Decoder(target, drafter, controller=Fixed(3)), some)]
+            for target, drafter in ((fast, ours), (eager, theirs))
+        ]
+        assert texts[0] == texts[1]
+    assert ours.scorer.draft_graphs is not None and ours.scorer.draft_graphs.made
+
+
+def test_a_draft_that_reads_what_graphs_do_not_show_is_refused() -> None:
     target = CausalScorer(llama(), execution=Compiled(llama(), "toy"))
+    last = len(target.model.model.layers)
     with pytest.raises(ValueError, match="use this draft without compiling"):
-        HeadDrafter(target, eagle(llama()), "eagle3")
+        target.record([last])
+    target.record([0, last - 1, LAST])  # the control: these are shown
 
 
-def test_hooks_leave_with_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    removed = list[Any]()
-    remove = RemovableHandle.remove
-    monkeypatch.setattr(RemovableHandle, "remove", lambda handle: (removed.append(handle), remove(handle)))
+@torch.inference_mode()
+def test_passes_are_seen_only_while_somebody_watches() -> None:
     target = CausalScorer(llama())
-    drafter = HeadDrafter(target, eagle(target.model), "eagle3")
-    assert not removed
-    del drafter
-    gc.collect()
-    assert len(removed) == 2  # one per layer that was looked at
-    generate(Decoder(target), requests())
+    HeadDrafter(target, eagle(target.model), "eagle3")
+    states = target.record([1, LAST])
+    with states.watching() as seen:
+        target.model(torch.tensor([[1, 2, 3]]))
+    assert set(seen) == {1, LAST}
+    seen.clear()
+    target.model(torch.tensor([[1, 2, 3]]))
+    assert not seen
 
 
 # ---- DFlash -------------------------------------------------------------------------------------------------------
@@ -523,8 +541,8 @@ def shuffled(module: Any) -> Any:
 def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(tmp_path: Path) -> None:
     target = CausalScorer(learned())
     net = new_eagle3(learned(), TEXT, 40)
-    weights = [weight for weight in net.parameters() if weight.requires_grad]
-    train_ahead(net, weights, learned(), TEXT, AheadSettings(steps=80, rows=4, length=32, rate=5e-3))
+    settings = AheadSettings(steps=80, rows=4, length=32, rate=5e-3)
+    AheadTrainer(net, net, learned(), TEXT, settings, Checkpoint(tmp_path / "state")).train()
     save_eagle3(net, tmp_path)
     good = acceptance(target, HeadDrafter(target, load_eagle3(tmp_path, learned()), "trained"))
     bad = acceptance(target, HeadDrafter(target, shuffled(net).eval(), "shuffled"))
@@ -532,11 +550,12 @@ def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(t
 
 
 @pytest.mark.parametrize("kind", ["glm", pytest.param("qwen", marks=pytest.mark.slow)])
-def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path) -> None:
+def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path, tmp_path: Path) -> None:
     model = mtp_model(kind, folder, 40)
     heads, target = load_mtp(model, kind), load_scorer(model)
     layers = heads.network.layers.requires_grad_(True)
-    train_ahead(heads, list(layers.parameters()), model, TEXT, AheadSettings(60, 4, 32, rate=5e-3))
+    settings, checkpoint = AheadSettings(60, 4, 32, rate=5e-3), Checkpoint(tmp_path / "state")
+    AheadTrainer(heads, layers, model, TEXT, settings, checkpoint).train()
     good = acceptance(target, HeadDrafter(target, heads, "heads"))
     shuffled(layers)
     bad = acceptance(target, HeadDrafter(target, heads, "heads"))

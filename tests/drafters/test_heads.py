@@ -23,8 +23,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
-from slipstream.drafters.build_context import BuildContext
-from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes, Tap
+from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes
+from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
@@ -32,6 +32,7 @@ from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings, trai
 from slipstream.training.trainer import Checkpoint, Progress
 from toys import (
     FAMILIES,
+    GREEDY,
     HF_VOCAB,
     SAMPLE,
     Altered,
@@ -205,11 +206,12 @@ def test_stop_in_mid_round_and_company_change_nothing() -> None:
     company_changes_nothing(alone, some)
 
 
-def test_the_first_round_of_a_text_is_a_plain_step() -> None:
+def test_the_first_round_drafts_but_for_a_prompt_of_one_token() -> None:
+    """Before a text's first token there is no state."""
     target = target_of()
     decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(3))
-    lengths = [round.draft.lengths for round in rounds(decoder, ragged())]
-    assert lengths[0] == (0, 0, 0) and max(lengths[1]) == 3
+    lengths = [round.draft.lengths for round in rounds(decoder, [request([5], 8), request([5, 6], 8)])]
+    assert lengths[0] == (0, 3) and lengths[1] == (3, 3)
 
 
 def test_settings_hold_for_the_draft_too() -> None:
@@ -230,23 +232,19 @@ def test_heads_of_another_width_are_refused() -> None:
         HeadsDrafter(target_of(), some_heads(width=8))
 
 
-def test_a_compiled_target_is_refused() -> None:
-    """Its passes show no hidden states."""
-    model = target_of().model
-    target = CausalScorer(model, execution=Compiled(model, "toy"))
-    with pytest.raises(ValueError, match="use heads without compiling"):
-        HeadsDrafter(target, some_heads())
-
-
-def test_the_tap_leaves_with_its_owner() -> None:
-    target = target_of()
-    hooks = target.model.lm_head._forward_pre_hooks
-    tap = Tap(target.model)
-    assert len(hooks) == 1
-    target.model(torch.tensor([[1, 2, 3]]))
-    assert tap.hidden.shape == (1, 3, WIDTH)
-    del tap
-    assert not hooks
+@pytest.mark.slow
+def test_a_compiled_target_shows_its_states() -> None:
+    """The states that its graphs give are those of eager passes, and so are the texts."""
+    eager, model = target_of(), target_of().model
+    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    heads = some_heads()
+    for settings in (GREEDY, SAMPLE):
+        some = ragged(settings)
+        texts = [
+            [row.tokens for row in generate(Decoder(each, HeadsDrafter(each, heads), controller=Fixed(3)), some)]
+            for each in (eager, fast)
+        ]
+        assert texts[0] == texts[1]
 
 
 # ---- files --------------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_a_graph_that_fails_later_gives_way_to_eager_passes(monkeypatch: pytest.
 
 
 def test_a_graph_with_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda traced, **_: lambda *args: traced(*args) * 1.5)
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: lambda *args: [1.5 * part for part in traced(*args)])
     model = tiny(FAMILIES["llama"])
     fast = CausalScorer(model, execution=Compiled(model, "toy"))
     with pytest.warns(RuntimeWarning, match="gives other logits"):
@@ -232,9 +232,9 @@ def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.
 # ---- captured passes: the bookkeeping, with a recorder that runs on the CPU ------------------------------------------
 
 
-def _recorder(function: Any) -> tuple[Tensor, Any]:
-    logits = function()
-    return logits, lambda: logits.copy_(function())
+def _recorder(function: Any) -> tuple[list[Tensor], Any]:
+    found = function()
+    return found, lambda: [kept.copy_(new) for kept, new in zip(found, function(), strict=True)]
 
 
 def test_captured_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,8 @@ class RowCache:
 
     def _of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
-            layers = [self._layers[layer] for layer in sorted(self._layers)]
+            # Hidden states are stored behind the layers and take no part in passes.
+            layers = [self._layers[layer] for layer in sorted(self._layers) if layer < INDEXER]
             self._views = rows, [(keys[rows], values[rows]) for keys, values in layers]
         return self._views[1]
 

@@ -8,6 +8,7 @@ from slipstream.cli import bench as bench
 from slipstream.cli import chat as chat
 from slipstream.cli import check as check
 from slipstream.cli import datastore as datastore
+from slipstream.cli import distill as distill
 from slipstream.cli import draft as draft
 from slipstream.cli import draft_vocabulary as draft_vocabulary
 from slipstream.cli import exits as exits

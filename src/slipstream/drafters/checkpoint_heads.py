@@ -13,6 +13,7 @@ from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower
 from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.read_rows import read_by_target
 from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.models.dflash import DFlashScorer
 from slipstream.models.head_scorer import Head, HeadScorer, RecordsStates
@@ -32,8 +33,8 @@ class HeadDrafter:
         """Raises ValueError if the target shows no hidden states, or not those that the head reads."""
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
-        self.head, self._target = head, target
-        self._drafter = ModelDrafter(HeadScorer(target, head, name), target.vocab, AT_ONCE)
+        self.head, self._target, self.scorer = head, target, HeadScorer(target, head, name)
+        self._drafter = ModelDrafter(self.scorer, target.vocab, AT_ONCE)
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
@@ -42,7 +43,7 @@ class HeadDrafter:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Up to `gammas[r]` tokens per row, each from the law given all before it."""
-        return self._drafter.propose(context, _shown(self._target, context, gammas))
+        return self._drafter.propose(context, read_by_target(self._target, context, gammas))
 
     def observe(self, round: Round) -> None:
         """Forget what was drafted: where it stands, it is read again with the target's states."""
@@ -67,7 +68,7 @@ class DFlashDrafter:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """At most `gammas[r]` tokens per row, and a block less the pending token."""
-        gammas = _shown(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
+        gammas = read_by_target(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows, context.watch)
@@ -85,10 +86,3 @@ class DFlashDrafter:
     def observe(self, round: Round) -> None:
         """Roll the cache back to the text; drafted tokens were never written to it."""
         self._follower.rollback(round)
-
-
-def _shown(target: HasModel, context: Context, gammas: Sequence[int]) -> list[int]:
-    """`gammas`, and none for rows of which the target has not read all tokens but the pending one."""
-    lengths = [*target.lengths, *[0] * len(context.rows)]
-    read = [have > 0 and have == len(row.tokens) - 1 for have, row in zip(lengths, context.rows, strict=False)]
-    return [gamma if known else 0 for gamma, known in zip(gammas, read, strict=True)]

@@ -12,9 +12,8 @@ the tokens drafted before, which is no loss of exactness: it is the law its toke
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ from torch.nn import functional
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
 from slipstream.core.protocols import HasModel
-from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
+from slipstream.drafters.read_rows import read_by_target
 from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.files import Kind, load_tensors, save_tensors
 from slipstream.models.cut_head import CutHead
+from slipstream.models.head_scorer import RecordsStates
+from slipstream.models.hidden_states import LAST
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
@@ -99,49 +100,20 @@ class ParallelHeads(nn.Module):
         return heads.eval()
 
 
-class Tap:
-    """Keeps what last went into a model's head: the hidden states (rows, n, width) of its last pass.
-
-    It hooks into the head, whose input the other hidden states of a pass never are.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._box: dict[str, Tensor] = {}
-        box = self._box
-        handle = model.get_output_embeddings().register_forward_pre_hook(
-            lambda head, inputs: box.update(last=inputs[0])
-        )
-        weakref.finalize(self, handle.remove)
-
-    @property
-    def hidden(self) -> Tensor:
-        """The hidden states (rows, n, width) that went into the head in the last pass."""
-        assert "last" in self._box, "the model has run"
-        return self._box["last"]
-
-
-@dataclass
-class _States:
-    """The rows of the last round, and the hidden state (rows, width) behind each."""
-
-    rows: Sequence[Row] = ()
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
 class HeadsDrafter:
     """Drafts up to one token per head, all from one hidden state of the target, with the request's own settings.
 
-    A text's first round is a plain step: only a pass that scores tokens gives a state.
+    Rows of which the target shows no states get no draft: those of one token, before which there is none.
     """
 
     def __init__(self, target: HasModel, heads: ParallelHeads, kept: Tensor | None = None) -> None:
         """Only the tokens `kept` (n,) are drafted, if they are given.
 
-        Raises ValueError if the heads were made for hidden states of another size, or the target is compiled.
+        Raises ValueError if the heads were made for hidden states of another size, or the target shows none.
         """
+        if not isinstance(target, RecordsStates):
+            raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         model, own = target.model, heads.sizes
-        if target.execution is not None:
-            raise ValueError(f"{target.name} is compiled, which hides its hidden states: use heads without compiling.")
         self._project, self._embed = model.get_output_embeddings(), model.get_input_embeddings()
         width = getattr(self._project, "in_features", None) or self._project.weight.shape[-1]
         if own.width != width or (own.pending and self._embed.weight.shape[-1] != width):
@@ -153,18 +125,15 @@ class HeadsDrafter:
             self._project = CutHead(self._project, kept)
         self.scorer = target
         self.heads = heads.to(self._embed.weight.device, model.dtype)
-        self._tap = Tap(model)
-        self._states = _States()
+        self._states = target.record([LAST])
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """At most `gammas[r]` tokens and one per head; none for rows that are new."""
-        places = {id(row): place for place, row in enumerate(self._states.rows)}
-        known = [places.get(id(row)) for row in context.rows]
+        """At most `gammas[r]` tokens and one per head; none for rows that the target has not read."""
         most = self.heads.sizes.heads
-        lengths = tuple(0 if place is None else min(gamma, most) for place, gamma in zip(known, gammas, strict=True))
+        lengths = read_by_target(self.scorer, context, [min(gamma, most) for gamma in gammas])
         if not max(lengths, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
-        logits = self._logits(context, [place or 0 for place in known], max(lengths)).to(self.scorer.device)
+        logits = self._logits(context, max(lengths)).to(self.scorer.device)
 
         def law_after(tokens: Tensor) -> Law:  # samplers may look at the tokens before; the heads do not
             return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, "heads")
@@ -172,19 +141,13 @@ class HeadsDrafter:
         return sample_chain(context, law_after, lengths, self.scorer.device)
 
     def observe(self, round: Round) -> None:
-        """Keep the state behind the last token that stands: the pending token was drawn from it."""
-        verdict, count = round.verdict, len(round.rows)
-        last = verdict.accepted
-        if verdict.path is not None:  # in a tree: where the last accepted node stood in the pass
-            nodes = torch.nn.functional.pad(verdict.path + 1, (1, 0))
-            last = nodes.gather(1, last[:, None])[:, 0]
-        hidden = self._tap.hidden
-        place = torch.arange(count, device=hidden.device)
-        self._states = _States(round.rows, hidden[place, last.to(hidden.device)])
+        """Do nothing: the target records the states, and drops those of tokens that do not stand."""
 
-    def _logits(self, context: Context, places: Sequence[int], first: int) -> Tensor:
-        """(rows, first, vocab) of the first heads at once: those that are asked for nothing cost nothing."""
-        pending = torch.tensor([row.tokens[-1] for row in context.rows], device=self._embed.weight.device)
-        following = self._embed(pending)
-        hidden = self._states.hidden[list(places)].to(following.device)
+    @torch.inference_mode()
+    def _logits(self, context: Context, first: int) -> Tensor:
+        """Return the logits (rows, first, vocab) of the first heads, from the states behind the pending tokens."""
+        device = self._embed.weight.device
+        following = self._embed(torch.tensor([row.tokens[-1] for row in context.rows], device=device))
+        places = torch.tensor([[len(row.tokens) - 2] for row in context.rows], device=device)
+        hidden = self._states.of(places)[:, 0].to(following.dtype)
         return self._project(self.heads(hidden, following, first))

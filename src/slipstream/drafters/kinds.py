@@ -187,7 +187,7 @@ def _heads(context: BuildContext, folder: str, draft_vocab: FrequentTokens | Non
 
 def _eagle3(context: BuildContext, source: str) -> Drafter:
     target = _own(context)
-    return HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
+    return _on_states(context, HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}"))
 
 
 def _dflash(context: BuildContext, source: str) -> Drafter:
@@ -197,7 +197,14 @@ def _dflash(context: BuildContext, source: str) -> Drafter:
 
 def _mtp(context: BuildContext, value: str) -> Drafter:
     target = _own(context)
-    return HeadDrafter(target, load_mtp(target.model, target.name), "mtp")
+    return _on_states(context, HeadDrafter(target, load_mtp(target.model, target.name), "mtp"))
+
+
+def _on_states(context: BuildContext, drafter: HeadDrafter) -> HeadDrafter:
+    """A drafter on the target's hidden states, by graphs if the models are compiled."""
+    if context.mode.compiled and context.mode.ahead is not None and context.target.device.type == "cpu":
+        drafter.scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
+    return drafter
 
 
 def _own(context: BuildContext) -> HasModel:

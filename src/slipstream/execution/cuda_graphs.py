@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.execution.graphs import GRAPHS, warn
-from slipstream.execution.passes import EAGERLY, MOST_WIDTH, Pass, Stores, forward
+from slipstream.execution.passes import EAGERLY, MOST_WIDTH, Pass, PassResult, Places, Stores, forward_showing
 
 BUCKET = 64  # slots of captured passes are rounded up to this
 
@@ -20,10 +20,10 @@ BUCKET = 64  # slots of captured passes are rounded up to this
 
 @dataclass
 class Graph:
-    """A captured pass: the tensors it reads, the logits it writes, and how to run it."""
+    """A captured pass: the tensors it reads, the logits and hidden states it writes, and how to run it."""
 
     work: Pass
-    logits: Tensor
+    found: list[Tensor]
     replay: Callable[[], None]
 
 
@@ -50,7 +50,7 @@ class Captured:
         """See `Execution`."""
         return Captured(model, name, self.progress)
 
-    def run(self, work: Pass, stores: Stores) -> Tensor | None:
+    def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
         """See `Execution`."""
         if self._failed or work.cross or not stores or work.tokens.shape[1] > MOST_WIDTH:
             return None
@@ -58,10 +58,10 @@ class Captured:
             self._stores, self._graphs = address, {}
         end = next(iter(work.masks.values())).shape[-1]
         end = min(-(-end // BUCKET) * BUCKET, stores[0][0].shape[2])
-        key = (*work.tokens.shape, end)
+        key = (*work.tokens.shape, end, *places)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(_widened(work, end), stores)
+                self._graphs[key] = self._capture(_widened(work, end), stores, places)
             except Exception as error:  # a synchronization in the model's code, too little memory, ...
                 self._failed = True
                 warn(self.name, f"runs {EAGERLY}", error)
@@ -69,18 +69,19 @@ class Captured:
         graph = self._graphs[key]
         _fill(graph.work, work)
         graph.replay()
-        return graph.logits.clone()
+        logits, *states = (part.clone() for part in graph.found)
+        return PassResult(logits, dict(zip(places, states, strict=True)))
 
-    def _capture(self, work: Pass, stores: Stores) -> Graph:
+    def _capture(self, work: Pass, stores: Stores, places: Places) -> Graph:
         if self.progress:
             rows, width, end = *work.tokens.shape, next(iter(work.masks.values())).shape[-1]
             self.progress(f"capturing {self.name} for {rows} x {width} tokens and {end} slots")
-        logits, replay = record(lambda: forward(self.model, work, stores))
-        return Graph(work, logits, replay)
+        found, replay = record(lambda: forward_showing(self.model, work, stores, places))
+        return Graph(work, found, replay)
 
 
-def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Capture what a function does on the GPU -> the tensor it returns, and what does the same again."""
+def record(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Capture what a function does on the GPU -> the tensors it returns, and what does the same again."""
     GRAPHS.captured += 1
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -90,8 +91,8 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = function()
-    return logits, graph.replay
+        found = function()
+    return found, graph.replay
 
 
 def _widened(work: Pass, end: int) -> Pass:

@@ -23,10 +23,59 @@ from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, siz
 
 FED = 2  # tokens that a draft's cache lacks at most when a round begins
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
-"""The tokens fed (rows, one or FED), which of them is the last real one (rows,), how many stand before them (rows,),
-the numbers of the slots (end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to draw by
-(rows, size)."""
+Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
+"""The tokens fed (rows, fed), the states before them (rows, fed, width) where the network reads such, which of them is
+the last real one (rows,), how many stand before them (rows,), the numbers of the slots (end,), the cache, the source,
+the temperatures (rows, 1), and numbers in [0, 1) to draw by (rows, size)."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where the tokens of a step stand: `last` is the last real one of each row (rows,), `start` how many tokens stand
+    before them (rows,), `places` the numbers of the slots (end,); and the cache and the source that they look at."""
+
+    last: Tensor
+    start: Tensor
+    places: Tensor
+    stores: Stores
+    cross: Parts
+
+    def slots(self, width: int) -> Tensor:
+        """The slots of the tokens (rows, width)."""
+        return self.start[:, None] + torch.arange(width)
+
+    def at_last(self, found: Tensor) -> Tensor:
+        """Of what was made of the tokens (rows, width, ...) that of the last real ones, (rows, ...)."""
+        return found[:, 0] if found.shape[1] == 1 else found[torch.arange(self.last.shape[0]), self.last]
+
+
+class Network(Protocol):
+    """What drafts a token in a graph: a function of tensors, without any state of Python."""
+
+    def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor | None]:
+        """Tokens (rows, fed), and the states before them -> the logits (rows, vocab) behind the last real ones, and
+        the states (rows, 1, width) there, for a network that goes on from what it made."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelNetwork:
+    """A model that `forward` calls, which reads tokens alone. `kinds` are what layers see, by their type; `relative`:
+    the model asks how far back everything lies."""
+
+    model: Any
+    kinds: dict[str, Sight]
+    relative: bool = False
+
+    def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, None]:
+        """See `Network`."""
+        slots = seat.slots(tokens.shape[1])
+        pass_masks = PassMasks.chain(slots, seat.places.shape[0])
+        masks = {kind: pass_masks.mask(sight, self.model.dtype) for kind, sight in self.kinds.items()}
+        cross = seat.cross
+        beside = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
+        logits = forward(self.model, Pass(tokens, slots, slots, masks, beside), seat.stores)
+        return seat.at_last(logits), None
 
 
 @dataclass(frozen=True)
@@ -55,12 +104,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Room:
-    """Where chains go: behind `lengths` tokens of the stores, looking at `end` slots, and at sources, if any."""
+    """Where chains go: behind `lengths` tokens of the stores, looking at `end` slots, and at sources, if any. `states`
+    (rows, fed, width) are those before the tokens that are fed, for networks that read them."""
 
     lengths: Sequence[int]
     end: int
     stores: Stores
     cross: Cross | None
+    states: Tensor | None = None
 
 
 class GraphKind(NamedTuple):
@@ -83,11 +134,10 @@ class DraftGraphs:
     minutes; `progress` is called then). Where that fails, one warning says why, and all is drafted token by token.
     """
 
-    model: Any  # called as `execution.forward` calls it
+    network: Network
     name: str
     sizes: tuple[int, ...]
-    kinds: dict[str, Sight]  # by layer type
-    relative: bool = False  # whether the model asks how far back everything lies
+    most_fed: int = FED  # tokens that a network's cache lacks at most when a round begins
     progress: Callable[[str], object] | None = None
     _graphs: dict[GraphKind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -117,6 +167,11 @@ class DraftGraphs:
         laws, greedy = laws[:, : wish.gamma], tuple(temperature == 0 for temperature in wish.temperatures)
         return tokens, Law(probs=laws, tokens=tokens, points=greedy) if any(greedy) else Law(probs=laws)
 
+    def width(self, wish: Wish) -> int:
+        """Columns of the first step: a long graph, and one for a network that is fed many tokens, is made once, for
+        any number of them."""
+        return self.most_fed if self.steps(wish)[0] > 1 or self.most_fed > FED else max(map(len, wish.fed))
+
     def steps(self, wish: Wish) -> list[int]:
         """How many tokens each graph drafts, one after the other."""
         whole = [size for size in sorted(self.sizes) if size >= wish.gamma] if len(wish.fed) == 1 else []
@@ -124,14 +179,15 @@ class DraftGraphs:
 
     def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens (rows, gamma or more), the greatest logits, and the laws of sampled tokens."""
-        tokens, last, start, *seen = self._inputs(wish, room, steps)
+        tokens, states, last, start, *seen = self._inputs(wish, room)
         parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for size, some in zip(steps, self._chances(wish, steps), strict=True):
             if parts:  # graphs that follow each other are steps of one token
                 tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
             kind = GraphKind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
-            given = (tokens, last, start, *seen, some)
-            parts.append(self._graph(kind, given)(*given))
+            given = (tokens, states, last, start, *seen, some)
+            drawn, best, laws, states = self._graph(kind, given)(*given)
+            parts.append((drawn, best, laws))
         if len(parts) == 1:
             return parts[0]
         drawn, best, laws = zip(*parts, strict=True)
@@ -146,13 +202,14 @@ class DraftGraphs:
         for some in map(torch.clone, chances.split(list(steps))):
             yield some[0][:, None] if len(some) == 1 else some.T
 
-    def _inputs(self, wish: Wish, room: Room, steps: Sequence[int]) -> tuple[Any, ...]:
+    def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
         """What the first graph is given, but for the numbers to draw by; see `Inputs`."""
         if len(self._slots) < room.end:
             self._slots = torch.arange(2 * room.end)
-        width = FED if steps[0] > 1 else max(map(len, wish.fed))  # a long graph is made once, for both
+        width = self.width(wish)
         return (
             torch.tensor([[*fed, *[0] * (width - len(fed))] for fed in wish.fed]),
+            room.states,
             torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed]),
             torch.tensor(room.lengths),
             self._slots[: room.end],
@@ -165,9 +222,9 @@ class DraftGraphs:
         if kind not in self._graphs:
             vary(_sizes(inputs), {"rows"} if kind.single else ())
 
-            chain = _Chain(self.model, kind, self.kinds, self.relative)
+            chain = _Chain(self.network, kind)
 
-            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
                 return chain.draft(given)
 
             on_graph = graph_progress(self.progress, f"{self.name} for {_describe(kind)}")
@@ -179,21 +236,19 @@ class DraftGraphs:
 class _Chain:
     """What a graph computes, and all that it depends on."""
 
-    model: Any
+    network: Network
     kind: GraphKind
-    kinds: dict[str, Sight]
-    relative: bool
 
-    def draft(self, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens (rows, size), the greatest logits (size * rows,), and the laws (rows, size, vocab) of sampled ones."""
+    def draft(self, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Tokens (rows, size), the greatest logits (size * rows,), the laws (rows, size, vocab) of sampled ones, and
+        the states behind the last token, where the network has such."""
         equate(_sizes(given))
-        tokens, last, start, places, stores, cross, temperatures, chances = given
+        tokens, states, last, start, places, stores, cross, temperatures, chances = given
         drawn: list[Tensor] = []
         greatest: list[Tensor] = []
         laws: list[Tensor] = []
         for place in range(self.kind.size):
-            logits = forward(self.model, self._pass(tokens, start, places, cross), stores)
-            logits = logits[:, 0] if logits.shape[1] == 1 else logits[torch.arange(last.shape[0]), last]
+            logits, states = self.network(tokens, states, Seat(last, start, places, stores, cross))
             logits = pad_vocabulary(wide(logits), self.kind.vocab)
             best, token = logits.max(-1)
             if self.kind.sampled:
@@ -201,14 +256,7 @@ class _Chain:
                 token = inverse(laws[-1], chances[:, place])
             drawn, greatest = [*drawn, token], [*greatest, best]
             tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
-        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if self.kind.sampled else None
-
-    def _pass(self, tokens: Tensor, start: Tensor, places: Tensor, cross: Parts) -> Pass:
-        slots = start[:, None] + torch.arange(tokens.shape[1])
-        pass_masks = PassMasks.chain(slots, places.shape[0])
-        masks = {kind: pass_masks.mask(sight, self.model.dtype) for kind, sight in self.kinds.items()}
-        beside = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
-        return Pass(tokens, slots, slots, masks, beside)
+        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if self.kind.sampled else None, states
 
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
@@ -245,10 +293,11 @@ def _describe(kind: GraphKind) -> str:
 
 def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
     """Name the dimensions of a graph's inputs whose sizes vary, by what they count."""
-    tokens, last, start, places, stores, cross, temperatures, chances = inputs
+    tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
+    counted = (tokens, last, start, temperatures, chances, *([] if states is None else [states]))
     return [
         (places, {0: "end"}),
-        *((tensor, {0: "rows"}) for tensor in (tokens, last, start, temperatures, chances)),
+        *((tensor, {0: "rows"}) for tensor in counted),
         *sizes_of_stores(stores, "slots"),
         *(((cross[1], {0: "rows", 3: "source"}), *sizes_of_stores(cross[0], "source slots")) if cross else ()),
     ]

@@ -17,9 +17,11 @@ from slipstream.execution.passes import (
     Cross,
     Parts,
     Pass,
+    PassResult,
+    Places,
     Stores,
     compare,
-    forward,
+    forward_showing,
     sizes_of_stores,
 )
 
@@ -39,24 +41,24 @@ class Compiled:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    _graphs: dict[str, Any] = field(default_factory=dict)  # by what they serve, in words
+    _graphs: dict[tuple[str, Places], Any] = field(default_factory=dict)  # by what they serve, in words, and show
     _failed: bool = False
 
     def width(self, rows: int, count: int) -> int:
         """At least two columns for a single text, which cost no more than one there."""
         return count if self._failed or rows > 1 else max(count, LEAST)
 
-    def run(self, work: Pass, stores: Stores) -> Tensor | None:
+    def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
         """See `Execution`."""
         rows, width = work.tokens.shape
         if self._failed or not stores or not self.width(rows, 1) <= width <= MOST_WIDTH:
             return None
         work = _settled(work)
         served = "one text" if rows == 1 else "batches" if width > 1 else "batches, a token each"
-        if served not in self._graphs:
-            return self._make(served, work, stores)
+        if (graph := self._graphs.get((served, places))) is None:
+            return self._make(served, work, stores, places)
         try:
-            return self._graphs[served](work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
+            return _result(places, graph(*_inputs(work, stores)))
         except Exception as error:  # dynamo has met something it had not seen when the graph was made
             self._give_up(error)
             return None
@@ -65,34 +67,53 @@ class Compiled:
         """See `Execution`."""
         return Compiled(model, name, self.progress)
 
-    def _make(self, served: str, work: Pass, stores: Stores) -> Tensor:
-        eager = forward(self.model, work, stores)
-        graph = Frozen(_function(self.model), INPUTS, graph_progress(self.progress, f"{self.name} for {served}"))
+    def _make(self, served: str, work: Pass, stores: Stores, places: Places) -> PassResult | None:
+        try:
+            eager = forward_showing(self.model, work, stores, places)
+        except (AttributeError, IndexError, TypeError) as error:
+            if not places:
+                raise
+            self._give_up(error)  # a model that shows no hidden states by itself
+            return None
+        graph = Frozen(
+            _function(self.model, places), INPUTS, graph_progress(self.progress, f"{self.name} for {served}")
+        )
         try:
             constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
             vary(_sizes(work, stores), constant)
-            logits = graph(work.tokens, work.positions, work.slots, work.masks, stores, _parts(work))
-            compare(eager, logits)
+            found = graph(*_inputs(work, stores))
+            for what, ours, theirs in zip(("logits", *["hidden states"] * len(places)), found, eager, strict=True):
+                compare(theirs, ours, what)
         except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
             self._give_up(error)
-            return eager
-        self._graphs[served] = graph
-        return logits
+            return _result(places, eager)
+        self._graphs[served, places] = graph
+        return _result(places, found)
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
         warn(self.name, f"runs {EAGERLY}", error)
 
 
-def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
+def _result(places: Places, found: list[Tensor]) -> PassResult:
+    """Return what a graph gave, by name."""
+    return PassResult(found[0], dict(zip(places, found[1:], strict=True)))
+
+
+def _inputs(work: Pass, stores: Stores) -> tuple[Any, ...]:
+    """Return what a graph is given, in the order of `INPUTS`."""
+    return work.tokens, work.positions, work.slots, work.masks, stores, _parts(work)
+
+
+def _function(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
     """The pass as a function of tensors alone."""
 
     def function(
         tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
-    ) -> Tensor:
+    ) -> list[Tensor]:
         work = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
         equate(_sizes(work, stores))
-        return forward(model, work, stores)
+        return forward_showing(model, work, stores, places)
 
     return function
 

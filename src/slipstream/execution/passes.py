@@ -90,6 +90,19 @@ class Mode:
 EAGER = Mode()
 
 
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass gives: logits (rows, n, vocab), and the hidden states (rows, n, width) at the places asked for."""
+
+    logits: Tensor
+    states: dict[int, Tensor]
+
+
+Places = tuple[int, ...]
+"""Places of hidden states as in transformers' `hidden_states`: 0 goes into the first layer, i comes out of the i-th,
+and -1 out of the norm behind the last."""
+
+
 class Execution(Protocol):
     """A faster way for passes of few tokens. None means that this pass has to run eagerly."""
 
@@ -97,8 +110,8 @@ class Execution(Protocol):
         """How many columns a pass of `count` tokens for each of so many texts should have; the others are padding."""
         ...
 
-    def run(self, work: Pass, stores: Stores) -> Tensor | None:
-        """The logits (rows, n, vocab), with the new keys and values written to the stores."""
+    def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
+        """The logits, and the hidden states at some places, with the new keys and values written to the stores."""
         ...
 
     def of(self, model: PreTrainedModel, name: str) -> Execution:
@@ -109,7 +122,7 @@ class Execution(Protocol):
 # ---- compiled passes --------------------------------------------------------------------------------------------
 
 
-class _GivenSlots(Cache):
+class GivenSlots(Cache):
     """transformers' Cache interface over given stores and slots: what a traced pass can do."""
 
     def __init__(self, stores: Stores, slots: Tensor, end: int) -> None:
@@ -134,15 +147,22 @@ class _GivenSlots(Cache):
 
 def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
     """One pass over stores, without any state of Python: eager, traced or captured -> logits (rows, n, vocab)."""
+    return forward_showing(model, work, stores, ())[0]
+
+
+def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: Places) -> list[Tensor]:
+    """`forward` that shows hidden states -> logits (rows, n, vocab), and the states (rows, n, width) at each place."""
     end = next(iter(work.masks.values())).shape[-1]
-    return model(
+    out = model(
         input_ids=work.tokens,
         attention_mask=work.mask,
         position_ids=work.positions,
-        past_key_values=_GivenSlots(stores, work.slots, end),
+        past_key_values=GivenSlots(stores, work.slots, end),
         use_cache=True,
         **work.beside,
-    ).logits
+        **({"output_hidden_states": True} if places else {}),
+    )
+    return [out.logits, *(out.hidden_states[place] for place in places)]
 
 
 def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:

@@ -219,6 +219,21 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
 
 
 @torch.no_grad()
+def pack_layers(network: nn.Module) -> None:
+    """Replace the linear layers of a network that is not a model of transformers by packed copies.
+
+    Nothing changes where our kernel does not run, on its device or in its dtype.
+    """
+    places = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    fit = all(layer.weight.device.type == "cpu" and layer.weight.dtype in PACKED_DTYPES for _, layer in places)
+    if not fit or kernel_missing() is not None:
+        return
+    columns, stretch = Columns(), Stretch(sum(panel_bytes(layer.weight) for _, layer in places))
+    for name, layer in places:
+        network.set_submodule(name, _packed(layer, columns, stretch))
+
+
+@torch.no_grad()
 def quantized(model: PreTrainedModel, precision: Precision, choose: ChooseCodes | None = None) -> PreTrainedModel:
     """Return a twin of the model that shares everything but its linear layers, whose weights are quantized.
 

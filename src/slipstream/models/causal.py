@@ -24,7 +24,7 @@ from slipstream.core.images import Images
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
-from slipstream.execution.draft_graphs import DraftGraphs, Wish
+from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
 from slipstream.execution.encoder_graphs import CompiledReader
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
@@ -226,13 +226,14 @@ class CausalScorer:
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives.
 
-        Raises ValueError for places that the model does not have, or if the passes are compiled.
+        Raises ValueError for places that the model does not have, or that compiled passes do not return.
         """
-        if self.execution is not None:
-            raise ValueError(
-                f"{self.name} is compiled, which hides its hidden states: use this draft without compiling."
-            )
         states = HiddenStates(self.model, self.name, places, self._memory)
+        if self.execution is not None and states.last_layer in places:
+            raise ValueError(
+                f"{self.name} is compiled, which hides its hidden states between the last layer and the norm behind "
+                "it: use this draft without compiling."
+            )
         self._runner.recorded.add(states)
         return states
 
@@ -323,7 +324,8 @@ class CausalScorer:
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes."""
         facts, module = self.facts, self._decoder or self.model
-        draft_graphs = DraftGraphs(module, self.name, tuple(sizes), facts.kinds, facts.relative, progress)
+        network = ModelNetwork(module, facts.kinds, facts.relative)
+        draft_graphs = DraftGraphs(network, self.name, tuple(sizes), progress=progress)
         self._chains = DraftChains(draft_graphs, self._memory, facts.context)
 
     @torch.inference_mode()

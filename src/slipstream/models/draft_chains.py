@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slipstream.core.law import Law
-from slipstream.execution.draft_graphs import FED, DraftGraphs, Room, Wish
+from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish
 from slipstream.models.memory import Memory
 
 
@@ -33,4 +33,4 @@ class DraftChains:
 
     def _room(self, wish: Wish) -> int:
         """Slots that the graphs may write to, of each row."""
-        return FED + sum(self.draft_graphs.steps(wish))
+        return self.draft_graphs.most_fed + sum(self.draft_graphs.steps(wish))

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from slipstream.models.checkpoints import read_record, read_tensors
 from slipstream.models.families import first_sentence
-from slipstream.models.head_scorer import Behind
+from slipstream.models.head_chains import Behind
 
 LAYERS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
     "llama": (LlamaConfig, LlamaDecoderLayer),

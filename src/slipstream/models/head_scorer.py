@@ -7,37 +7,27 @@ the target has verified those tokens, they are read again with the target's stat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from slipstream.core.draft import Tree, padded
+from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
-from slipstream.execution.masks import PassMasks, Sight
+from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish
+from slipstream.execution.graphs import LEAST
+from slipstream.kernels.packing import pack_layers
+from slipstream.models.head_chains import Behind, head_graphs
 from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
 
 PREFILL_TOKENS = 512
 """Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
-
-
-@dataclass(frozen=True)
-class Behind:
-    """What the new tokens of a pass stand behind: their `positions` (rows, n), and the `cache` with what was read
-    before (None: nothing was)."""
-
-    positions: Tensor
-    cache: HFCache | None
-    masks: PassMasks
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
-        return self.masks.mask(Sight(window), dtype)
 
 
 class Head(Protocol):
@@ -109,6 +99,7 @@ class HeadScorer:
         self._sure: list[int] = []  # how much of every row was read with the target's states, by all layers
         self._fed: _Fed | None = None
         self._last = torch.empty(0)  # (rows, 1, width), what was made at each row's last token
+        self.draft_graphs: DraftGraphs | None = None
 
     # ---- rows ----
 
@@ -217,12 +208,40 @@ class HeadScorer:
         return made
 
     def _run(self, step: int, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-        masks = PassMasks.chain(slots, self._memory.texts.end)
-        assert masks.allowed is not None
-        # No state comes before a text's first token: its place is kept, so that places count as the text's do, unseen.
-        seen = masks.allowed & ((masks.others > 0)[:, None] | (slots == 0)[:, :, None])
-        behind = Behind((slots - 1).clamp(min=0), self._cache, replace(masks, allowed=seen))
-        return self.head(step, tokens, hidden, behind)
+        return self.head(step, tokens, hidden, Behind.within(slots, self._memory.texts.end, self._cache))
+
+    # ---- drafts by graphs ----
+
+    def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+        """From now on draft by graphs, where that is possible, with packed copies of the network's weights in their
+        place: networks of several layers that take turns go on without them."""
+        if self.head.depth == 1:
+            if isinstance(self.head, nn.Module):
+                pack_layers(self.head)
+            self.draft_graphs = head_graphs(self.head, self.name, sizes, progress)
+            self._memory.texts.least = LEAST
+
+    @torch.inference_mode()
+    def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
+        """Draft chains for the first rows of the cache, one for each text of the wish -> tokens (rows, gamma) and the
+        law each was drawn from; None where that has to be done without graphs."""
+        graphs, texts = self.draft_graphs, self._memory.texts
+        if graphs is not None and max(map(len, wish.fed)) > graphs.most_fed:
+            self.prefill([fed[:-1] for fed in wish.fed])
+            wish = replace(wish, fed=[fed[-1:] for fed in wish.fed])
+        if graphs is None or not texts.stores:
+            return None
+        rows, width = len(wish.fed), graphs.width(wish)
+        slots = texts.place(width + sum(graphs.steps(wish)), 0, rows)[:, :width].to(self.device)
+        room = Room(texts.lengths[:rows], texts.end, texts.taking_part, None, self._target_states(slots))
+        if (found := graphs.run(wish, room)) is None:
+            return None
+        read = [have + len(fed) for have, fed in zip(texts.lengths, wish.fed, strict=False)]
+        self._sure[:rows] = [have if fed else sure for have, fed, sure in zip(read, wish.fed, self._sure, strict=False)]
+        texts.advance(
+            [len(fed) + max(gamma, 1) - 1 if fed else 0 for fed, gamma in zip(wish.fed, wish.gammas, strict=True)]
+        )
+        return found
 
     def _target_states(self, slots: Tensor) -> Tensor:
         """What the head reads at slots (rows, n): the target's states of the tokens before."""

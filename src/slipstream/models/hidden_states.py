@@ -6,8 +6,8 @@ together after a tree, and stored for texts with the same beginning as keys and 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -15,20 +15,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from slipstream.cache.rows import INDEXER
 from slipstream.models.layers import find_layers
 from slipstream.models.memory import Memory
 
 LAST = -1
 """The place after the final norm: the input of the model's head."""
 
-_numbers = count(1_000_000)  # above the indices of all layers of a model
+_numbers = count(2 * INDEXER)  # behind all layers and indexers that a model has
 
 
 class HiddenStates:
     """The hidden states at some places of a model, side by side, of every token that its rows hold.
 
     Places are counted as in transformers' `hidden_states`: 0 is the input of the first layer, i the output of the i-th,
-    before any norm; `LAST` is the output of the final norm. The states of a pass are kept only once `store` is called.
+    before any norm; `LAST` is the output of the final norm. Only passes inside `watching` are seen.
     Raises ValueError for a place that the model does not have.
     """
 
@@ -43,14 +44,24 @@ class HiddenStates:
                 "another target."
             )
         self._width = len(self.places) * int(model.config.get_text_config().hidden_size)
-        self._seen: dict[int, Tensor] = {}
-        hooks = [self._hook(model, place) for place in set(places)]
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self._model = model
         memory.forget_prefixes()
 
-    def _hook(self, model: Any, place: int) -> Any:
-        seen = self._seen  # not self, which the hook would keep alive as long as the model
+    @contextmanager
+    def watching(self) -> Iterator[dict[int, Tensor]]:
+        """Yield a dictionary that a pass in the block fills with the states at every place.
 
+        The hooks for it are removed afterwards, since graphs may be made of the model.
+        """
+        seen: dict[int, Tensor] = {}
+        hooks = [self._hook(place, seen) for place in set(self.places)]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, place: int, seen: dict[int, Tensor]) -> Any:
         def into(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen[place] = args[0] if args else kwargs["hidden_states"]
 
@@ -60,18 +71,22 @@ class HiddenStates:
 
         if place == 0:
             return self._layers[0].register_forward_pre_hook(into, with_kwargs=True)
-        module = model.get_decoder() if place == LAST else self._layers[place - 1]
+        module = self._model.get_decoder() if place == LAST else self._layers[place - 1]
         return module.register_forward_hook(out)
 
-    def take(self) -> Tensor:
-        """Return the states at the places from the pass that has just run, (rows, n, width), and clear them."""
-        found = [self._seen[place] for place in self.places]
-        self._seen.clear()
+    def joined(self, seen: Mapping[int, Tensor]) -> Tensor:
+        """Join the states of a pass, given by place, side by side: (rows, n, width)."""
+        found = [seen[place] for place in self.places]
         return torch.cat([states.to(found[0].device) for states in found], -1)
 
     def store(self, states: Tensor) -> None:
         """Store states (rows, n, width) for the tokens of the memory's present pass."""
         self.memory.texts.update(self._number, *states.unsqueeze(1).tensor_split(2, -1))
+
+    @property
+    def last_layer(self) -> int:
+        """The place between the last layer and the norm behind it."""
+        return len(self._layers)
 
     @property
     def lengths(self) -> list[int]:
@@ -128,10 +143,14 @@ class Records:
         for states in self._kept:
             states.passed.clear()
 
-    def collect(self) -> None:
-        """Take the states of the pass that has just run."""
-        for states in self._kept:
-            states.passed.append(states.take())
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Record the states of the pass that runs in the block."""
+        with ExitStack() as watched:
+            seen = [(states, watched.enter_context(states.watching())) for states in self._kept]
+            yield
+        for states, found in seen:
+            states.passed.append(states.joined(found))
 
     def store(self, rows: Sequence[int]) -> None:
         """Store the states of the passes since `forget`, one after the other, for the tokens of these rows."""

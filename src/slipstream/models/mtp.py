@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from slipstream.models.checkpoints import tensor_names
 from slipstream.models.families import first_sentence
-from slipstream.models.head_scorer import Behind
+from slipstream.models.head_chains import Behind
 from slipstream.models.hidden_states import LAST
 
 WINDOWED = "sliding_attention"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ class PassRunner:
         self._module: Any = module
         self._facts, self._memory, self.execution = facts, memory, execution
         self._cache = HFCache(memory)
-        self.recorded: WeakSet[HiddenStates] = WeakSet()  # hidden states to record in eager passes
+        self.recorded: WeakSet[HiddenStates] = WeakSet()  # hidden states to record
 
     def width(self, rows: int, count: int) -> int:
         """Return how many columns a pass of `count` tokens for each of `rows` rows should have."""
@@ -37,9 +38,12 @@ class PassRunner:
     def logits(self, work: Pass) -> Tensor:
         """Return the logits (rows, n, vocab) of a pass, in the model's dtype."""
         if self.execution and not self._memory.texts.part.start:
-            found = self.execution.run(work, self._memory.texts.taking_part)
+            places = tuple(sorted({place for states in self.recorded for place in states.places}))
+            found = self.execution.run(work, self._memory.texts.taking_part, places)
             if found is not None:
-                return found
+                for states in self.recorded:
+                    states.store(states.joined(found.states))
+                return found.logits
         return self._eager(work, keep=0)
 
     def feed(self, work: Pass) -> None:
@@ -51,15 +55,17 @@ class PassRunner:
 
         Models that cannot leave out logits return all of them.
         """
-        out = self._module(
-            input_ids=work.tokens,
-            attention_mask=work.mask,
-            position_ids=work.positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            **work.beside,
-            **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
-        )
-        for states in self.recorded:
-            states.store(states.take())
+        with ExitStack() as watched:
+            seen = [(states, watched.enter_context(states.watching())) for states in self.recorded]
+            out = self._module(
+                input_ids=work.tokens,
+                attention_mask=work.mask,
+                position_ids=work.positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                **work.beside,
+                **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
+            )
+        for states, found in seen:
+            states.store(states.joined(found))
         return out.logits

@@ -331,9 +331,8 @@ class StateScorer:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""
         places = torch.arange(known, known + tokens.shape[1], device=self.device).expand(len(tokens), -1)
         options = {"position_ids": places} if self.way.positions or beside is not None else {}
-        out = self._calls(tokens, state, beside, logits_to_keep=keep, **options)
-        self._records.collect()
-        return out
+        with self._records.collecting():
+            return self._calls(tokens, state, beside, logits_to_keep=keep, **options)
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:

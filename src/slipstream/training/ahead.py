@@ -6,30 +6,37 @@ target's states, and then, as when drafting, further on from what it made itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.execution.masks import PassMasks
 from slipstream.files import atomic_write
 from slipstream.kernels.packing import plain_weight
 from slipstream.models.eagle3 import Eagle3, Eagle3Settings
-from slipstream.models.head_scorer import Behind, Head
+from slipstream.models.head_chains import Behind
+from slipstream.models.head_scorer import Head
 from slipstream.models.hidden_states import LAST
 from slipstream.text.jsontext import json_text
+from slipstream.training.objectives import objective_of
+from slipstream.training.optimizers import muon_and_adam, trapezoid
+from slipstream.training.trainer import Checkpoint, Steps, Trainer, Watch
 
 KEPT = (
     *("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act"),
 )
 """What the layer of a new draft takes over from a Llama-like target."""
+
+HELD_OUT = 0.02
+"""Share of the text, at its end, that is only measured on."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,11 @@ class AheadSettings:
     rate: float = 2e-3
     unroll: int = 3
     seed: int = 0
+    objective: str = "kl"
+    bfloat16: bool = False  # multiply in bfloat16: faster where the processor can
 
     def __post_init__(self) -> None:
+        objective_of(self.objective)
         for name in ("steps", "rows", "unroll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
@@ -113,55 +123,91 @@ def save_eagle3(net: Eagle3, folder: str | Path) -> None:
         part.write_text(json_text(record), encoding="utf-8")
 
 
-def train_ahead(
-    head: Head,
-    weights: Sequence[Tensor],
-    model: Any,
-    tokens: Sequence[int] | np.ndarray,
-    settings: AheadSettings,
-    watch: Callable[[int, float], object] = lambda step, loss: None,
-) -> None:
-    """Train a network's weights in place, on a text of tokens and the laws of a frozen model.
+class AheadTrainer:
+    """Trains a network that drafts from a frozen target's hidden states. `train` goes on after an interruption, also in
+    a new process."""
 
-    Raises ValueError if the text is shorter than two windows, FloatingPointError if the loss is no finite number.
-    """
-    text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
-    if len(text) < 2 * settings.length:
-        raise ValueError(f"{len(text)} tokens of text are too few: give at least {2 * settings.length}.")
-    optimizer = torch.optim.AdamW(weights, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.01)
-    rng = np.random.default_rng(settings.seed)
-    for step in range(settings.steps):
-        done = step / settings.steps
-        optimizer.param_groups[0]["lr"] = settings.rate * min(1.0, done / 0.05 + 0.1, (1 - done) / 0.6)
-        starts = torch.from_numpy(rng.integers(0, len(text) - settings.length + 1, settings.rows))
-        loss = _loss(head, model, text[starts[:, None] + torch.arange(settings.length)], settings.unroll)
-        if not loss.isfinite():
-            raise FloatingPointError(f"the draft diverged after {step} steps: give a rate below {settings.rate:g}.")
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        watch(step + 1, float(loss.detach()))
+    def __init__(
+        self,
+        head: Head,
+        layers: nn.Module,
+        model: Any,
+        tokens: Sequence[int] | np.ndarray,
+        settings: AheadSettings,
+        checkpoint: Checkpoint,
+    ) -> None:
+        """`layers` hold the weights of the head that are trained; `tokens` is the whole text.
 
+        Raises ValueError if the text is shorter than four windows, or if the checkpoint belongs to another training.
+        """
+        text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
+        cut = len(text) - max(settings.length, int(HELD_OUT * len(text)))
+        if cut < 2 * settings.length:
+            raise ValueError(f"{len(text)} tokens of text are too few: give at least {4 * settings.length}.")
+        self.text, self.held_out = text[:cut], text[cut:]
+        self.head, self.layers, self.model, self.settings = head, layers, model.eval(), settings
+        self._objective = objective_of(settings.objective)
+        checkpoint.settings.update({**asdict(settings), "text_tokens": cut})
+        self._trainer = Trainer(
+            layers,
+            muon_and_adam(layers, muon=10 * settings.rate, adam=settings.rate),
+            trapezoid(0.05, 0.6, first=0.1),
+            Steps(settings.steps, save_every=50),
+            checkpoint,
+        )
 
-def _loss(head: Head, model: Any, tokens: Tensor, unroll: int) -> Tensor:
-    """Cross entropy against the target's laws on windows (rows, length), of tokens drafted in a row."""
-    tokens = tokens.to(model.device)
-    with torch.no_grad():
-        out = model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self._trainer.progress.steps
+
+    def train(self, watch: Watch = lambda progress, loss: None) -> None:
+        """Take the steps that are left, and save the state; interrupted, it saves its state too.
+
+        Raises FloatingPointError if the loss is no finite number.
+        """
+        self._trainer.train(self._loss, watch)
+        self._trainer.save()
+
+    @torch.inference_mode()
+    def alpha(self, windows: int = 16) -> list[float]:
+        """The mean of sum_x min(p(x), q(x)) on the end of the text, kept aside, for each of the tokens drafted in a
+        row behind tokens of the text."""
+        starts = np.linspace(0, len(self.held_out) - self.settings.length, windows).astype(int).tolist()
+        tokens = torch.stack([self.held_out[start : start + self.settings.length] for start in starts])
+        return [float(torch.minimum(p.exp(), q.exp()).sum(-1).mean()) for p, q in self._laws(tokens)]
+
+    def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
+        """The loss on random windows. They depend on seed and step alone, so resuming changes nothing."""
+        settings, share = self.settings, torch.tensor(used)
+        rng = np.random.default_rng([settings.seed, step])
+        starts = torch.from_numpy(rng.integers(0, len(self.text) - settings.length + 1, settings.rows))
+        laws = self._laws(self.text[starts[:, None] + torch.arange(settings.length)])
+        losses = [self._objective(log_p, log_q, share.to(log_p.device)).mean() for log_p, log_q in laws]
+        return torch.stack(losses).mean(), settings.rows * settings.length
+
+    def _laws(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """log p and log q (rows, positions, tokens that the draft knows) on windows (rows, length), for the first, the
+        second, ... token that is drafted in a row: behind the first one it reads what it made itself."""
+        tokens = tokens.to(self.model.device)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.settings.bfloat16):
+            states, log_p = self._lesson(tokens)
+            hidden, found = self.head.combine(states[:, :-1]), []
+            for ahead in range(self.settings.unroll):
+                count = tokens.shape[1] - 1 - ahead
+                slots = torch.arange(count, device=tokens.device)[None]
+                behind = Behind(slots, None, PassMasks.chain(slots, count))
+                step = min(ahead, self.head.depth - 1)
+                hidden = self.head(step, tokens[:, 1 + ahead :], hidden[:, :count], behind)
+                log_q = functional.log_softmax(self.head.logits(hidden).float(), -1)
+                known = log_q[0, 0].isfinite().nonzero()[:, 0]
+                found.append((log_p[:, 1 + ahead :, known], log_q[..., known]))
+        return found
+
+    @torch.no_grad()
+    def _lesson(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the target says of windows (rows, length): its states at the places that are read, and log p."""
+        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         # transformers' last hidden state is the normed one, and those before it are not
-        states = [out.hidden_states[place if place != LAST else -1] for place in head.places]
-        laws = out.logits.float().softmax(-1)
-    hidden = head.combine(torch.cat(states, -1)[:, :-1])
-    losses = []
-    for ahead in range(unroll):
-        count = tokens.shape[1] - 1 - ahead
-        slots = torch.arange(count, device=tokens.device)[None]
-        behind = Behind(slots, None, PassMasks.chain(slots, count))
-        hidden = head(min(ahead, head.depth - 1), tokens[:, 1 + ahead :], hidden[:, :count], behind)
-        logits = head.logits(hidden).float()
-        known = logits.isfinite()
-        p = laws[:, 1 + ahead :] * known
-        log_q = functional.log_softmax(logits, -1).masked_fill(~known, 0.0)
-        losses.append(-(p * log_q).sum(-1).mean())
-    return torch.stack(losses).mean()
+        states = [out.hidden_states[place if place != LAST else -1] for place in self.head.places]
+        return torch.cat(states, -1), functional.log_softmax(out.logits.float(), -1)

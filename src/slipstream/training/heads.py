@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.drafters.heads import FILE, ParallelHeads, Sizes, Tap
+from slipstream.drafters.heads import FILE, ParallelHeads, Sizes
 from slipstream.drafters.heads import KIND as HEADS
 from slipstream.kernels.packing import plain_weight
 from slipstream.models.families import longest_text
+from slipstream.models.hidden_states import LAST, HiddenStates
+from slipstream.models.memory import Memory
+from slipstream.training.optimizers import trapezoid
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch
 
 STATE = "training.safetensors"
@@ -96,7 +99,7 @@ class HeadTrainer:
         width = plain_weight(model.get_output_embeddings()).shape[-1]
         inner = settings.inner or getattr(model.config.get_text_config(), "intermediate_size", None) or 4 * width
         self.heads = ParallelHeads(Sizes(settings.heads, width, inner, settings.pending, name)).to(model.device)
-        self._tap = Tap(model)
+        self._states = HiddenStates(model, name, [LAST], Memory())
         rate = settings.rate
         optimizer = torch.optim.AdamW(self.heads.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
         known = {**asdict(settings), "text_tokens": len(self.text)}
@@ -104,7 +107,7 @@ class HeadTrainer:
         self._trainer = Trainer(
             self.heads,
             [optimizer],
-            _schedule,
+            trapezoid(0.02, 0.6, first=0.05),
             Steps(settings.steps, settings.save_every),
             Checkpoint(self.folder / STATE, known),
         )
@@ -162,9 +165,10 @@ class HeadTrainer:
         last = tokens.shape[1] - count
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.settings.bfloat16):
             with torch.no_grad():
-                logits = self.model(input_ids=tokens, use_cache=False).logits
+                with self._states.watching() as seen:
+                    logits = self.model(input_ids=tokens, use_cache=False).logits
                 following = self.model.get_input_embeddings()(tokens[:, 1 : last + 1])
-            hidden = self._tap.hidden[:, :last].to(self.heads.down.dtype)
+            hidden = seen[LAST][:, :last].to(self.heads.down.dtype)
             states = self.heads(hidden, following.to(hidden.dtype))
             ours = self.model.get_output_embeddings()(states.to(self.model.dtype))
         p = logits.float().softmax(-1)
@@ -192,8 +196,3 @@ def train_heads(
 ) -> ParallelHeads:
     """Train heads for a model on a text of tokens and save them in `folder`; see `HeadTrainer`."""
     return HeadTrainer(model, name, tokens, folder, settings or TrainingSettings()).train()
-
-
-def _schedule(step: int, used: float) -> float:
-    """A short warm-up, then a straight line to zero."""
-    return min(1.0, used / 0.02 + 0.05, (1.0 - used) / 0.6)

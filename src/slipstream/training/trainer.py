@@ -138,7 +138,8 @@ class Trainer:
         budget: Budget,
         checkpoint: Checkpoint,
     ) -> None:
-        """The optimizers' learning rates are what `schedule` multiplies.
+        """The optimizers' learning rates are what `schedule` multiplies. Weights of the model that require no gradient
+        stay as they are, and are not saved.
 
         Raises ValueError if the checkpoint belongs to another training.
         """
@@ -171,14 +172,18 @@ class Trainer:
 
     def save(self) -> None:
         """Write weights, optimizers and progress to the checkpoint."""
-        tensors = {f"model.{name}": weight for name, weight in self.model.named_parameters()}
+        tensors = {f"model.{name}": weight for name, weight in self._trained()}
         for number, optimizer in enumerate(self.optimizers):
             for place, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{place}.{name}": value for name, value in state.items()}
         self.checkpoint.save(tensors, self.progress)
 
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The weights that are trained, with their names."""
+        return [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+
     def _step(self, loss_of: Loss, used: float) -> float:
-        began, weights = perf_counter(), list(self.model.parameters())
+        began, weights = perf_counter(), [weight for _, weight in self._trained()]
         loss, tokens = loss_of(self.progress.steps, used)
         loss.backward(inputs=weights)  # another model that takes part in the loss stays as it is
         steepness = nn.utils.clip_grad_norm_(weights, 1.0)
@@ -203,7 +208,7 @@ class Trainer:
 
     def _resume(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
         with torch.no_grad():
-            for name, weight in self.model.named_parameters():
+            for name, weight in self._trained():
                 weight.copy_(tensors[f"model.{name}"])
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         for name, value in tensors.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.drafters.heads import ParallelHeads, Sizes, Tap
+from slipstream.drafters.heads import ParallelHeads, Sizes
 from slipstream.paper.standins.models import save
 from slipstream.training.trainer import Checkpoint, Loss, Steps, Trainer
 
@@ -130,13 +130,13 @@ class Blockwise(nn.Module):
         config = base.config.get_text_config()
         self.base = base
         self.heads = ParallelHeads(Sizes(heads, config.hidden_size, config.intermediate_size, False, name))
-        self._tap = Tap(base)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (rows, n, 1 + heads, vocab): entry [t, k] is about the token k + 1 places behind t."""
-        own, hidden = self.base(input_ids=tokens, use_cache=False).logits, self._tap
-        states = self.heads(hidden.hidden, hidden.hidden[..., :0])
-        return torch.cat([own.unsqueeze(2), self.base.get_output_embeddings()(states)], 2)
+        out = self.base(input_ids=tokens, output_hidden_states=True, use_cache=False)
+        hidden = out.hidden_states[-1]  # behind the final norm
+        states = self.heads(hidden, hidden[..., :0])
+        return torch.cat([out.logits.unsqueeze(2), self.base.get_output_embeddings()(states)], 2)
 
 
 def blockwise(folder: Path, teaching: Teaching, lesson: Lesson, heads: int) -> Path:

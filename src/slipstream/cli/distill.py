@@ -1,0 +1,322 @@
+"""`slipstream distill`: a draft model for a target, trained for acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from slipstream.cli.app import INTERRUPTED, app, say, tell, tell_skipped
+from slipstream.cli.console import busy, console
+from slipstream.cli.console import steps as bar
+from slipstream.cli.options import Compile, Device, Dtype, ReportJson
+from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+    from slipstream.plan.sizes import Candidate
+    from slipstream.training.distill import Distiller, DistillSettings, Measurement
+    from slipstream.training.material import Divided, Material
+    from slipstream.training.saving import Distilled
+    from slipstream.training.students import Size
+
+AIM, TEXTS, LESSONS = "The draft", "Texts", "Training"
+
+
+def _option(panel: str, text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
+Data = Annotated[
+    list[str],
+    _option(TEXTS, "Files of text or JSON lines, also .gz, folders of them, dataset:NAME. Repeatable.", metavar="SRC"),
+]
+Field = Annotated[str | None, _option(TEXTS, "Of JSON lines: where the text is, such as prompt.", metavar="NAME")]
+Write = Annotated[int, _option(TEXTS, "Tokens that the target writes first, to learn from.", metavar="N", min=0)]
+Written = Annotated[
+    float, _option(TEXTS, "Share of the steps on what the target wrote.", metavar="X", min=0.0, max=1.0)
+]
+Out = Annotated[Path, _option(AIM, "The folder of the draft; it appears when it is whole.", metavar="DIR")]
+Work = Annotated[
+    Path | None, _option(AIM, "Where the state of the training goes. Without: DIR.training.", metavar="DIR")
+]
+Wanted = Annotated[
+    str, _option(AIM, "Share of the target's parameters, or auto: the best by what sizes cost.", "--size", metavar="X")
+]
+Layers = Annotated[int | None, _option(AIM, "Layers of a new draft, with --width.", metavar="N", min=1)]
+Width = Annotated[int | None, _option(AIM, "Hidden size of a new draft, with --layers.", metavar="N", min=1)]
+Draft = Annotated[
+    str | None, _option(AIM, "Improve this draft instead: hub name, folder, or embedded.", "--draft", metavar="NAME")
+]
+Objective = Annotated[
+    Literal["kl-tv", "kl", "reverse-kl", "tv", "sequence"],
+    _option(LESSONS, "kl-tv, kl, reverse-kl, tv (the chance of a refusal), or sequence (the target's tokens alone)."),
+]
+Steps = Annotated[int, _option(LESSONS, "Most steps of the training.", metavar="N", min=1)]
+Rows = Annotated[int, _option(LESSONS, "Texts in a step.", metavar="N", min=1)]
+Length = Annotated[int, _option(LESSONS, "Tokens of a text.", metavar="N", min=8)]
+Rate = Annotated[
+    float | None, _option(LESSONS, "Learning rate; 0.004, of a draft that is improved 0.001.", metavar="X")
+]
+Every = Annotated[int, _option(LESSONS, "Steps between measurements.", "--measure-every", metavar="N", min=1)]
+Patience = Annotated[
+    int, _option(LESSONS, "Measurements without a greater speed-up, after which it ends.", metavar="N", min=1)
+]
+Gamma = Annotated[int, _option(LESSONS, "Tokens drafted per round while it is measured.", metavar="N", min=1)]
+Bfloat16 = Annotated[bool, _option(LESSONS, "Multiply in bfloat16: faster where the processor can.", "--bfloat16")]
+Seed = Annotated[int, _option(LESSONS, "Same seed, same draft.", metavar="N", min=0, max=2**63 - 1)]
+
+
+@app.command()
+def distill(
+    target: Target = None,
+    *,
+    data: Data,
+    out: Out,
+    size: Wanted = "0.1",
+    layers: Layers = None,
+    width: Width = None,
+    draft: Draft = None,
+    work: Work = None,
+    field: Field = None,
+    write: Write = 200_000,
+    written: Written = 0.75,
+    objective: Objective = "kl-tv",
+    steps: Steps = 2000,
+    rows: Rows = 16,
+    length: Length = 256,
+    rate: Rate = None,
+    measure_every: Every = 100,
+    patience: Patience = 5,
+    gamma: Gamma = 5,
+    bfloat16: Bfloat16 = False,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    compile: Compile = False,
+    as_json: ReportJson = False,
+) -> None:
+    """Train a small draft model that says what a target says; the same command resumes an interrupted training.
+
+    Then: slipstream generate --target TARGET --draft DIR
+
+    Example: slipstream distill Qwen/Qwen3-1.7B --data my-texts --out my-draft --size auto --compile
+    """
+    from slipstream.training.distill import Distiller, DistillSettings
+    from slipstream.training.saving import check_draft_folder, save_draft
+
+    aim = _Aim.read(size, layers, width, draft)
+    rate = rate if rate is not None else 1e-3 if draft else 4e-3
+    shares = (objective, written if write else 0.0, measure_every, patience, gamma)
+    settings = DistillSettings(steps, rows, length, rate, *shares, seed=seed, bfloat16=bfloat16)
+    check_draft_folder(out)
+    folder = work or out.with_name(out.name + ".training")
+    try:
+        with busy(console(stderr=True), "loading"):
+            engine = _engine(target, dtype, device, compile)
+            divided = _documents(engine, data, field)
+        student, chosen = _student(engine, aim, divided, settings, folder, compile)
+        material = _material(engine, divided, settings, write, folder)
+        distiller = Distiller(engine, student, material, chosen.costs, settings, folder)
+        _train(distiller)
+    except KeyboardInterrupt:
+        say("stopped and saved; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
+    about = _about(distiller, target, data, aim, chosen)
+    save_draft(distiller.as_used(), engine.tokenizer, about, out)
+    print(json_text({"out": str(out), **about.as_dict()}) if as_json else _summary(out, about))
+
+
+@dataclass(frozen=True)
+class _Aim:
+    """Which draft is wanted: a new one with a `share` of the target's parameters (None: whatever is best), or of a
+    `size`, or an existing `draft` to improve."""
+
+    share: float | None
+    size: Size | None
+    draft: str | None
+
+    @staticmethod
+    def read(share: str, layers: int | None, width: int | None, draft: str | None) -> _Aim:
+        """What was written on the command line. Raises ValueError for what is not possible together."""
+        from slipstream.training.students import Size
+
+        if (layers is None) != (width is None):
+            raise ValueError("a size is given by both --layers and --width, or by --size alone.")
+        if draft and layers:
+            raise ValueError("--draft improves a draft as large as it is: leave --layers and --width out.")
+        try:
+            number = None if share == "auto" else float(share)
+        except ValueError:
+            number = 0.0
+        if number is not None and not 0 < number < 1:
+            raise ValueError(f"--size {share} is not possible: give a share between 0 and 1, or auto.")
+        return _Aim(number, Size(layers, width) if layers and width else None, draft)
+
+    @property
+    def origin(self) -> str:
+        """Where the draft's weights come from, for its card."""
+        return f"improved from `{self.draft}`" if self.draft else "trained from scratch"
+
+
+def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -> Engine:
+    """The target, decoding plainly. Raises ValueError for one that no draft can be distilled for."""
+    from slipstream.engine.load import embedded, load
+    from slipstream.training.material import target_of
+
+    source, exact = embedded(target, dtype)
+    progress = console(stderr=True).print if compile else None
+    engine = load(source, dtype=exact, device=device, batch_size=64, compile=compile, progress=progress)
+    target_of(engine)
+    if engine.tokenizer is None:
+        raise ValueError(f"{engine.decoder.target.name} has no tokenizer beside it to read the texts with.")
+    tell(engine.notes)
+    return engine
+
+
+def _documents(engine: Engine, data: Sequence[str], field: str | None) -> Divided:
+    """The documents as token ids, each behind the token that ends a text, if there is one."""
+    from slipstream.text.documents import read
+    from slipstream.training.material import divide
+
+    skipped = list[Path]()
+    documents = [document for _, document in read(data, field, skipped)]
+    tell_skipped(skipped)
+    texts = [document for document in documents if isinstance(document, str)]
+    encoded = iter(engine.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+    end = engine.tokenizer.eos_token_id
+    between = [] if end is None else [end]
+    return divide([[*between, *(next(encoded) if isinstance(one, str) else one)] for one in documents])
+
+
+def _student(
+    engine: Engine, aim: _Aim, divided: Divided, settings: DistillSettings, folder: Path, compile: bool
+) -> tuple[Any, Candidate]:
+    """The draft before its training, and what it costs beside the target. A size that was chosen stays chosen."""
+    from slipstream.execution.passes import Mode
+    from slipstream.plan.sizes import best, measure_candidates, read_choice, save_choice
+
+    models = _models(engine, aim, settings.seed)
+    known = read_choice(folder)
+    if known is None:
+        progress = console(stderr=True).print if compile else None
+        mode = Mode(compile, packed=True, ahead=(settings.gamma,), progress=progress)
+        with busy(console(stderr=True), "measuring what drafting costs"):
+            candidates = measure_candidates(engine, models, divided.prompts[:6], settings.gamma, mode)
+        known = candidates, best(candidates)
+        save_choice(folder, *known)
+    candidates, chosen = known
+    if chosen.name not in models:
+        raise ValueError(
+            f"{folder} holds the training of a draft of another size ({chosen.name}): give another --work."
+        )
+    for line in _candidate_lines(candidates, chosen):
+        say(line)
+    return models[chosen.name].float().train(), chosen
+
+
+def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
+    """The drafts among which the best is taken, by their sizes in words."""
+    from slipstream.models.loading import EMBEDDED, load_model
+    from slipstream.plan.sizes import SHARES
+    from slipstream.training.material import target_of
+    from slipstream.training.students import new_student, size_for
+
+    target = target_of(engine)
+    if aim.draft:
+        source = EMBEDDED / "draft" if aim.draft == "embedded" else aim.draft
+        model = load_model(source, "float32", str(target.device))
+        if model.config.get_text_config().vocab_size != target.model.config.get_text_config().vocab_size:
+            raise ValueError(f"{aim.draft} has another vocabulary than {target.name}: take a draft with its tokenizer.")
+        return {aim.draft: model}
+    shares = [aim.share] if aim.share else SHARES
+    sizes = [aim.size] if aim.size else [size_for(target.model.config, share) for share in shares]
+    return {str(size): new_student(target.model, size, seed) for size in sizes}
+
+
+def _material(engine: Engine, divided: Divided, settings: DistillSettings, write: int, folder: Path) -> Material:
+    """The lessons, after the target has written."""
+    from slipstream.training.material import SEQUENCE, Amount, gather
+
+    read = round(settings.steps * settings.rows * settings.length * (1 - settings.written))
+    amount = Amount(settings.length, read, write, settings.objective != SEQUENCE, settings.seed)
+    with bar(console(stderr=True)) as show:
+        return gather(engine, divided, amount, folder, lambda done: show(done, write, "the target writes"))
+
+
+def _train(distiller: Distiller) -> None:
+    """Train with a bar, and a line for every measurement."""
+    total = distiller.settings.steps
+    if done := distiller.progress.steps:
+        say(f"going on from step {done} of {total}")
+    with bar(console(stderr=True)) as show:
+        distiller.train(
+            lambda progress, loss: show(progress.steps, total, f"loss {loss:.3f}"),
+            lambda found: say(_measurement_line(found, total)),
+        )
+
+
+def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _Aim, chosen: Candidate) -> Distilled:
+    """What is told of the draft."""
+    from slipstream.training.saving import Distilled
+
+    done, material = distiller.progress, distiller.material
+    return Distilled(
+        target=target or "embedded",
+        data=tuple(data),
+        size=chosen.name,
+        origin=aim.origin,
+        parameters=distiller.student.num_parameters(),
+        steps=done.steps,
+        tokens=done.tokens,
+        seconds=done.seconds,
+        written=material.written.tokens,
+        prompts=len(material.prompts),
+        costs=distiller.costs,
+        settings=distiller.settings,
+        measured=tuple(distiller.found),
+    )
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
+    """What every size costs and promises."""
+    lines = []
+    for one in candidates:
+        costs = f"{one.share:.1%} of the target, a drafting step costs {one.costs.c:.3f} of its steps"
+        promise = f"alpha {one.alpha[0]:.2f} / {one.alpha[1]:.2f} would give {one.gains[0]:.2f}x / {one.gains[1]:.2f}x"
+        taken = " <- taken" if one is chosen and len(candidates) > 1 else ""
+        lines.append(f"{one.name}: {costs}; {promise} at temperature 0 / 1{taken}")
+    return lines
+
+
+def _measurement_line(found: Measurement, total: int) -> str:
+    """One measurement in a line."""
+    parts = [
+        f"T={temperature} alpha {alpha:.3f}, kept {_spaced(kept)}, {gain:.2f}x at gamma {gamma}"
+        for temperature, alpha, kept, gamma, gain in zip(
+            (0, 1), found.alpha, found.kept, found.gammas, found.gains, strict=True
+        )
+    ]
+    return f"step {found.steps}/{total}: {'; '.join(parts)}"
+
+
+def _spaced(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
+
+
+def _summary(out: Path, about: Distilled) -> str:
+    """What was made, in a few lines."""
+    return "\n".join(
+        [
+            f"{out}: {about.parameters:,} parameters ({about.size}), {about.steps} steps, {about.tokens:,} tokens",
+            _measurement_line(about.measured[-1], about.settings.steps),
+            f"use: slipstream generate --target {about.target} --draft {out}",
+        ]
+    )

@@ -1,0 +1,169 @@
+"""Which size a new draft should have: measured costs of untrained models, and an acceptance that sizes promise.
+
+An untrained draft costs what a trained one does. Its acceptance has to be guessed: Table 3 of the paper
+(arXiv 2211.17192) has drafts of 0.07 % to 7 % of their targets' parameters, whose 1 - alpha falls as a power of that
+share. The exponent below is the mean over its targets and tasks, the level that of drafts a fourteenth of their target.
+So the order of the sizes is worth more than the speed-ups themselves: texts that are easier or harder move them all.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.protocols import Drafter
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.model import ModelDrafter
+from slipstream.engine.engine import Engine
+from slipstream.execution.passes import Mode
+from slipstream.files import atomic_write
+from slipstream.models.loading import load_scorer
+from slipstream.plan.measure import PlanTask, sweep
+from slipstream.text.jsontext import json_text
+from slipstream.training.distill import DraftCosts
+from slipstream.training.material import target_of
+
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.35)
+"""Shares of the target's parameters that are tried where no size is given."""
+
+EXPONENT = 0.105
+SHARE = 0.07
+REFUSED = {0.0: 0.22, 1.0: 0.30}
+"""1 - alpha of a draft with the SHARE of its target's parameters, by temperature."""
+
+
+def promised_alpha(share: float, temperature: float) -> float:
+    """The alpha that a draft with a share of its target's parameters promises, at temperature 0 or 1."""
+    return max(0.0, 1.0 - REFUSED[temperature] * (share / SHARE) ** -EXPONENT)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A size that was measured: its `share` of the target's parameters, what it costs, and what it promises.
+
+    `alpha`, `gammas` and `gains` (speed-ups over plain decoding) are those at temperature 0 and 1.
+    """
+
+    name: str
+    share: float
+    costs: DraftCosts
+    alpha: tuple[float, ...]
+    gammas: tuple[int, ...]
+    gains: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:
+        """The mean of the speed-ups."""
+        return sum(self.gains) / len(self.gains)
+
+    @staticmethod
+    def of(name: str, share: float, costs: DraftCosts) -> Candidate:
+        """What a size promises by its costs (Theorem 3.8)."""
+        alpha = tuple(promised_alpha(share, temperature) for temperature in REFUSED)
+        most = len(costs.verify) - 1
+        found = [costs.gain([one**position for position in range(1, most + 1)]) for one in alpha]
+        gammas, gains = zip(*found, strict=True)
+        return Candidate(name, share, costs, alpha, gammas, gains)
+
+
+def best(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate with the greatest speed-up; of equals the smaller one."""
+    return max(candidates, key=lambda one: (one.gain, -one.share))
+
+
+def measure_candidates(
+    engine: Engine,
+    models: Mapping[str, Any],
+    texts: Sequence[tuple[int, ...]],
+    gamma: int,
+    mode: Mode,
+    step: Callable[[str], None] = lambda what: None,
+) -> list[Candidate]:
+    """Measure what models, by their names, cost as drafts beside the target of an engine -> what they promise.
+
+    They draft up to `gamma` tokens a round behind texts (token ids), run in `mode`, and need not be trained.
+    """
+    target, drafters = target_of(engine), dict[str, Drafter]()
+    for name, model in models.items():
+        scorer = load_scorer(copy.deepcopy(model).eval().to(target.model.dtype), mode=mode)
+        drafters[name] = ModelDrafter(scorer, target.vocab)
+    whole = _parameters(target.model)
+    costs = draft_costs(engine, drafters, texts, gamma, step)
+    return [Candidate.of(name, _parameters(model) / whole, costs[name]) for name, model in models.items()]
+
+
+def _parameters(model: Any) -> int:
+    """How many parameters a model has, those that two parts share counted once; packed weights are buffers."""
+    return sum({id(part): part.numel() for part in (*model.parameters(), *model.buffers())}.values())
+
+
+NEW_TOKENS = 24
+"""Tokens written behind each text while costs are measured."""
+
+
+def draft_costs(
+    engine: Engine,
+    drafters: Mapping[str, Drafter],
+    texts: Sequence[tuple[int, ...]],
+    gamma: int,
+    step: Callable[[str], None] = lambda what: None,
+) -> dict[str, DraftCosts]:
+    """What each drafter costs beside the target of an engine, from real rounds of up to `gamma` tokens behind texts
+    (token ids), one at a time."""
+    task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
+    plain, records, _ = sweep(engine.decoder, list(drafters.values()), task, gamma, step)
+    found = {}
+    for name, record in zip(drafters, records, strict=True):
+        costs = record.costs(plain)
+        verify = [1.0, *((costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1))]
+        rising = tuple(max(1.0, cost) for cost in _rising(verify))
+        found[name] = DraftCosts(costs.draft(gamma) / gamma / costs.step, rising)
+    return found
+
+
+def _rising(measured: Sequence[float]) -> list[float]:
+    """The rising values nearest to measured ones, by pooling neighbours that fall: more tokens never cost less, and a
+    gamma shall not look good by chance."""
+    pools: list[tuple[float, int]] = []
+    for value in measured:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, many), (second, more) = pools[-2:]
+            pools[-2:] = [((first * many + second * more) / (many + more), many + more)]
+    return [value for value, count in pools for _ in range(count)]
+
+
+# ---- what was chosen -------------------------------------------------------------------------------------------------
+
+CHOICE = "size.json"
+"""The file in the folder of a training that says which size was chosen, so that resuming it does not choose anew."""
+
+
+def save_choice(folder: Path, candidates: Sequence[Candidate], chosen: Candidate) -> None:
+    """Write what was measured, and which size was taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / CHOICE) as part:
+        record = {"chosen": chosen.name, "candidates": [asdict(one) for one in candidates]}
+        part.write_text(json_text(record), encoding="utf-8")
+
+
+def read_choice(folder: Path) -> tuple[list[Candidate], Candidate] | None:
+    """The candidates and the one that was taken; None if none was yet. Raises ValueError if the file is damaged."""
+    file = folder / CHOICE
+    if not file.exists():
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        candidates = [_candidate(one) for one in record["candidates"]]
+        return candidates, next(one for one in candidates if one.name == record["chosen"])
+    except (ValueError, TypeError, LookupError, StopIteration) as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
+
+
+def _candidate(record: Mapping[str, Any]) -> Candidate:
+    costs = DraftCosts(record["costs"]["c"], tuple(record["costs"]["verify"]))
+    return Candidate.of(record["name"], record["share"], costs)

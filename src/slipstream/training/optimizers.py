@@ -1,0 +1,35 @@
+"""The optimizers and the learning-rate schedule that all trainings of whole networks share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.training.trainer import Schedule
+
+
+def muon_and_adam(model: nn.Module, muon: float, adam: float) -> list[torch.optim.Optimizer]:
+    """Optimizers of a model's trainable weights at these learning rates: Muon for matrices inside layers, AdamW for
+    embeddings, heads, norms and biases. One that has nothing to do is left out."""
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            layered = any(part.isdecimal() for part in name.split("."))
+            (matrices if layered and weight.ndim == 2 else others).append(weight)
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=muon, weight_decay=0.05))
+    if others:
+        found.append(torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0))
+    return found
+
+
+def trapezoid(warm_up: float, decay: float, first: float = 0.0) -> Schedule:
+    """A schedule that rises over the share `warm_up` of the budget from the factor `first`, stays at 1, and falls in a
+    straight line to 0 over the last share `decay`."""
+
+    def factor(step: int, used: float) -> float:
+        return max(0.0, min(1.0, first + used / warm_up, (1.0 - used) / decay))
+
+    return factor

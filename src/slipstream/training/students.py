@@ -1,0 +1,111 @@
+"""Students: new draft models of a target's own architecture and tokenizer, smaller by layers and width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from slipstream.models.families import first_sentence
+
+INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "d_ff")
+"""What families call the width inside a feed-forward layer."""
+
+OUTER = ("hidden_size", "word_embed_proj_dim", "embedding_size")
+"""What families call the width of a model; those behind the first are changed where they equal it."""
+
+SHALLOW = 0.75
+"""Layers shrink with the share of the parameters to this power, and the width takes up the rest: a draft's steps come
+one after the other, so few wide layers are quicker than many narrow ones of as many parameters."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a student: so many `layers` of a `width`. `heads` 0: in proportion to the width."""
+
+    layers: int
+    width: int
+    heads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
+
+    def __str__(self) -> str:
+        return f"{self.layers} layer{'s' * (self.layers > 1)} of width {self.width}"
+
+
+def student_config(target: PreTrainedConfig, size: Size) -> PreTrainedConfig:
+    """The configuration of a target with another size. Raises ValueError if heads do not fit the width."""
+    own: Any = target.get_text_config()
+    config: Any = type(own).from_dict(own.to_dict())  # without the attention that the target's packed twin runs with
+    layers, width = config.num_hidden_layers, config.hidden_size
+    unit = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    heads = size.heads or max(1, round(size.width / width * config.num_attention_heads))
+    if size.width % heads:
+        raise ValueError(f"width={size.width} is not possible with {heads} heads: take a multiple of {unit}.")
+    for name in OUTER:
+        if getattr(config, name, None) == width:
+            setattr(config, name, size.width)
+    for name in INNER:
+        if isinstance(inner := getattr(config, name, None), int):
+            setattr(config, name, max(8, round(inner * size.width / width / 8) * 8))
+    groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = next(kv for kv in range(max(1, heads // groups), 0, -1) if heads % kv == 0)
+    config.num_attention_heads, config.num_hidden_layers = heads, size.layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == layers and name.endswith("types"):
+            setattr(config, name, value[: size.layers])
+    if isinstance(windows := getattr(config, "max_window_layers", None), int):
+        config.max_window_layers = min(windows, size.layers)
+    config.name_or_path = ""
+    return config
+
+
+def parameters(config: PreTrainedConfig) -> int:
+    """How many parameters a model of this configuration has, without making it. Raises ValueError if there is none."""
+    try:
+        with torch.device("meta"):
+            return int(AutoModelForCausalLM.from_config(config).num_parameters())
+    except Exception as error:  # sizes that do not fit each other show as any error
+        kind = config.model_type
+        raise ValueError(
+            f"no {kind} model of this size can be made ({first_sentence(error)}): give --layers and --width that fit, "
+            "or an existing draft."
+        ) from error
+
+
+def size_for(target: PreTrainedConfig, share: float) -> Size:
+    """The size of a student with about this share of a target's parameters. Raises ValueError unless 0 < share < 1."""
+    if not 0 < share < 1:
+        raise ValueError(f"size={share:g} is not possible: it is a share of the target, between 0 and 1.")
+    config: Any = target.get_text_config()
+    layers = max(1, round(config.num_hidden_layers * share**SHALLOW))
+    unit = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = range(unit, config.hidden_size + 1, unit) or (config.hidden_size,)
+    goal = share * parameters(config)
+    return min(
+        (Size(layers, width) for width in widths), key=lambda size: abs(parameters(student_config(config, size)) - goal)
+    )
+
+
+def new_student(target: PreTrainedModel, size: Size, seed: int = 0) -> PreTrainedModel:
+    """An untrained student in float32 on the target's device.
+
+    Its embeddings begin as the main directions of the target's, which are the slowest part to learn. Raises ValueError
+    if no model of this size can be made.
+    """
+    config = student_config(target.config, size)
+    parameters(config)
+    torch.manual_seed(seed)
+    student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ours, wide = student.get_input_embeddings().weight, target.get_input_embeddings().weight.detach().float().cpu()
+    if ours.shape[0] == wide.shape[0] and ours.shape[1] <= wide.shape[1]:
+        directions = torch.linalg.svd(wide, full_matrices=False).Vh[: ours.shape[1]]
+        with torch.no_grad():
+            ours.copy_(wide @ directions.T)
+    return student.to(target.device)

@@ -1,0 +1,105 @@
+"""`slipstream distill`: a target and texts in, a draft that `generate` uses out; one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import slipstream.cli as _cli
+from slipstream.cli.app import INTERRUPTED, WRONG, app
+from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.training.distill import Distiller
+from toys import FAMILIES, tiny
+
+assert _cli
+FEW = ("--steps", "2", "--rows", "2", "--length", "16", "--write", "200", "--measure-every", "2", "--gamma", "2")
+
+
+def run(*arguments: str) -> Result:
+    """`slipstream ARGUMENTS`, with nobody watching."""
+    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
+    result = CliRunner().invoke(app, list(arguments), env=clean)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, that has a tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("distill")
+    tokenizer = load_tokenizer(EMBEDDED / "target")
+    tiny(FAMILIES["llama"], vocab_size=len(tokenizer)).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "text.py").write_text("def add(a, b):\n    return a + b\n\n\n" * 80)
+    return folder
+
+
+def distill(place: Path, *arguments: str) -> Result:
+    """`slipstream distill` on the target and the text."""
+    return run("distill", str(place / "target"), "--data", str(place / "text.py"), *FEW, *arguments)
+
+
+def test_a_draft_is_made_and_used(place: Path) -> None:
+    out = place / "draft"
+    result = distill(place, "--out", str(out), "--layers", "1", "--width", "16", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["steps"] == 2 and report["size"] == "1 layer of width 16" and set(report["alpha"]) == {"0.0", "1.0"}
+    assert "step 0/2: T=0 alpha" in result.stderr and "step 2/2: T=0 alpha" in result.stderr
+    used = run("generate", "def add", "--target", str(place / "target"), "--draft", str(out), "--max-new-tokens", "4")
+    assert used.exit_code == 0
+    better = distill(place, "--out", str(place / "better"), "--draft", str(out))
+    assert better.exit_code == 0 and "use: slipstream generate" in better.stdout
+    assert "improved from" in (place / "better" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_best_of_several_sizes_is_taken_and_stays_so(place: Path) -> None:
+    arguments = ("--out", str(place / "best"), "--size", "auto")
+    first, again = distill(place, *arguments), distill(place, *arguments)
+    assert first.exit_code == again.exit_code == 0
+    assert " <- taken" in first.stderr and "going on from step 2 of 2" in again.stderr
+    assert first.stderr.split(" <- taken")[0] == again.stderr.split(" <- taken")[0]
+
+
+def test_ctrl_c_saves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Distiller.train
+
+    def interrupted(self: Distiller, watch: object, measured: object) -> None:
+        def stop(progress: object, loss: float) -> None:
+            raise KeyboardInterrupt
+
+        train(self, stop, lambda found: None)
+
+    arguments = ("--out", str(place / "stopped"), "--layers", "1", "--width", "16")
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "train", interrupted)
+        result = distill(place, *arguments)
+    assert result.exit_code == INTERRUPTED and not (place / "stopped").exists()
+    assert "going on from step 1 of 2" in distill(place, *arguments).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("--out", "."), "holds files and no draft"),
+        (("--out", "new", "--size", "2"), "give a share between 0 and 1, or auto"),
+        (("--out", "new", "--size", "big"), "give a share between 0 and 1, or auto"),
+        (("--out", "new", "--layers", "2"), "by both --layers and --width"),
+        (("--out", "new", "--layers", "2", "--width", "8", "--draft", "embedded"), "leave --layers and --width out"),
+        (("--out", "new", "--data", "missing.txt"), "there is no such file or folder"),
+        (("--out", "new", "--draft", "missing"), "missing"),
+        (("--out", "new", "--layers", "1", "--width", "30"), "take a multiple of 8"),
+    ],
+)
+def test_one_sentence_for_what_is_wrong(
+    arguments: tuple[str, ...], fault: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    result = distill(place, *arguments)
+    assert result.exit_code == WRONG and fault in result.stderr
+    assert result.stderr.count("slipstream: ") == 1 and not (place / "new").exists()
