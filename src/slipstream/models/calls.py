@@ -14,7 +14,7 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import source_form
 from slipstream.models.families import logits_alone
-from slipstream.models.images import Illustration, run_illustrated
+from slipstream.models.media import RowMedia, run_with_media
 
 STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 """How models call what they hand from pass to pass, in their arguments and in what they return."""
@@ -89,15 +89,15 @@ class CausalCalls:
         known = {name: option for name, option in options.items() if name in self._takes}
         if beside is not None:
             if state is None:
-                return self._see(tokens, beside, known)
+                return self._read_media(tokens, beside, known)
             known["position_ids"] = known["position_ids"] + beside.shift
         handed = {} if state is None else {self._name: state}  # without one, the model makes the kind it needs
         return self.model(input_ids=tokens, use_cache=True, **handed, **known)
 
-    def _see(self, tokens: Tensor, beside: Illustration, options: dict[str, Any]) -> Any:
-        """A pass over the whole text (1, n) of a row with images."""
+    def _read_media(self, tokens: Tensor, row: RowMedia, options: dict[str, Any]) -> Any:
+        """A pass over the whole text (1, n) of a row with media."""
         options.pop("position_ids", None)  # the model's own count how much room an image takes
-        out, beside.shift = run_illustrated(self.model, tokens[0].tolist(), beside.images, use_cache=True, **options)
+        out, row.shift = run_with_media(self.model, tokens[0].tolist(), row.media, use_cache=True, **options)
         return out
 
     def state(self, out: Any) -> Any:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.draft import Tree
-from slipstream.core.images import Images
+from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.ranks import RankLost, Ranks
 from slipstream.models.families import first_sentence
-from slipstream.models.image_trial import PROVEN_WITH_IMAGES
 from slipstream.models.loading import AnyScorer, scorer_of
+from slipstream.models.media_trial import proven_modalities
 from slipstream.models.sharding import Plan, load_sharded
 
 # ---- messages ---------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class LeadingScorer:
         return self._part.scorer.source_form
 
     @property
-    def sees_images(self) -> bool:
-        """Whether images can be read: of a class for which it has to be tried, a rank alone could not."""
-        return type(self.model).__name__ in PROVEN_WITH_IMAGES and self._part.scorer.sees_images
+    def modalities(self) -> frozenset[Modality]:
+        """What the model reads beside text: none where it has to be tried, which a rank alone could not."""
+        return self._part.scorer.modalities & proven_modalities(self.model)
 
     @property
     def lengths(self) -> list[int]:
@@ -238,9 +238,9 @@ class LeadingScorer:
         """Run every pass after the prefill in one shape; None: in that of the work at hand."""
         self._later("fix_shape", shape)
 
-    def show(self, row: int, images: Images) -> None:
-        """Give an empty row the images of its text, all of which is then read in one piece."""
-        self._later("show", row, images)
+    def attach(self, row: int, media: Media) -> None:
+        """Give an empty row the media of its text, all of which is then read in one piece."""
+        self._later("attach", row, media)
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts on every rank from now on, in as many bytes as `cache` may take; None: nowhere."""
