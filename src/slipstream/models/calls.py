@@ -51,6 +51,9 @@ class Calls(Protocol):
 
 UNLIKE_OTHERS = {
     "cpmant": "puts learned tokens of its own before every text, which its cache counts and its masks do not",
+    "fsmt": "hides no later tokens from earlier ones in a pass with a cache, so it cannot score several at once",
+    "kosmos-2.5": "generates with a count of positions of its own, which is not that of the positions it takes",
+    "moshi": "looks beyond its window within a pass, but not behind it, so its logits depend on how a text is divided",
     "prophetnet": "predicts several tokens ahead in streams of their own, whose cache gives other logits than the text",
     "xlnet": "predicts a token from a blank in its place, so that what it has read says nothing of the next one",
 }
@@ -62,7 +65,13 @@ def calls_of(model: PreTrainedModel) -> Calls:
     unlike later ones."""
     if reason := UNLIKE_OTHERS.get(model.config.model_type):
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) {reason}; use another model.")
-    if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) looks at the later tokens of a pass too, so a draft "
+            "would change what it knows of those before; use another model."
+        )
+    if "reference_sliding_attention" in (getattr(text, "layer_types", None) or ()):
         raise ValueError(
             f"{type(model).__name__} gives what is read in its first pass another place than what follows, so that a "
             "prompt cannot be read in pieces; use another model."

@@ -115,7 +115,7 @@ class StateScorer:
                 faults.append(error)
             finally:
                 self.clear()
-        raise faults[0]
+        raise faults[-1]  # of the plainest way, which says best what is wrong
 
     @torch.inference_mode()
     def _refuse_stateless(self) -> None:
@@ -329,7 +329,7 @@ class StateScorer:
 
     def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""
-        places = torch.arange(known, known + tokens.shape[1], device=self.device).expand(len(tokens), -1)
+        places = torch.arange(known, known + tokens.shape[1], device=self.device).repeat(len(tokens), 1)
         options = {"position_ids": places} if self.way.positions or beside is not None else {}
         out = self._calls(tokens, state, beside, logits_to_keep=keep, **options)
         self._records.collect()
