@@ -34,14 +34,16 @@ WHISPER = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "en
 
 @dataclass(frozen=True)
 class Kind:
-    """A family: its model, and its processor's class, the parts of its configuration, and how many seconds of sound
-    are read at once."""
+    """A family: its model, and its processor's class, the parts of its configuration, how many seconds of sound are
+    read at once, what makes features of them, and how large the weights of the projector are."""
 
     model: str
     processor: str
     text: dict[str, Any]
     audio: dict[str, Any]
     seconds: int = 1
+    features: str = "WhisperFeatureExtractor"
+    projector: float = 0.3
     vision: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,6 +56,15 @@ KINDS = {
         {"model_type": "llama"},
         {**WIDE, "intermediate_size": 128, "num_mel_bins": 8, "initializer_range": 0.2},
         seconds=2,
+    ),
+    "qwen3-asr": Kind(
+        "Qwen3ASR",
+        "Qwen3ASRProcessor",
+        {"model_type": "qwen3"},
+        {**{name: size for name, size in WHISPER.items() if name != "max_source_positions"}, "output_dim": 32}
+        | {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 16},
+        features="Qwen3ASRFeatureExtractor",
+        projector=1.0,
     ),
     "qwen2.5-omni": Kind(
         "Qwen2_5OmniThinker",
@@ -69,7 +80,7 @@ def save_audio(kind: str, path: Path) -> Path:
     """A model of a family with its processor, in a folder as it is downloaded."""
     it = KINDS[kind]
     tokenizer = tokenizer_with({**SPECIAL, **(PICTURES if it.vision else {})})
-    ears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "chunk_length": it.seconds}
+    ears = {"feature_extractor_type": it.features, "feature_size": 8, "chunk_length": it.seconds}
     parts = {"feature_extractor": ears, **({"image_processor": GRID_IMAGES} if it.vision else {})}
     own = {} if it.vision else {"audio_token": MARK}
     save_processor(path, it.processor, tokenizer, {**parts, **own}, MARK)
@@ -94,7 +105,7 @@ def _tiny(it: Kind, tokenizer: Any) -> PreTrainedModel:
     model = getattr(transformers, f"{it.model}ForConditionalGeneration")(config).eval()
     for name, weight in model.named_parameters():
         if "projector" in name and weight.ndim == 2:  # which begin small, so that sounds would hardly matter
-            torch.nn.init.normal_(weight, std=0.3)
+            torch.nn.init.normal_(weight, std=it.projector)
     model.generation_config.eos_token_id = None
     return model
 

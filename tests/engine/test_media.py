@@ -29,7 +29,7 @@ def similar(kinds: Iterable[str]) -> list[Any]:
 def generated(engine: Engine, text: str, **media: Any) -> list[int]:
     """The tokens of transformers' own `generate` for one text with its media."""
     model, processor = engine.decoder.target.model, engine.media.processor  # type: ignore[attr-defined, union-attr]
-    read = processor(text=[text], return_tensors="pt", **media)
+    read = (processor if media else processor.tokenizer)(text=[text], return_tensors="pt", **media)
     options = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0}
     return model.generate(**read, **options)[0, read["input_ids"].shape[1] :].tolist()
 
@@ -57,7 +57,7 @@ def test_pictures_as_users_pass_them(kind: str, tmp_path: Path) -> None:
     ]
 
     def wanted(asked: str, *images: Image.Image) -> list[int]:
-        return generated(engine, asked, images=[list(images)] if images else None)
+        return generated(engine, asked, **({"images": [list(images)]} if images else {}))
 
     check(
         engine,

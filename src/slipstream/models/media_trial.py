@@ -25,6 +25,7 @@ PROVEN = {
         {
             *("Qwen2AudioForConditionalGeneration", "AudioFlamingo3ForConditionalGeneration"),
             *("GlmAsrForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"),
+            "Qwen3ASRForConditionalGeneration",
         }
     ),
 }
