@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel
+from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel
 
-from slipstream.core.images import Images
+from slipstream.core.media import Media, Modality
 from slipstream.models.loading import EMBEDDED, load_tokenizer
 
 VOCAB, PLACEHOLDER = 120, 110
@@ -128,7 +129,7 @@ def tiny_vision_of(kind: str, vocab: int, placeholder: int) -> PreTrainedModel:
     return model
 
 
-def illustrated(kind: str, before: int, after: int, images: int = 1, seed: int = 0) -> tuple[tuple[int, ...], Images]:
+def illustrated(kind: str, before: int, after: int, images: int = 1, seed: int = 0) -> tuple[tuple[int, ...], Media]:
     """A random prompt of so many tokens before and behind each of some images -> its tokens, and the images."""
     it, draw = KINDS[kind], torch.Generator().manual_seed(seed)
     prompt: list[int] = []
@@ -137,7 +138,7 @@ def illustrated(kind: str, before: int, after: int, images: int = 1, seed: int =
     types = torch.tensor([[int(token == PLACEHOLDER) for token in prompt]])
     along = {"mm_token_type_ids": types} if it.grid else {"token_type_ids": types} if kind == "gemma3" else {}
     extra = {name: each.repeat(images, 1) for name, each in it.extra.items()}
-    return tuple(prompt), Images.of({**_pixels(kind, images, draw), **extra}, along, frozenset({PLACEHOLDER}))
+    return tuple(prompt), Media.of({**_pixels(kind, images, draw), **extra}, along, {Modality.IMAGE: PLACEHOLDER})
 
 
 def _text(count: int, draw: torch.Generator) -> list[int]:
@@ -155,19 +156,19 @@ def _pixels(kind: str, images: int, draw: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": pixels[None] if kind == "smolvlm" else pixels}
 
 
-def generated(model: PreTrainedModel, prompt: tuple[int, ...], images: Images | None, count: int) -> list[int]:
+def generated(model: PreTrainedModel, prompt: tuple[int, ...], media: Media | None, count: int) -> list[int]:
     """Greedy decoding by transformers, of one prompt alone."""
     ids = torch.tensor([prompt])
-    beside = images.beside(len(prompt), model.device, model.dtype) if images else {}
+    arguments = media.arguments(len(prompt), model.device, model.dtype) if media else {}
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **beside, **options)[0, len(prompt) :].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **options)[0, len(prompt) :].tolist()
 
 
 # ---- pictures, and a folder with a processor ----
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -186,6 +187,69 @@ def png(image: Image.Image) -> bytes:
 
 def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What lies with a model of a family in a folder: its processor's class and settings, the special tokens of its
+    tokenizer by their names there, and the one that users write for an image."""
+
+    processor: str
+    images: dict[str, Any]
+    tokens: dict[str, str]
+    mark: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+GRID_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2}
+GRID_IMAGES |= {"temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": 1024}}
+GRID_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+GRID_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+
+SAVED = {
+    "qwen2.5-vl": Saved("Qwen2_5_VLProcessor", GRID_IMAGES, GRID_TOKENS, "<|image_pad|>"),
+    "qwen3-vl": Saved("Qwen3VLProcessor", GRID_IMAGES, GRID_TOKENS, "<|image_pad|>"),
+    "internvl": Saved(
+        "InternVLProcessor",
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}},
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+        | {"video_token": "<video>"},
+        "<IMG_CONTEXT>",
+        {"image_seq_length": 4},
+    ),
+    "smolvlm": Saved(
+        "SmolVLMProcessor",
+        {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56}}
+        | {"max_image_size": {"longest_edge": 56}, "do_image_splitting": False},
+        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "video_token": "<video>"}
+        | {"global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
+        "<image>",
+        {"image_seq_len": 4},
+    ),
+}
+"""Families whose processors read videos too, as their checkpoints on the hub have them."""
+
+
+def save_vision(kind: str, path: Path) -> Path:
+    """A model of a family with its processor, in a folder as it is downloaded."""
+    it = SAVED[kind]
+    tokenizer = tokenizer_with(it.tokens)
+    save_processor(path, it.processor, tokenizer, {"image_processor": it.images, **it.settings}, it.mark)
+    tiny_vision_of(kind, len(tokenizer), tokenizer.convert_tokens_to_ids(it.mark)).save_pretrained(path)
+    return path
+
+
+def tokenizer_with(tokens: dict[str, str]) -> Any:
+    """The embedded tokenizer with more special tokens, by the names that a processor asks for."""
+    return AutoTokenizer.from_pretrained(EMBEDDED / "target", extra_special_tokens=tokens)
+
+
+def save_processor(path: Path, kind: str, tokenizer: Any, parts: dict[str, Any], mark: str) -> None:
+    """A processor in a folder: its class, its parts and settings, and a template that writes `mark` for a medium."""
+    tokenizer.save_pretrained(path)
+    videos = {"video_processor": {"video_processor_type": "Qwen2VLVideoProcessor"}}
+    (path / "processor_config.json").write_text(json.dumps({"processor_class": kind, **videos, **parts}))
+    (path / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", mark))
 
 
 def save_llava(path: Path) -> Path:

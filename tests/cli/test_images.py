@@ -44,7 +44,7 @@ def test_what_cannot_be_shown_is_told(folder: Path, image: Path, tmp_path: Path)
     lost = run("generate", QUESTION, "--target", str(folder), "--image", str(tmp_path / "none.png"))
     assert lost.exit_code and "cannot be read: No such file" in lost.stderr
     blind = run("generate", QUESTION, "--image", str(image))
-    assert blind.exit_code and "cannot be shown any" in blind.stderr
+    assert blind.exit_code and "reads text only here" in blind.stderr
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"tokens": [5, 6]}')
     both = run("generate", "--prompts", str(ids), "--target", str(folder), "--image", str(image))

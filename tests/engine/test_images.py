@@ -31,7 +31,7 @@ def engine(folder: Path) -> Engine:
 
 def expected(engine: Engine, text: str, images: list[Image.Image]) -> list[int]:
     """The tokens of transformers' own processor and `generate`."""
-    model, processor = engine.decoder.target.model, engine.vision.processor  # type: ignore[attr-defined, union-attr]
+    model, processor = engine.decoder.target.model, engine.media.processor  # type: ignore[attr-defined, union-attr]
     read = processor(text=text, images=images or None, return_tensors="pt")
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     return model.generate(**read, **options)[0, read["input_ids"].shape[1] :].tolist()
@@ -93,7 +93,7 @@ def test_placeholders_that_nobody_wrote_stand_in_front(engine: Engine) -> None:
 
 def test_a_draft_without_vision_says_so(folder: Path) -> None:
     engine = slipstream.load(folder, EMBEDDED / "draft", dtype="float32")
-    assert engine.notes[-1].endswith("reads no images, but the texts around them.")
+    assert engine.notes[-1].endswith("reads no images and sounds, but the texts around them.")
     [completion] = engine.generate({"text": ASKED, "images": [picture(1)]}, max_new_tokens=12)
     assert list(completion.tokens) == expected(engine, ASKED, [picture(1)])
     assert completion.stats.drafted
@@ -104,7 +104,7 @@ def test_without_a_processor_texts_remain(tmp_path: Path) -> None:
     load_tokenizer(EMBEDDED / "target").save_pretrained(tmp_path)
     engine = slipstream.load(tmp_path, "lookup")
     assert "reads text only here" in engine.notes[0]
-    with pytest.raises(ValueError, match=r"has images, but .* cannot be shown any"):
+    with pytest.raises(ValueError, match=r"has images, but .* reads text only here"):
         engine.generate({"text": "x", "images": [picture(1)]})
 
 
@@ -136,7 +136,7 @@ def test_prompts_that_say_nothing_are_refused(engine: Engine) -> None:
         engine.generate({"text": "<image><image>x", "images": [picture(1)]})
     with pytest.raises(ValueError, match="has a part without its image"):
         read_prompts([{"role": "user", "content": [{"type": "image_url"}]}])
-    with pytest.raises(ValueError, match="has images beside None"):
+    with pytest.raises(ValueError, match="has images or sounds beside None"):
         read_prompts({"text": None, "images": []})
     with pytest.raises(ValueError, match="reads text only, so it has no use for a processor"):
-        slipstream.load(processor=engine.vision)
+        slipstream.load(processor=engine.media)

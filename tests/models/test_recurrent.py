@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from reference import Reference, contract, families, text
 from slipstream.check import check
+from slipstream.check.families import architectures
 from slipstream.core.draft import Draft, Tree
 from slipstream.core.draws import Rng
 from slipstream.core.law import Law
@@ -342,6 +343,21 @@ def test_the_certificate_fails_if_one_layer_is_not_restored(monkeypatch: pytest.
 
 
 # ---- what is refused, and what is loaded ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        pytest.param("fsmt", "cannot score several at once", marks=pytest.mark.slow),
+        ("moshi", "looks beyond its window within a pass"),
+        ("paligemma", "looks at the later tokens of a pass too"),
+    ],
+)
+def test_models_unlike_others_are_refused_with_the_reason(family: str, says: str) -> None:
+    [architecture] = architectures([family])
+    model = tiny_model(architecture.kind, tiny_config(architecture.config))
+    with pytest.raises(ValueError, match=rf"^\w+ \({family}\) .*{says}.*; use another model\.$"):
+        load_scorer(model)
 
 
 def test_trees_are_refused_in_one_sentence() -> None:

@@ -15,6 +15,7 @@ import typer
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
+    Audio,
     BatchSize,
     BeamOptions,
     Chat,
@@ -58,7 +59,7 @@ from slipstream.engine.plan_file import Plan
 from slipstream.files import Text, check_writable
 from slipstream.observers.explain import Explanation
 from slipstream.text.answers import Answers, digest, open_answers
-from slipstream.text.prompts import Item, gather, illustrated
+from slipstream.text.prompts import Item, gather, with_media
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
@@ -93,6 +94,7 @@ def generate(
     file: File = None,
     chat: Chat = False,
     image: Image = None,
+    audio: Audio = None,
     target: Target = None,
     draft: Draft = None,
     gamma: Gamma = 5,
@@ -123,7 +125,8 @@ def generate(
     params = context.params
     _check_output(params)
     items, options, engine = gather(prompts or [], file, chat), call_options(params), None
-    items = [illustrated(item, [str(each) for each in image or ()]) for item in items]
+    media = {"images": [str(each) for each in image or ()], "audio": [str(each) for each in audio or ()]}
+    items = [with_media(item, media) for item in items]
     form = read_form(params)
     with busy(console(stderr=True), "loading"):
         if any(not item.error for item in items):
@@ -179,13 +182,13 @@ def _encoded(engine: Engine, item: Item) -> Item:
     """The item with token ids that the target can take, or with an error."""
     if item.error:
         return item
-    from slipstream.engine.requests import has_images, read_prompt
+    from slipstream.engine.requests import modalities, read_prompt
 
     try:
         ids = engine.encode(item.prompt)
     except Exception as error:  # a chat template may raise anything
         return replace(item, error=str(error).replace("prompt 0", "the prompt", 1) or type(error).__name__)
-    if has_images(read_prompt(item.prompt)):  # which are not in the ids
+    if modalities(read_prompt(item.prompt)):  # which are not in the ids
         return item
     given_ids = isinstance(item.prompt[0], int)
     return replace(item, prompt=ids, shown=engine.decode(ids) if given_ids else item.shown)

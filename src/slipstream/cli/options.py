@@ -176,6 +176,10 @@ Image = Annotated[
     list[Path] | None,
     typer.Option("--image", metavar="FILE", help="An image that the prompts are about, for vision models. Repeatable."),
 ]
+Audio = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", metavar="FILE", help="A sound that the prompts are about, for audio models. Repeatable."),
+]
 Task = Annotated[
     str | None,
     _option(

@@ -13,8 +13,8 @@ from torch import Tensor
 from slipstream.core.beams import Beams
 from slipstream.core.draft import Verifier
 from slipstream.core.draws import Rng
-from slipstream.core.images import Images
 from slipstream.core.law import Fault, Law
+from slipstream.core.media import Media
 from slipstream.core.source import Source
 from slipstream.core.stats import Stats
 
@@ -79,7 +79,8 @@ class Request:
     Of requests that wait, those of lower `priority` run first. `cache_salt` names the tenant: prompts share what is
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
     drafters that copy. The row ends after the round in which `max_time` seconds have passed since it got a place in
-    the batch. `images` are those that placeholders in the prompt stand for. With `beams`, beam search continues it.
+    the batch. `media` are the images and sounds that placeholders in the prompt stand for. With `beams`, beam search
+    continues it.
     """
 
     prompt: tuple[int, ...]
@@ -96,7 +97,7 @@ class Request:
     cache_salt: str = ""
     prediction: tuple[int, ...] = ()
     max_time: float | None = None
-    images: Images | None = None
+    media: Media | None = None
     beams: Beams | None = None
 
 
@@ -121,9 +122,9 @@ class Row:
 
     @property
     def readable(self) -> list[int]:
-        """The tokens for a model that reads text only: all but those that stand for images."""
-        images = self.request.images
-        return self.tokens if images is None else [*images.text(self.request.prompt), *self.output]
+        """The tokens for a model that reads text only: all but those that stand for images or sounds."""
+        media = self.request.media
+        return self.tokens if media is None else [*media.text(self.request.prompt), *self.output]
 
     @property
     def room(self) -> int:

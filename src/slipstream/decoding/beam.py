@@ -113,8 +113,8 @@ def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection
     found = []
     for request, number in zip(requests, numbers, strict=True):
         assert request.beams is not None
-        if request.images is not None:
-            raise ValueError("num_beams reads text alone: leave out the images, or num_beams.")
+        if request.media is not None:
+            raise ValueError("num_beams reads text alone: leave out images and sounds, or num_beams.")
         if (least := request.beams.candidates(len(request.eos))) > target.vocab:
             raise ValueError(
                 f"num_beams={request.beams.num_beams} looks at {least} continuations, but {target.name} has "

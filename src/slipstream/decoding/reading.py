@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.cache.prefixes import Recalling
-from slipstream.core.images import SeesImages, same_images
+from slipstream.core.media import ReadsMedia, same_media
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
@@ -29,12 +29,13 @@ class Reading:
         ours, its = self.rows[0].request, row.request
         if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
             return False
-        return same_source(ours.source, its.source) and same_images(ours.images, its.images)
+        return same_source(ours.source, its.source) and same_media(ours.media, its.media)
 
     @property
-    def illustrated(self) -> bool:
-        """Whether the text has images: it is read in one piece and not stored, as its tokens do not identify them."""
-        return self.rows[0].request.images is not None
+    def has_media(self) -> bool:
+        """Whether the text has images or sounds: it is read in one piece and not stored, as its tokens do not identify
+        them."""
+        return self.rows[0].request.media is not None
 
 
 class Reader:
@@ -62,9 +63,9 @@ class Reader:
             twin.rows.append(row)
         else:
             self.target.add(1, [row.request.source])
-            if row.request.images is not None:
-                assert isinstance(self.target, SeesImages), "requests are checked when they come"
-                self.target.show(len(self.target.lengths) - 1, row.request.images)
+            if row.request.media is not None:
+                assert isinstance(self.target, ReadsMedia), "requests are checked when they come"
+                self.target.attach(len(self.target.lengths) - 1, row.request.media)
             self.groups.append(Reading([row]))
 
     def drop(self, gone: Sequence[Row], first: int) -> None:
@@ -95,7 +96,7 @@ class Reader:
     def _recall(self, first: int) -> None:
         """Take over stored prefixes of the texts of which nothing was read yet."""
         for place, group in enumerate(self.groups, first):
-            if not self.target.lengths[place] and group.text and not group.illustrated:
+            if not self.target.lengths[place] and group.text and not group.has_media:
                 known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
 
@@ -112,7 +113,7 @@ class Reader:
             counts = [min(count, self.piece * self.growth) for count in left]
         parts = zip(self.groups, have, counts, strict=True)
         return [
-            group.text[known:] if count and group.illustrated else group.text[known : known + count]
+            group.text[known:] if count and group.has_media else group.text[known : known + count]
             for group, known, count in parts
         ]
 
@@ -123,7 +124,7 @@ class Reader:
         done = [group for group, known in zip(self.groups, have, strict=True) if known >= len(group.text)]
         if not done:
             return []
-        for group in (group for group in done if not group.illustrated):
+        for group in (group for group in done if not group.has_media):
             self._store.remember(places[id(group)], group.text, group.rows[0].request.cache_salt)
         twins = [(row, places[id(group)]) for group in done for row in group.rows[1:]]
         last = len(self.target.lengths) if twins else places[id(done[-1])]

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Self
 
 from slipstream.cache.prefixes import PrefixCache
-from slipstream.core.images import check_images
+from slipstream.core.media import check_media
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import PREFILL_CHUNK, Round
@@ -191,7 +191,7 @@ class Scheduler:
         self._reader.drop(gone, len(self.running))
         for place in places:
             row = self.running[place]
-            if row.finish_reason != "error" and row.request.images is None:  # its tokens do not identify its images
+            if row.finish_reason != "error" and row.request.media is None:  # its tokens do not identify them
                 self.decoder.stores[0].remember(place, row.tokens[: target.lengths[place]], row.request.cache_salt)
         if places:
             target.free(places)
@@ -220,7 +220,7 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
             f"prompt {index} has {length} tokens, but {target.name} holds {target.context}; "
             f"shorten it to at most {target.context - 1}."
         )
-    check_images(target, request.images, request.prompt, f"prompt {index}")
+    check_media(target, request.media, request.prompt, f"prompt {index}")
     check_source(target.source_form, request.source, f"prompt {index}", target.name)
     if not all(0 <= token < target.vocab for token in request.prompt):
         raise ValueError(f"prompt {index} has token ids outside 0..{target.vocab - 1}, which {target.name} knows.")

@@ -142,7 +142,7 @@ def _inside(row: Row, start: int) -> Row:
     request = replace(
         row.request,
         prompt=tuple(row.readable[: len(row.readable) - len(row.output)][start:]),
-        images=None,
+        media=None,
         max_new_tokens=ENDLESS,
         eos=frozenset(),
         stop=None,

@@ -33,7 +33,7 @@ from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
 from slipstream.engine.transcription import Transcriber
-from slipstream.models.images import Vision
+from slipstream.models.media import MediaProcessor
 from slipstream.text.transcripts import Transcript
 
 
@@ -49,7 +49,8 @@ class Engine:
     """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads.
 
     `notes` holds a sentence for each choice made while loading, such as how a draft with another tokenizer drafts.
-    With an encoder-decoder, prompts are sources, and `frame` is the text and tokens around them. `vision` reads images.
+    With an encoder-decoder, prompts are sources, and `frame` is the text and tokens around them. `media` reads images
+    and sounds.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Engine:
         exact_shape: bool = False,
         notes: Sequence[str] = (),
         frame: Frame | None = None,
-        vision: Vision | None = None,
+        media: MediaProcessor | None = None,
     ) -> None:
         self.exact_shape = exact_shape
         self.notes = tuple(notes)
@@ -70,7 +71,7 @@ class Engine:
         self.eos = eos
         self.rule = rule
         self.frame = frame
-        self.vision = vision
+        self.media = media
 
     def generate(
         self,
@@ -83,9 +84,9 @@ class Engine:
     ) -> list[Completion]:
         """Continue every prompt, several at a time -> completions in the order of the prompts.
 
-        Prompts are texts, token ids, chats, `{"text": ..., "images": [...]}`, or what a tokenizer returns; see
-        `requests.read_prompts`. An option that is None takes its default. Options are the settings of `Sampling`
-        (`temperature`, 0 is greedy, `top_k`, ...) and:
+        Prompts are texts, token ids, chats, `{"text": ..., "images": [...], "audio": [...]}`, or what a tokenizer
+        returns; see `requests.read_prompts`. An option that is None takes its default. Options are the settings of
+        `Sampling` (`temperature`, 0 is greedy, `top_k`, ...) and:
 
         - `max_new_tokens` (128), `stop` (strings), `stop_token_ids`, which end a text as EOS does, and `ignore_eos`,
           which ignores EOS but not `stop_token_ids`. `max_time`: a text ends after the round in which this many seconds
@@ -204,11 +205,11 @@ class Engine:
 
         Raises ValueError for a prompt that is empty or too long, and for a text without a tokenizer.
         """
-        ids, images = self._encoder.read(read_prompt(prompt))
+        ids, media = self._encoder.read(read_prompt(prompt))
         if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
         begin, source = framed(self.frame, ids)
-        check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source, images=images)])
+        check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source, media=media)])
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -233,7 +234,7 @@ class Engine:
 
     @property
     def _encoder(self) -> Encoder:
-        return Encoder(self.decoder.target.name, self.tokenizer, self.frame, self.vision)
+        return Encoder(self.decoder.target.name, self.tokenizer, self.frame, self.media)
 
     def prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any], shared: bool = False) -> Job:
         """Encode prompts and read the options of a call, as for `generate`, without running anything.
@@ -257,14 +258,14 @@ class Engine:
         if shared:
             template, decoder = self._standing_alone(asked, template), self.decoder
         for prompt, seed in zip(prompts, asked.seeds(len(prompts)), strict=True):
-            given, images = encoder.read(prompt)
-            (ids, source), name = framed(self.frame, given), (*numbers(given), *(images.numbers if images else ()))
+            given, media = encoder.read(prompt)
+            (ids, source), name = framed(self.frame, given), (*numbers(given), *(media.numbers if media else ()))
             echo = encoder.text(prompt, given) if asked.echo else ""
             for _ in range(asked.n):
                 # Of equal prompts with one seed, the first gets the text that it would get alone; the others differ.
                 key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1
                 prompt_ids = (*ids, *asked.decoder_prompt)
-                request = replace(template, prompt=prompt_ids, source=source, images=images, seed=seed, key=key)
+                request = replace(template, prompt=prompt_ids, source=source, media=media, seed=seed, key=key)
                 generations.append(Generation(request, self.decode, tuple(asked.stops), top=asked.logprobs, echo=echo))
         if self.exact_shape:
             self._fix_shape(asked, [generation.request for generation in generations])

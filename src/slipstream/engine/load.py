@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.media import only
 from slipstream.core.protocols import Controller
 from slipstream.core.source import Frame
 from slipstream.core.values import true_or_false, whole_number
@@ -22,9 +23,9 @@ from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads
-from slipstream.models.image_trial import try_images
-from slipstream.models.images import Vision
 from slipstream.models.loading import EMBEDDED, find_tokenizer
+from slipstream.models.media import MediaProcessor
+from slipstream.models.media_trial import try_media
 from slipstream.models.origin import source_name
 
 GAMMA = 5
@@ -65,8 +66,8 @@ def load(
     An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
     languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
 
-    A vision-language model reads images too if its processor lies with it, or is given as `processor`; a draft beside
-    it reads the texts without them.
+    A model of several modalities reads images or sounds too if its processor lies with it, or is given as `processor`;
+    a draft beside it reads the texts without them.
 
     `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
     each); a model that cannot be compiled runs eagerly, with one warning.
@@ -107,10 +108,10 @@ def load(
     context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=independent)
     parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
-    vision, notes = _vision(target, scorer, processor)
-    notes += _notes(context, decoder, vision is not None, proposes=draft is made is None)
+    media, notes = _media(target, scorer, processor)
+    notes += _notes(context, decoder, media is not None, proposes=draft is made is None)
     exact = exact_shape and draft is not None
-    engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, vision)
+    engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, media)
     if compile:
         engine.warm_up()
     release_threads()  # another thread may be the one that generates
@@ -134,36 +135,43 @@ def _with_paths(
     return paths_shape(chosen.paths, steering.most, shape)
 
 
-def _vision(target: Any, scorer: Any, processor: Any) -> tuple[Vision | None, list[str]]:
-    """What reads images for a target, and a sentence where it could but cannot. Raises ValueError for a processor that
-    the target has no use for, or does not work with."""
-    if not scorer.sees_images:
+def _media(target: Any, scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str]]:
+    """What reads images and sounds for a target, and a sentence where it could but cannot. Raises ValueError for a
+    processor that the target has no use for, or does not work with."""
+    if not scorer.modalities:
         if processor is not None:
             raise ValueError(f"{scorer.name} reads text only, so it has no use for a processor: leave it out.")
         return None, []
     if processor is not None:
-        vision = Vision(processor, scorer.model.config)
-        try_images(scorer, vision)
-        return vision, []
+        media = MediaProcessor.with_processor(processor, scorer.model)
+        for modality in media.modalities:
+            try_media(scorer, media, modality)
+        return media, []
     try:
-        vision = Vision.of(target, scorer.model.config)
-        try_images(scorer, vision)
+        media, faults = MediaProcessor.of(target, scorer.model), list[str]()
     except ValueError as error:
-        return None, [f"{scorer.name} reads text only here: {error}"]
-    return vision, []
+        return None, [f"{scorer.name} reads {only(frozenset())} here: {error}"]
+    for modality in sorted(media.modalities):
+        try:
+            try_media(scorer, media, modality)
+        except ValueError as error:
+            media = media.without(modality)
+            faults.append(str(error))
+    notes = [f"{scorer.name} reads {only(media.modalities)} here: {' '.join(faults)}"] if faults else []
+    return media if media.modalities else None, notes
 
 
-def _notes(context: BuildContext, decoder: Decoder, sees_images: bool, proposes: bool) -> list[str]:
-    """What was chosen while the draft was built, what each model cannot do here, and a draft that would be possible."""
+def _notes(context: BuildContext, decoder: Decoder, reads_media: bool, proposes: bool) -> list[str]:
+    """List what was chosen for the draft, what each model cannot do here, and a draft that would be possible."""
     proposed = self_draft_proposal(decoder.target) if proposes else []
-    blind = _blind(decoder) if sees_images else []
-    return [*context.notes, *blind, *as_they_are(decoder.target, context.mode), *proposed]
+    limits = _text_only(decoder) if reads_media else []
+    return [*context.notes, *limits, *as_they_are(decoder.target, context.mode), *proposed]
 
 
-def _blind(decoder: Decoder) -> list[str]:
+def _text_only(decoder: Decoder) -> list[str]:
     """A sentence for each model that drafts."""
     models = decoder.scorers[1:]
-    return [f"{each.name} reads no images, but the texts around them." for each in models]
+    return [f"{each.name} reads no images and sounds, but the texts around them." for each in models]
 
 
 def _precision(quantize: str | Precision | None) -> Precision | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 from torch import Tensor
+
+from slipstream.engine.data_urls import data_url
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,17 +19,6 @@ PIXELS = 1 << 26
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened; others have decoders that few use."""
-
-
-@dataclass(frozen=True)
-class Illustrated:
-    """A text and the images that it is about, in their order.
-
-    Placeholders in the text say where the images stand; without any, they stand before it.
-    """
-
-    text: str
-    images: Sequence[Any]
 
 
 def open_image(given: Any, where: str = "an image") -> Image:
@@ -84,20 +70,6 @@ def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
         raise ValueError(f"{where} is damaged: {error}.") from error
 
 
-def data_url(url: str, where: str) -> bytes:
-    """What a `data:` URL holds. Raises ValueError for one that is damaged."""
-    head, comma, body = url.partition(",")
-    if not comma:
-        raise ValueError(f"{where} is no data: URL, which has a comma before its content.")
-    content = unquote_to_bytes(body)
-    if not head.endswith(";base64"):
-        return content
-    try:
-        return base64.b64decode(content, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"{where} is a data: URL whose content is no base64: {error}.") from None
-
-
 def _from_array(array: np.ndarray, where: str) -> Image:
     from PIL import Image as pillow
 
@@ -114,29 +86,3 @@ def _needed() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise ValueError("images need Pillow: pip install 'slipstream[vision]'.") from None
-
-
-# ---- parts of messages ----
-
-
-def is_image_part(part: Any) -> bool:
-    """Whether a part of a message is an image, as OpenAI writes it or as transformers does."""
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
-
-
-def image_of(part: Mapping[str, Any], where: str) -> Any:
-    """What a part of a message gives as its image. Raises ValueError if it gives none."""
-    given = next((part[name] for name in ("image_url", "image", "url", "path") if part.get(name) is not None), None)
-    if isinstance(given, Mapping):
-        given = given.get("url")
-    if given is None:
-        raise ValueError(
-            f'{where} has a part without its image: write {{"type": "image_url", "image_url": {{"url": "data:..."}}}}.'
-        )
-    return given
-
-
-def images_in(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """The parts of messages that are images, in order; what is no message has none."""
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    return [part for content in contents if isinstance(content, list) for part in content if is_image_part(part)]

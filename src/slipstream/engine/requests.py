@@ -11,11 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.images import Images
+from slipstream.core.media import Media, Modality, named, only
 from slipstream.core.source import Frame, Source
 from slipstream.core.values import is_whole
-from slipstream.engine.pictures import Illustrated, image_of, images_in, is_image_part, open_image
-from slipstream.models.images import Vision
+from slipstream.engine.media import (
+    FIELDS,
+    TextWithMedia,
+    media_in,
+    media_part,
+    open_medium,
+    part_content,
+    part_modality,
+)
+from slipstream.models.media import MediaProcessor
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -33,12 +41,12 @@ class Chat:
     template_kwargs: Mapping[str, Any] | None = None
 
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat | Illustrated | Tensor
-"""Text, token ids, messages of a chat, alone or as a `Chat`, a text with images, or audio features (bins, frames)."""
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat | TextWithMedia | Tensor
+"""Text, token ids, messages of a chat, alone or as a `Chat`, a text with images or sounds, or audio features."""
 
 ALLOWED = (
     "a prompt is a text, token ids (a list, an array, or what a tokenizer returns), a chat (a list of messages with "
-    '"role" and "content") or {"text": ..., "images": [...]}'
+    '"role" and "content") or {"text": ..., "images": [...], "audio": [...]}'
 )
 
 MOST = 1 << 32
@@ -57,12 +65,12 @@ WITHHELD = (
 def read_prompts(given: Any) -> list[Prompt]:
     """One prompt or several, in any form that transformers' users pass -> the prompts, in order.
 
-    A prompt is a text; token ids as a list, a range, a 1-D array or tensor; a chat; a text with images; or audio
-    features as a 2-D tensor of floats. Several come as an iterable, as the rows of an array or tensor, or as a
+    A prompt is a text; token ids as a list, a range, a 1-D array or tensor; a chat; a text with images or sounds; or
+    audio features as a 2-D tensor of floats. Several come as an iterable, as the rows of an array or tensor, or as a
     tokenizer's `BatchEncoding`, whose attention mask takes the padding away. Raises ValueError in one sentence for
     anything else.
     """
-    if isinstance(given, str | Chat) or _is_illustrated(given):
+    if isinstance(given, str | Chat) or _is_with_media(given):
         return [read_prompt(given)]
     if isinstance(given, Mapping):
         return _encoded(given, "prompts")
@@ -80,8 +88,8 @@ def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
         return _text(given, where)
     if isinstance(given, Chat):
         return _chat(given, where)
-    if _is_illustrated(given):
-        return _illustrated(given, where)
+    if _is_with_media(given):
+        return _with_media(given, where)
     if isinstance(given, Mapping) or _is_array(given):
         several = _encoded(given, where) if isinstance(given, Mapping) else _from_array(given)
         if len(several) != 1:
@@ -98,26 +106,32 @@ def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
     raise ValueError(f"{where} is a list that holds {shown(alien)}: {ALLOWED}.")
 
 
-def _is_illustrated(value: Any) -> bool:
-    return isinstance(value, Illustrated) or (isinstance(value, Mapping) and {"text", "images"} <= value.keys())
+def _is_with_media(value: Any) -> bool:
+    fields = isinstance(value, Mapping) and "text" in value and not value.keys().isdisjoint(FIELDS.values())
+    return isinstance(value, TextWithMedia) or fields
 
 
-def _illustrated(given: Illustrated | Message, where: str) -> Prompt:
-    """A text with its images; a text alone where there are none."""
-    text, images = (given.text, given.images) if isinstance(given, Illustrated) else (given["text"], given["images"])
+def _with_media(given: TextWithMedia | Message, where: str) -> Prompt:
+    """A text with its images and sounds; a text alone where there are none."""
+    fields = given if isinstance(given, Mapping) else vars(given)
+    text = fields["text"]
     if not isinstance(text, str):
-        raise ValueError(f"{where} has images beside {shown(text)}, but a text is needed: leave it empty at least.")
-    found = listed(images, f"images of {where}", "they are a list of images")
-    return Illustrated(_text(text, where), found) if found else _text(text, where)
+        raise ValueError(
+            f"{where} has images or sounds beside {shown(text)}, but a text is needed: leave it empty at least."
+        )
+    found = {
+        name: listed(fields.get(name, ()), f"{name} of {where}", f"they are a list of {modality}")
+        for modality, name in FIELDS.items()
+    }
+    return TextWithMedia(_text(text, where), **found) if any(found.values()) else _text(text, where)
 
 
-def has_images(prompt: Prompt) -> bool:
-    """Whether images belong to a prompt that was read."""
-    if isinstance(prompt, Chat):
-        return bool(images_in(prompt.messages))
-    if isinstance(prompt, list):
-        return bool(images_in(cast(Sequence[Message], prompt)))
-    return isinstance(prompt, Illustrated)
+def modalities(prompt: Prompt) -> frozenset[Modality]:
+    """What belongs to a prompt that was read, beside its text."""
+    if isinstance(prompt, TextWithMedia):
+        return frozenset(prompt.media)
+    messages = prompt.messages if isinstance(prompt, Chat) else prompt if isinstance(prompt, list) else ()
+    return frozenset(media_in(cast(Sequence[Message], messages)))
 
 
 def _text(text: str, where: str) -> str:
@@ -150,7 +164,7 @@ def _is_id(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     encoded = isinstance(value, Mapping) and ("input_ids" in value or "input_features" in value)
-    return isinstance(value, Mapping) and not encoded and not _is_illustrated(value)
+    return isinstance(value, Mapping) and not encoded and not _is_with_media(value)
 
 
 def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
@@ -163,10 +177,10 @@ def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
-    """A message of a chat, with its text parts as one text; where images stand among them, all parts stay apart."""
+    """A message of a chat, with its text parts as one text; where media are among them, all parts stay apart."""
     content = message.get("content")
-    in_parts = isinstance(content, list | tuple) and all(is_image_part(each) or _is_text_part(each) for each in content)
-    if in_parts and any(map(is_image_part, content or ())):
+    in_parts = isinstance(content, list | tuple) and all(part_modality(each) or _is_text_part(each) for each in content)
+    if in_parts and any(map(part_modality, content or ())):
         content = [_part(part, where) for part in content or ()]
     elif in_parts:
         content = "\n".join(part["text"] for part in content or ())
@@ -174,15 +188,16 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not complete:
         raise ValueError(
             f'{where} holds {shown(message)}, but a message of a chat has a "role" and a "content", which is a '
-            'text or a list of parts {"type": "text", "text": ...} and {"type": "image_url", ...}.'
+            'text or a list of parts {"type": "text", "text": ...}, {"type": "image_url", ...} and '
+            '{"type": "input_audio", ...}.'
         )
     return {**message, "content": content}
 
 
 def _part(part: Message, where: str) -> dict[str, Any]:
     """A part of a message as transformers' templates know it, without anything else in it."""
-    if is_image_part(part):
-        return {"type": "image", "image": image_of(part, where)}
+    if modality := part_modality(part):
+        return media_part(modality, part_content(part, where))
     return {"type": "text", "text": part["text"]}
 
 
@@ -267,36 +282,42 @@ def shown(value: Any) -> str:
 @dataclass(frozen=True)
 class Encoder:
     """Turns prompts into what a model reads: its `name`, its tokenizer (None: ids only), what stands around sources,
-    and its `vision`, which reads images."""
+    and its `media`, which reads images and sounds."""
 
     name: str
     tokenizer: Any = None
     frame: Frame | None = None
-    vision: Vision | None = None
+    media: MediaProcessor | None = None
 
-    def read(self, prompt: Prompt) -> tuple[Source, Images | None]:
-        """Token ids or audio features, as `__call__` gives them, and the images that ids stand for."""
-        chats = isinstance(prompt, Chat | list)
-        if self.vision is None or not (isinstance(prompt, Illustrated) or (chats and self.vision.chats)):
+    def read(self, prompt: Prompt) -> tuple[Source, Media | None]:
+        """Token ids or audio features, as `__call__` gives them, and the media that ids stand for."""
+        processor, chats = self.media, isinstance(prompt, Chat | list)
+        if processor is None or not (isinstance(prompt, TextWithMedia) or (chats and processor.chats)):
             return self(prompt), None
-        if isinstance(prompt, Illustrated):
-            return self.vision.text(prompt.text, [open_image(image) for image in prompt.images])
+        self._check(modalities(prompt))
+        if isinstance(prompt, TextWithMedia):
+            return processor.text(prompt.text, _opened(prompt, processor))
         chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast(Sequence[Message], prompt)), "the prompt")
-        messages = [_opened(message) for message in chat.messages]
+        messages = [_in_parts(message, processor) for message in chat.messages]
         try:
-            return self.vision.chat(messages, chat.tools, dict(chat.template_kwargs or {}))
+            return processor.chat(messages, chat.tools, dict(chat.template_kwargs or {}))
         except Exception as error:  # templates are programs of the model's maker and raise what they like
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def _check(self, given: frozenset[Modality]) -> None:
+        """Raises ValueError for media that are not read here."""
+        read = self.media.modalities if self.media else frozenset[Modality]()
+        if given - read:
+            raise ValueError(
+                f"the prompt has {named(given - read)}, but {self.name} reads {only(read)} here: leave them out, or "
+                "take a model that reads them, with its processor."
+            )
 
     def __call__(self, prompt: Prompt) -> tuple[int, ...] | Tensor:
         """Token ids, or audio features as they are. Raises ValueError without a tokenizer, or a chat template."""
         if isinstance(prompt, Tensor | tuple):
             return prompt
-        if has_images(prompt):
-            raise ValueError(
-                f"the prompt has images, but {self.name} cannot be shown any: leave them out, or take a vision model "
-                "with its processor."
-            )
+        self._check(modalities(prompt))
         tokenizer = self.needed()
         if isinstance(prompt, str):
             return tuple(tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"])
@@ -312,7 +333,7 @@ class Encoder:
 
     def text(self, prompt: Prompt, ids: Source) -> str:
         """The text of a prompt and what was made of it, for `echo`. Raises ValueError for audio, which has none."""
-        prompt = prompt.text if isinstance(prompt, Illustrated) else prompt
+        prompt = prompt.text if isinstance(prompt, TextWithMedia) else prompt
         if isinstance(ids, Tensor):
             raise ValueError("echo is not possible for audio features, which have no text: leave it out.")
         if isinstance(prompt, str):
@@ -334,10 +355,23 @@ class Encoder:
         return [self.needed().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
 
 
-def _opened(message: Message) -> dict[str, Any]:
-    """A message as templates of vision models take it: all content in parts, with images that are open."""
+def _opened(prompt: TextWithMedia, processor: MediaProcessor) -> dict[Modality, list[Any]]:
+    """The images and sounds of a text, open."""
+    return {
+        modality: [open_medium(modality, each, processor.rate) for each in given]
+        for modality, given in prompt.media.items()
+    }
+
+
+def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:
+    """A message as templates of processors take it: all content in parts, with images and sounds that are open."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
-    parts = [{**part, "image": open_image(part["image"])} if is_image_part(part) else part for part in content or ()]
+    parts = [
+        media_part(modality, open_medium(modality, part_content(part, "the prompt"), processor.rate))
+        if (modality := part_modality(part))
+        else part
+        for part in content or ()
+    ]
     return {**message, "content": parts} if parts else dict(message)

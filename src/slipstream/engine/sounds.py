@@ -1,4 +1,7 @@
-"""Sound as users pass it (files, their bytes, arrays) -> samples. WAV is read here; other formats need soundfile."""
+"""Sound as users pass it (files, their bytes, `data:` URLs, arrays) -> samples.
+
+WAV is read here; other formats need soundfile.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+
+from slipstream.engine.data_urls import data_url
 
 WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
 """The number format of samples of so many bytes."""
 
 
-def read_sound(given: Any, rate: int) -> np.ndarray:
-    """A file, the bytes of one, or samples (n,) at `rate` -> samples (n,) in -1 .. 1, `rate` per second.
+def read_sound(given: Any, rate: int, longest: float | None = None) -> np.ndarray:
+    """A file, the bytes of one, a `data:` URL, or samples (n,) at `rate` -> samples (n,) in -1 .. 1, `rate` per second.
 
-    Raises ValueError for what holds no sound.
+    Raises ValueError for what holds no sound, or takes more than `longest` seconds.
     """
+    if isinstance(given, Tensor):
+        given = given.numpy(force=True)
     if isinstance(given, np.ndarray):
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.floating) or not given.size:
             raise ValueError(
@@ -27,41 +35,56 @@ def read_sound(given: Any, rate: int) -> np.ndarray:
         return given.astype(np.float32)
     if not isinstance(given, bytes | str | Path):
         raise ValueError(f"the sound is of type {type(given).__name__}: pass a file, its bytes, or an array.")
-    content = given if isinstance(given, bytes) else _content(Path(given).expanduser())
+    content = given if isinstance(given, bytes) else _content(given)
     try:
-        samples, own = _read_wav(content)
+        samples, own = _read_wav(content, longest)
     except (wave.Error, EOFError):
-        samples, own = _read_other(content)
+        samples, own = _read_other(content, longest)
     if not len(samples):
         raise ValueError("the file holds no sound.")
     return _resampled(samples, own, rate)
 
 
-def _content(path: Path) -> bytes:
+def _content(given: str | Path) -> bytes:
+    if isinstance(given, str) and given.startswith("data:"):
+        return data_url(given, "the sound")
+    if isinstance(given, str) and given.startswith(("http://", "https://")):
+        raise ValueError("the sound is a web address: load it, and pass the file or its bytes.")
     try:
-        return path.read_bytes()
+        return Path(given).expanduser().read_bytes()
     except OSError as error:
-        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {path}.") from error
+        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {given}.") from error
 
 
-def _read_wav(content: bytes) -> tuple[np.ndarray, int]:
+def _check_length(count: int, rate: int, longest: float | None) -> None:
+    """Raises ValueError for more samples than may be, before they are read: small files can hold very many."""
+    if longest is not None and count > longest * rate:
+        raise ValueError(f"the sound takes {count / rate:.0f} s, and at most {longest:g} s are taken: cut it.")
+
+
+def _read_wav(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
     with wave.open(io.BytesIO(content)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         if width not in WIDTHS:
             raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16 or 32.")
+        _check_length(file.getnframes(), rate, longest)
         whole = file.readframes(file.getnframes())
     numbers = np.frombuffer(whole[: len(whole) // (width * channels) * width * channels], np.dtype(WIDTHS[width]))
     samples = numbers.astype(np.float32) - (128 if width == 1 else 0)
     return samples.reshape(-1, channels).mean(1) / float(1 << (8 * width - 1)), rate
 
 
-def _read_other(content: bytes) -> tuple[np.ndarray, int]:
+def _read_other(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
     try:
         import soundfile
     except ImportError:
         raise ValueError("the file is no WAV; other formats need soundfile: pip install 'slipstream[audio]'.") from None
     try:
-        samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            _check_length(file.frames, file.samplerate, longest)
+            samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
+    except ValueError:
+        raise
     except Exception as error:  # libsndfile's own kinds
         raise ValueError(f"the file holds no sound that can be read: {error}") from None
     return samples.mean(1), rate

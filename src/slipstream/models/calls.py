@@ -14,7 +14,7 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import source_form
 from slipstream.models.families import logits_alone
-from slipstream.models.images import Illustration, run_illustrated
+from slipstream.models.media import RowMedia, run_with_media
 
 STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 """How models call what they hand from pass to pass, in their arguments and in what they return."""
@@ -51,6 +51,9 @@ class Calls(Protocol):
 
 UNLIKE_OTHERS = {
     "cpmant": "puts learned tokens of its own before every text, which its cache counts and its masks do not",
+    "fsmt": "hides no later tokens from earlier ones in a pass with a cache, so it cannot score several at once",
+    "kosmos-2.5": "generates with a count of positions of its own, which is not that of the positions it takes",
+    "moshi": "looks beyond its window within a pass, but not behind it, so its logits depend on how a text is divided",
     "prophetnet": "predicts several tokens ahead in streams of their own, whose cache gives other logits than the text",
     "xlnet": "predicts a token from a blank in its place, so that what it has read says nothing of the next one",
 }
@@ -62,7 +65,13 @@ def calls_of(model: PreTrainedModel) -> Calls:
     unlike later ones."""
     if reason := UNLIKE_OTHERS.get(model.config.model_type):
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) {reason}; use another model.")
-    if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) looks at the later tokens of a pass too, so a draft "
+            "would change what it knows of those before; use another model."
+        )
+    if "reference_sliding_attention" in (getattr(text, "layer_types", None) or ()):
         raise ValueError(
             f"{type(model).__name__} gives what is read in its first pass another place than what follows, so that a "
             "prompt cannot be read in pieces; use another model."
@@ -89,15 +98,15 @@ class CausalCalls:
         known = {name: option for name, option in options.items() if name in self._takes}
         if beside is not None:
             if state is None:
-                return self._see(tokens, beside, known)
+                return self._read_media(tokens, beside, known)
             known["position_ids"] = known["position_ids"] + beside.shift
         handed = {} if state is None else {self._name: state}  # without one, the model makes the kind it needs
         return self.model(input_ids=tokens, use_cache=True, **handed, **known)
 
-    def _see(self, tokens: Tensor, beside: Illustration, options: dict[str, Any]) -> Any:
-        """A pass over the whole text (1, n) of a row with images."""
+    def _read_media(self, tokens: Tensor, row: RowMedia, options: dict[str, Any]) -> Any:
+        """A pass over the whole text (1, n) of a row with media."""
         options.pop("position_ids", None)  # the model's own count how much room an image takes
-        out, beside.shift = run_illustrated(self.model, tokens[0].tolist(), beside.images, use_cache=True, **options)
+        out, row.shift = run_with_media(self.model, tokens[0].tolist(), row.media, use_cache=True, **options)
         return out
 
     def state(self, out: Any) -> Any:

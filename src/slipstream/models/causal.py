@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.draft import Tree, padded, runs_of_texts
-from slipstream.core.images import Images
 from slipstream.core.law import Law
+from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
@@ -36,7 +36,7 @@ from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
 from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
 from slipstream.models.hidden_states import HiddenStates
-from slipstream.models.images import can_see, read_illustrated
+from slipstream.models.media import modalities_of, read_with_media
 from slipstream.models.memory import Memory
 from slipstream.models.pass_builder import PassBuilder
 from slipstream.models.pass_runner import PassRunner
@@ -128,9 +128,9 @@ class CausalScorer:
         return windows_of(self.model.config.get_text_config())
 
     @property
-    def sees_images(self) -> bool:
-        """Whether the model can read images."""
-        return can_see(self.model)
+    def modalities(self) -> frozenset[Modality]:
+        """The kinds of input besides text that the model can read."""
+        return modalities_of(self.model)
 
     # ---- rows ----
 
@@ -152,9 +152,9 @@ class CausalScorer:
         """Append copies of these rows, in this order, with their sources; a row may be named several times."""
         self._memory.fork(rows)
 
-    def show(self, row: int, images: Images) -> None:
-        """Store the images of an empty row's text, which is then read in one piece."""
-        self._memory.images[row] = images
+    def attach(self, row: int, media: Media) -> None:
+        """Store the media of an empty row's text, which is then read in one piece."""
+        self._memory.media[row] = media
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
@@ -279,7 +279,7 @@ class CausalScorer:
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
-        texts = [self._see(row, text) for row, text in enumerate(texts, first)]
+        texts = [self._read_media(row, text) for row, text in enumerate(texts, first)]
         if self.shape:  # one by one, so that a row's keys do not depend on the rows beside it
             for row, text in enumerate(texts, first):
                 self._prefill([text], row)
@@ -287,12 +287,12 @@ class CausalScorer:
             for row, part in runs_of_texts(texts):
                 self._prefill(part, first + row)
 
-    def _see(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        """Read a text with images, in an empty row, by the model's own forward -> the tokens that are left to read."""
-        images, texts = self._memory.images[row], self._memory.texts
-        if images is None or not text or texts.lengths[row]:
+    def _read_media(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        """Read a text with media, in an empty row, by the model's own forward -> the tokens that are left to read."""
+        media, texts = self._memory.media[row], self._memory.texts
+        if media is None or not text or texts.lengths[row]:
             return text
-        layers, self._memory.shifts[row] = read_illustrated(self.model, text, images)
+        layers, self._memory.shifts[row] = read_with_media(self.model, text, media)
         texts.fill(row, layers, len(text))
         return ()
 

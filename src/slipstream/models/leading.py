@@ -19,13 +19,13 @@ from torch import Tensor
 
 from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.draft import Tree
-from slipstream.core.images import Images
+from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.ranks import RankLost, Ranks
 from slipstream.models.families import first_sentence
-from slipstream.models.image_trial import PROVEN_WITH_IMAGES
 from slipstream.models.loading import AnyScorer, scorer_of
+from slipstream.models.media_trial import proven_modalities
 from slipstream.models.sharding import Plan, load_sharded
 
 # ---- messages ---------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class LeadingScorer:
         return self._part.scorer.source_form
 
     @property
-    def sees_images(self) -> bool:
-        """Whether images can be read: only by classes that are proven, since a trial cannot run on one rank alone."""
-        return type(self.model).__name__ in PROVEN_WITH_IMAGES and self._part.scorer.sees_images
+    def modalities(self) -> frozenset[Modality]:
+        """The kinds of input besides text that can be read: only proven ones, as one rank cannot try them alone."""
+        return self._part.scorer.modalities & proven_modalities(self.model)
 
     @property
     def lengths(self) -> list[int]:
@@ -238,9 +238,9 @@ class LeadingScorer:
         """Run every pass after the prefill in one shape; None: in the shape of the work at hand."""
         self._later("fix_shape", shape)
 
-    def show(self, row: int, images: Images) -> None:
-        """Store the images of an empty row's text, which is then read in one piece."""
-        self._later("show", row, images)
+    def attach(self, row: int, media: Media) -> None:
+        """Store the media of an empty row's text, which is then read in one piece."""
+        self._later("attach", row, media)
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts on every rank from now on, in prefix caches as large as `cache`; None for no cache."""

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
@@ -80,6 +81,7 @@ def refuse_other_kinds(source: str | Path, config: Any) -> None:
         for kinds in (
             MODEL_FOR_CAUSAL_LM_MAPPING,
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            MODEL_FOR_MULTIMODAL_LM_MAPPING,
             MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
             MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
         )

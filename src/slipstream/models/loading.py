@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -181,7 +183,8 @@ def _kind(origin: Origin) -> Any:
     # transformers lists models that hear among encoder-decoders only, though they are none
     hears = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     if not config.is_encoder_decoder and not hears:
-        return AutoModelForCausalLM
+        alone = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        return AutoModelForMultimodalLM if alone else AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
 
 

@@ -10,7 +10,7 @@ from transformers import Cache
 
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.cache.rows import RowCache
-from slipstream.core.images import Images
+from slipstream.core.media import Media
 from slipstream.core.source import Source
 from slipstream.models.encoder_decoder import SourceDecoder, Sources
 
@@ -22,9 +22,9 @@ class _Owner:
 class Memory:
     """The rows of a model that run together.
 
-    `texts` holds their keys and values, `sources` what the encoder read, None without an encoder. `images` are those of
-    each row's text. `shifts` are the differences between positions and numbers of tokens after them: a model may give
-    all tokens of an image fewer positions than there are tokens.
+    `texts` holds their keys and values, `sources` what the encoder read, None without an encoder. `media` are the
+    images and sounds of each row's text. `shifts` are the differences between positions and numbers of tokens after
+    them: a model may give all tokens of an image fewer positions than there are tokens.
     """
 
     def __init__(self, decoder: SourceDecoder | None = None) -> None:
@@ -36,7 +36,7 @@ class Memory:
     def clear(self) -> None:
         """Drop all rows and their storage."""
         self.texts = RowCache()
-        self.images: list[Images | None] = []
+        self.media: list[Media | None] = []
         self.shifts: list[int] = []
         self.sources = Sources(self._decoder) if self._decoder else None
 
@@ -70,7 +70,7 @@ class Memory:
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""
         self.texts.add(rows)
-        self.images += [None] * rows
+        self.media += [None] * rows
         self.shifts += [0] * rows
         if self.sources and rows:
             self.sources.add(rows, sources)
@@ -78,7 +78,7 @@ class Memory:
     def fork(self, rows: Sequence[int]) -> None:
         """Append copies of these rows, with their sources."""
         self.texts.fork(rows)
-        self.images += [self.images[row] for row in rows]
+        self.media += [self.media[row] for row in rows]
         self.shifts += [self.shifts[row] for row in rows]
         if self.sources and rows:
             self.sources.fork(rows)
@@ -87,7 +87,7 @@ class Memory:
         """Remove rows; the others keep their order."""
         self.texts.free(rows)
         gone = set(rows)
-        self.images = [each for row, each in enumerate(self.images) if row not in gone]
+        self.media = [each for row, each in enumerate(self.media) if row not in gone]
         self.shifts = [each for row, each in enumerate(self.shifts) if row not in gone]
         if self.sources and rows:
             self.sources.free(rows)

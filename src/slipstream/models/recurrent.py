@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from slipstream.cache.recurrent import StateCache
 from slipstream.core.draft import Tree
-from slipstream.core.images import Images
+from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.kernels.placement import input_device
@@ -27,7 +27,7 @@ from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
 from slipstream.models.hidden_states import HiddenStates, Records
-from slipstream.models.images import Illustration, can_see
+from slipstream.models.media import RowMedia, modalities_of
 from slipstream.models.recurrences import observe
 from slipstream.models.rewinding import RowState, rewindable
 from slipstream.models.states import apart, joined, size
@@ -90,9 +90,9 @@ class StateScorer:
         return self._calls.form
 
     @property
-    def sees_images(self) -> bool:
-        """Whether the model has a part for images."""
-        return can_see(self.model)
+    def modalities(self) -> frozenset[Modality]:
+        """What the model reads beside text."""
+        return modalities_of(self.model)
 
     @property
     def windows(self) -> set[int]:
@@ -115,7 +115,7 @@ class StateScorer:
                 faults.append(error)
             finally:
                 self.clear()
-        raise faults[0]
+        raise faults[-1]  # of the plainest way, which says best what is wrong
 
     @torch.inference_mode()
     def _refuse_stateless(self) -> None:
@@ -174,9 +174,9 @@ class StateScorer:
         self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
         self._beside = [each for row, each in enumerate(self._beside) if row not in gone]
 
-    def show(self, row: int, images: Images) -> None:
-        """Give an empty row the images of its text, all of which is then read in one piece."""
-        self._beside[row] = Illustration(images)
+    def attach(self, row: int, media: Media) -> None:
+        """Give an empty row the media of its text, all of which is then read in one piece."""
+        self._beside[row] = RowMedia(media)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
@@ -249,18 +249,18 @@ class StateScorer:
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts to the rows from `first` on, behind what they hold, in passes of bounded width."""
-        shown = [bool(text) and self._unseen(row) for row, text in enumerate(texts, first)]
-        if any(shown):
-            self._feed([list(text) if now else [] for text, now in zip(texts, shown, strict=True)], first, keep=1)
-            texts = [() if now else text for text, now in zip(texts, shown, strict=True)]
+        whole = [bool(text) and self._has_unread_media(row) for row, text in enumerate(texts, first)]
+        if any(whole):
+            self._feed([list(text) if now else [] for text, now in zip(texts, whole, strict=True)], first, keep=1)
+            texts = [() if now else text for text, now in zip(texts, whole, strict=True)]
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             self._feed([list(text[start : start + PREFILL_TOKENS]) for text in texts], first, keep=1)
         # Nobody goes back into a prompt by a few tokens, so its earlier states would lie there for nothing.
         self._cache.rollback(self._cache.lengths[: first + len(texts)])
 
-    def _unseen(self, row: int) -> bool:
-        """Whether a row has images that are still to be read, with all of its text."""
-        return isinstance(self._beside[row], Illustration) and not self.lengths[row]
+    def _has_unread_media(self, row: int) -> bool:
+        """Whether a row has media that are still to be read, with all of its text."""
+        return isinstance(self._beside[row], RowMedia) and not self.lengths[row]
 
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
         """Feed each row its tokens -> logits (count, vocab) of those that got some, by place."""
@@ -329,7 +329,7 @@ class StateScorer:
 
     def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""
-        places = torch.arange(known, known + tokens.shape[1], device=self.device).expand(len(tokens), -1)
+        places = torch.arange(known, known + tokens.shape[1], device=self.device).repeat(len(tokens), 1)
         options = {"position_ids": places} if self.way.positions or beside is not None else {}
         with self._records.collecting():
             return self._calls(tokens, state, beside, logits_to_keep=keep, **options)

@@ -39,5 +39,5 @@ class Recipe:
 
 
 def _use_template(engine: Engine, template: str) -> None:
-    for owner in (engine.tokenizer, *([engine.vision.processor] if engine.vision else [])):
+    for owner in (engine.tokenizer, *([engine.media.processor] if engine.media else [])):
         owner.chat_template = template

@@ -84,7 +84,21 @@ class ImagePart(Body):
     image_url: ImageUrl
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+class InputAudio(Body):
+    """A sound, in the request itself."""
+
+    data: str = Field(description="The file, in base64.")
+    format: Literal["wav", "flac", "mp3", "ogg"] = Field(description="WAV always works; others need soundfile.")
+
+
+class AudioPart(Body):
+    """A sound in a message."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
 
 
 class Prediction(Body):

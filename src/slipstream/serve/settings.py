@@ -26,6 +26,8 @@ class Limits:
     images: int = 16
     image_bytes: int = 16 << 20
     image_pixels: int = 1 << 24
+    sounds: int = 16
+    sound_seconds: int = 1800
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -9,7 +9,7 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,19 +51,25 @@ def sound(items: list[Item]) -> list[Item]:
     return items
 
 
-def illustrated(item: Item, images: Sequence[str]) -> Item:
-    """Return the item with image files before its prompt, or with an error if that is not possible."""
-    if not images or item.error:
+PARTS = {"images": "image", "audio": "audio"}
+"""What a part of a message with one of several images, or sounds, is called."""
+
+
+def with_media(item: Item, media: Mapping[str, Sequence[str]]) -> Item:
+    """Return the item with files of images and audio before its prompt, or with an error if that is not possible."""
+    given = {name: [*files] for name, files in media.items() if files}
+    if not given or item.error:
         return item
     if isinstance(item.prompt, str):
-        return replace(item, prompt={"text": item.prompt, "images": [*images]})
+        return replace(item, prompt={"text": item.prompt, **given})
     if isinstance(item.prompt[0], int):
-        return replace(item, error="--image cannot go with token ids: give a text.")
+        options = " and ".join(f"--{PARTS[name]}" for name in given)
+        return replace(item, error=f"{options} cannot go with token ids: give a text.")
     *before, last = item.prompt
     content = last["content"]
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-    parts = [*({"type": "image", "image": name} for name in images), *texts]
-    return replace(item, prompt=[*before, {**last, "content": parts}])
+    parts = [{"type": PARTS[name], PARTS[name]: file} for name, files in given.items() for file in files]
+    return replace(item, prompt=[*before, {**last, "content": [*parts, *texts]}])
 
 
 def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:

@@ -16,9 +16,9 @@ from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint, tool_constraint
 from slipstream.serve.logprobs import for_chat
+from slipstream.serve.media import with_open_media
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
-from slipstream.serve.pictures import with_open_images
 from slipstream.serve.schema import ChatRequest, StreamOptions
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import LAST, EventStream, event
@@ -43,7 +43,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     tools = Tools.of(body, state)
     options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
-    messages = await run_in_threadpool(with_open_images, messages, state)
+    messages = await run_in_threadpool(with_open_media, messages, state)
     chat = Chat(messages, tools.for_template(), body.chat_template_kwargs)
     call = await state.call(request, [chat], options, "messages")
     answer = _Answer(state, body, call, tools)

@@ -9,8 +9,8 @@ from starlette.concurrency import run_in_threadpool
 from slipstream.engine.requests import Chat
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest, NotServed
+from slipstream.serve.media import with_open_media
 from slipstream.serve.output import ERRORS, answered
-from slipstream.serve.pictures import with_open_images
 from slipstream.serve.schema import DetokenizeRequest, TokenizeRequest
 from slipstream.serve.state import ServerState, state_of
 from slipstream.version import __version__
@@ -76,7 +76,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
-    messages = with_open_images([message.model_dump(exclude_none=True) for message in body.messages], state)
+    messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)
     try:
         return list(state.engine.encode(Chat(messages)))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Images that clients send: in `data:` URLs, or at hosts that the operator allowed. Never files of this machine."""
+"""Fetching images from the hosts that the operator allowed, and from nowhere else."""
 
 from __future__ import annotations
 
@@ -18,57 +18,12 @@ from urllib.request import (
     Request,
 )
 
-from slipstream.engine.pictures import data_url, decode, image_of, images_in, is_image_part
-from slipstream.serve.faults import BadRequest
-from slipstream.serve.state import ServerState
-
 SECONDS = 10.0
 """How long an image may take to come."""
 
 REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
 PIECE = 1 << 16
-
-
-def with_open_images(messages: Sequence[dict[str, Any]], state: ServerState) -> list[dict[str, Any]]:
-    """The messages with their images opened, so that no address or path goes any further.
-
-    Raises BadRequest for images that may not or cannot be read, and for a model that reads text only.
-    """
-    count, limits = len(images_in(messages)), state.settings.limits
-    if not count:
-        return list(messages)
-    if state.engine.vision is None:
-        raise BadRequest(f"messages holds an image, but {state.model} reads text only: leave it out.", "messages")
-    if count > limits.images:
-        raise BadRequest(f"messages holds {count} images, but at most {limits.images} are taken.", "messages")
-    return [_opened(message, state) for message in messages]
-
-
-def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = [
-        {"type": "image", "image": _image(image_of(part, "messages"), state)} if is_image_part(part) else part
-        for part in content
-    ]
-    return {**message, "content": parts}
-
-
-def _image(url: str, state: ServerState) -> Any:
-    settings = state.settings
-    try:
-        if url.startswith("data:"):
-            content = data_url(url, "an image of messages")
-        else:
-            content = fetch(url, settings.image_hosts, settings.limits.image_bytes)
-        return decode(content, "an image of messages", settings.limits.image_pixels)
-    except ValueError as error:
-        raise BadRequest(str(error), "messages") from None
-
-
-# ---- images of other hosts ----
 
 
 def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -> bytes:

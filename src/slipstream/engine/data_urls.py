@@ -1,0 +1,24 @@
+"""Files that are written into a text: `data:` URLs, and base64."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from urllib.parse import unquote_to_bytes
+
+
+def data_url(url: str, where: str) -> bytes:
+    """What a `data:` URL holds. Raises ValueError for one that is damaged."""
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise ValueError(f"{where} is no data: URL, which has a comma before its content.")
+    content = unquote_to_bytes(body)
+    return base64_content(content, f"{where} is a data: URL whose content") if head.endswith(";base64") else content
+
+
+def base64_content(text: str | bytes, where: str) -> bytes:
+    """What is written in base64. Raises ValueError for what is not."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{where} is no base64: {error}.") from None

@@ -1,0 +1,113 @@
+"""Sounds as users pass them, to models that hear them beside a text."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+import slipstream
+from audios import MARK, RATE, input_audio, rounded, save_audio, sound, wav
+from slipstream.engine.engine import Engine
+from slipstream.engine.media import TextWithMedia
+from slipstream.engine.sounds import read_sound
+from slipstream.models.loading import EMBEDDED
+from visions import picture
+
+TEXT = f"user: {MARK}What is heard?\nassistant: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_audio("qwen2-audio", tmp_path_factory.mktemp("hears"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return slipstream.load(folder, "lookup", gamma=4)
+
+
+def flac(samples: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE, "PCM_16", format="FLAC")
+    return file.getvalue()
+
+
+def test_all_ways_to_pass_a_sound_are_one(engine: Engine, tmp_path: Path) -> None:
+    samples = rounded(sound(1))
+    content = wav(samples)
+    assert np.array_equal(read_sound(content, RATE), samples)
+    file = tmp_path / "sound.wav"
+    file.write_bytes(content)
+    url = f"data:audio/wav;base64,{base64.b64encode(content).decode()}"
+    forms: list[Any] = [samples, torch.from_numpy(samples), content, flac(samples), file, str(file), url]
+    parts = [
+        input_audio(content),
+        {"type": "audio_url", "audio_url": {"url": url}},
+        {"type": "audio", "audio": samples},
+        {"type": "audio", "path": str(file)},
+    ]
+    chats = [[{"role": "user", "content": [part, {"type": "text", "text": "What is heard?"}]}] for part in parts]
+    prompts = [*({"text": TEXT, "audio": [form]} for form in forms), TextWithMedia(TEXT, audio=[content]), *chats]
+    first, *others = [list(each.tokens) for each in engine.generate(prompts, max_new_tokens=8)]
+    assert all(each == first for each in others)
+    assert list(engine.generate({"text": TEXT, "audio": [sound(2)]}, max_new_tokens=8)[0].tokens) != first
+
+
+def test_a_draft_model_reads_the_text_around_sounds(folder: Path, engine: Engine) -> None:
+    drafted = slipstream.load(folder, EMBEDDED / "draft", dtype="float32")
+    assert drafted.notes[-1].endswith("reads no images and sounds, but the texts around them.")
+    prompts: list[Any] = [{"text": TEXT, "audio": [sound(1)]}, "def f(x):", {"text": TEXT, "audio": [sound(2, 0.9)]}]
+    ours, alone = (each.generate(prompts, max_new_tokens=8) for each in (drafted, engine))
+    assert [each.tokens for each in ours] == [each.tokens for each in alone]
+    assert ours[0].stats.drafted
+
+
+def test_coupled_samples_are_those_without_a_draft(engine: Engine) -> None:
+    coupled = {"temperature": 1.0, "verify": "coupled", "max_new_tokens": 8, "seed": 3}
+    prompts: list[Any] = [{"text": TEXT, "audio": [sound(seed)]} for seed in (1, 2)]
+    ours, plain = (engine.generate(prompts, plain=plain, **coupled) for plain in (False, True))
+    assert [each.tokens for each in ours] == [each.tokens for each in plain]
+    assert ours[0].tokens != ours[1].tokens
+
+
+def test_what_cannot_be_heard_is_refused(engine: Engine) -> None:
+    for prompt, says in (
+        ({"text": TEXT, "images": [picture(1)]}, "has images, but .* reads text and sounds only here"),
+        ({"text": TEXT, "audio": [sound(1), sound(2)]}, r"has 2 sounds, but <\|AUDIO\|> stands in it 1 times"),
+        ({"text": TEXT, "audio": ["/there/is/none.wav"]}, "the sound cannot be read: No such file"),
+        ({"text": TEXT, "audio": ["https://example.org/a.wav"]}, "the sound is a web address"),
+        ({"text": TEXT, "audio": [b"no sound"]}, "holds no sound that can be read"),
+        ({"text": TEXT, "audio": [5]}, "the sound is of type int"),
+        ({"text": TEXT, "audio": [np.zeros((2, 2))]}, "the sound is an array of shape"),
+        ({"text": TEXT, "audio": 5}, "audio of prompt 0 is 5"),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "%"}}]}], "is no base64"),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "a part without its audio"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            engine.generate(prompt)
+    with pytest.raises(ValueError, match=r"has sounds, but .* reads text only here"):
+        slipstream.load().generate({"text": "x", "audio": [sound(1)]})
+
+
+def test_sounds_that_are_too_long_are_refused_before_they_are_read() -> None:
+    for content in (wav(sound(1, 2.0)), flac(sound(1, 2.0)), wav(sound(1), rate=1)):
+        with pytest.raises(ValueError, match="at most 1 s are taken: cut it"):
+            read_sound(content, RATE, longest=1)
+    assert len(read_sound(wav(sound(1, 1.0)), RATE, longest=1)) == RATE
+
+
+def test_without_a_processor_texts_remain(engine: Engine, tmp_path: Path) -> None:
+    (save_audio("qwen2-audio", tmp_path) / "processor_config.json").unlink()
+    left = slipstream.load(tmp_path)
+    assert "reads text only here" in left.notes[0]
+    with pytest.raises(ValueError, match="has sounds, but"):
+        left.generate({"text": TEXT, "audio": [sound(1)]})
+    ours, before = (each.generate("def f(x):", max_new_tokens=4) for each in (left, engine))
+    assert ours[0].tokens == before[0].tokens
