@@ -4,8 +4,9 @@ python benchmarks/recurrent.py [--family qwen3_5 nemotron_h] [--gamma 5] [--json
 
 Models are random, of a size where a pass reads a gigabyte of weights, so that text is none, but costs are real. Drafts
 are the target's own greedy tokens up to the place where one is wrong, which moves from round to round: 1 to gamma - 1
-tokens stand. The bare pass is the model called by transformers' own ways with gamma + 1 tokens behind the text; "two
-passes" is the same engine told to read again what stood. All take turns; ratios are medians.
+tokens stand. The bare pass is the model called by transformers' own ways with gamma + 1 tokens behind the text; "our
+pass" is our Scorer's over as many, all forgotten; "two passes" is the same engine told to read again what stood;
+"compiled" runs the layers by graphs. All take turns; ratios are medians.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
-from slipstream.kernels.packing import packed
+from slipstream.execution.graphs import GRAPHS
+from slipstream.kernels.packing import PackedLinear, packed
 from slipstream.measure.environment import environment
+from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.recurrent import StateScorer
 from slipstream.models.states import copied
 
@@ -100,6 +103,20 @@ def round_seconds(decoder: Decoder, request: Request) -> tuple[float, int, list[
     return statistics.median(times[1:]), stood, output  # the first one has read the prompt
 
 
+def pass_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
+    """Seconds of our pass over `count` tokens behind a prompt, which are rolled back."""
+    scorer.clear()
+    scorer.add(1)
+    scorer.prefill([prompt])
+    for _ in range(repetitions):
+        tokens = torch.randint(0, scorer.vocab, (1, count))
+        began = perf_counter()
+        scorer.extend(tokens, [count])
+        yield perf_counter() - began
+        scorer.rollback([len(prompt)])
+    scorer.clear()
+
+
 def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
     """Seconds of a pass of transformers' model over `count` tokens behind a prompt, without ours around it."""
     model: Any = scorer.model
@@ -112,36 +129,68 @@ def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
             yield perf_counter() - began
 
 
+def taken_in_turn(scorer: StateScorer, graphs: LayerGraphs, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds by what was measured, of every turn."""
+    prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    request, plain, way = (
+        Request(tuple(prompt), Sampling(), args.tokens),
+        Decoder(scorer, controller=Fixed(0)),
+        scorer.way,
+    )
+    text = generate(plain, [request])[0].output
+    turns = []
+    for _ in range(1 + args.repetitions):
+        found = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
+        for name, rewinds, compiled in WAYS:
+            scorer.way, scorer.layer_graphs = replace(way, rewinds=rewinds), graphs if compiled else None
+            found[f"our pass{name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
+            drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
+            found[f"round{name}"], stood, output = round_seconds(drafted, request)
+            assert stood and (compiled or output == text), "a draft must not change the text"
+            scorer.clear()
+            found[f"plain step{name}"] = round_seconds(plain, request)[0]
+            scorer.clear()
+        turns.append(found)
+    scorer.way, scorer.layer_graphs = way, None
+    return turns[1:]  # the first warms up
+
+
+WAYS = (("", True, False), (", two passes", False, False), (", compiled", True, True))
+"""What ways of running are called, whether they go back within a pass, and whether they are compiled."""
+
+
 def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of a family."""
     scorer = made(family)
-    prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
-    request = Request(tuple(prompt), Sampling(), args.tokens)
-    plain = Decoder(scorer, controller=Fixed(0))
-    text = generate(plain, [request])[0].output
-    way, ratios, times = scorer.way, dict[str, list[float]](), dict[str, list[float]]()
-    for turn in range(1 + args.repetitions):
-        found = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
-        for name, rewinds in (("one pass", True), ("two passes", False)):
-            scorer.clear()
-            scorer.way = replace(way, rewinds=rewinds)
-            drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
-            found[name], stood, output = round_seconds(drafted, request)
-            assert stood and output == text, "a draft must not change the text"
-        scorer.clear()
-        found["plain step"] = round_seconds(plain, request)[0]
-        if turn:  # the first warms up
-            for name, seconds in found.items():
-                times.setdefault(name, []).append(seconds)
-                ratios.setdefault(name, []).append(seconds / found["bare"])
+    before, began = replace(GRAPHS), perf_counter()
+    graphs = LayerGraphs(scorer.model, family)
+    turns = taken_in_turn(scorer, graphs, args)
     return {
         "family": family,
-        "way": str(way),
-        "parameters": sum(each.numel() for each in scorer.model.parameters()),
-        "milliseconds": {name: 1e3 * statistics.median(each) for name, each in times.items()},
-        "over a bare pass": {name: statistics.median(each) for name, each in ratios.items()},
-        "machine": environment(Engine(plain)),
+        "way": str(scorer.way),
+        "parameters": parameters(scorer.model),
+        "milliseconds": {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]},
+        "over a bare pass": {name: statistics.median(turn[name] / turn["bare"] for turn in turns) for name in turns[0]},
+        "a round over our pass": {
+            name or ", one pass": statistics.median(turn[f"round{name}"] / turn[f"our pass{name}"] for turn in turns)
+            for name, _, _ in WAYS
+        },
+        "compiled over eager": {
+            name: statistics.median(turn[f"{name}, compiled"] / turn[name] for turn in turns)
+            for name in ("our pass", "round", "plain step")
+        },
+        "graphs": {"compiled": GRAPHS.compiled - before.compiled, "loaded": GRAPHS.loaded - before.loaded},
+        "seconds": perf_counter() - began,
+        "machine": environment(Engine(Decoder(scorer, controller=Fixed(0)))),
     }
+
+
+def parameters(model: Any) -> int:
+    """How many numbers the weights are, those of packed layers included."""
+    packed_ones = sum(
+        part.in_features * part.out_features for part in model.modules() if isinstance(part, PackedLinear)
+    )
+    return packed_ones + sum(each.numel() for each in model.parameters())
 
 
 def main() -> None:

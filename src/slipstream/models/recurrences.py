@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from slipstream.kernels.recurrences import (
     state_space_state,
 )
 
+Read = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 class Recurrence(Protocol):
     """What one layer's recurrence read in a pass."""
@@ -40,8 +42,8 @@ class Recurrence(Protocol):
         """The state (rows, heads, ...) before the pass."""
         ...
 
-    def outputs(self) -> Tensor:
-        """What the layer reads of the states behind every token, (rows, n, heads, width), in float32, by our kernel."""
+    def read(self) -> Read:
+        """What it read beside the state, in the order in which it is made of them."""
         ...
 
     def state_after(self, row: int, count: int) -> Tensor:
@@ -49,22 +51,27 @@ class Recurrence(Protocol):
         ...
 
 
+@torch.compiler.assume_constant_result
+def _built() -> bool:
+    """Whether there is our kernel."""
+    return kernel_missing() is None
+
+
 def by_kernel(start: Tensor, count: int) -> bool:
     """Whether our kernel serves a recurrence over so many tokens behind a state."""
-    return start.device.type == "cpu" and start.dtype == torch.float32 and count <= FEW and kernel_missing() is None
+    return start.device.type == "cpu" and start.dtype == torch.float32 and count <= FEW and _built()
 
 
 @dataclass(frozen=True)
 class GatedDeltaRule:
     """The gated delta rule (equation 10 of arXiv 2412.06464): S_t = a_t S_{t-1} + k_t u_t', where
-    u_t = b_t (v_t - a_t S_{t-1}' k_t), over queries and keys of length 1.
+    u_t = b_t (v_t - a_t S_{t-1}' k_t), over keys that are brought to length 1.
 
-    `start` (rows, heads, key size, value size) is the state before the pass; queries and keys (rows, n, heads or fewer,
-    size), values (rows, n, heads, size), decays log a_t and strengths b_t (rows, n, heads).
+    `start` (rows, heads, key size, value size) is the state before the pass; keys (rows, n, heads or fewer, size),
+    values (rows, n, heads, size), decays log a_t and strengths b_t (rows, n, heads).
     """
 
     start: Tensor
-    queries: Tensor
     keys: Tensor
     values: Tensor
     decays: Tensor
@@ -75,19 +82,16 @@ class GatedDeltaRule:
         """From the arguments of transformers' functions. Raises ValueError for queries and keys of other lengths."""
         if not given.get("use_qk_l2norm_in_kernel"):
             raise ValueError("a gated delta rule over keys of any length is not known.")
-        return GatedDeltaRule(
-            given["initial_state"], *(given[name].float() for name in ("query", "key", "value", "g", "beta"))
-        )
+        return GatedDeltaRule(given["initial_state"], *(given[name].float() for name in ("key", "value", "g", "beta")))
 
-    def outputs(self) -> Tensor:
+    def read(self) -> Read:
         """See `Recurrence`."""
-        return gated_delta_rule(self.queries, self.keys, self.values, self.decays, self.strengths, self.start)
+        return self.keys, self.values, self.decays, self.strengths
 
     def state_after(self, row: int, count: int) -> Tensor:
         """See `Recurrence`."""
         start = self.start[row : row + 1]
-        read = (self.keys, self.values, self.decays, self.strengths)
-        keys, values, decays, strengths = (each[row : row + 1, :count] for each in read)
+        keys, values, decays, strengths = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
             return gated_delta_state(keys, values, decays, strengths, start)
         keys = keys.repeat_interleave(values.shape[2] // keys.shape[2], 2)
@@ -111,10 +115,10 @@ def _solved(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, sta
 
 @dataclass(frozen=True)
 class StateSpace:
-    """The recurrence of Mamba-2 (arXiv 2405.21060): h_t = exp(d_t A) h_{t-1} + d_t x_t B_t', y_t = h_t C_t + D x_t.
+    """The recurrence of Mamba-2 (arXiv 2405.21060): h_t = exp(d_t A) h_{t-1} + d_t x_t B_t'.
 
     `start` (rows, heads, head size, state size) is the state before the pass; inputs x (rows, n, heads, head size),
-    steps d and d A (rows, n, heads), B and C (rows, n, heads or fewer, state size), and D (heads,).
+    steps d and d A (rows, n, heads), and B (rows, n, heads or fewer, state size).
     """
 
     start: Tensor
@@ -122,41 +126,30 @@ class StateSpace:
     steps: Tensor
     decays: Tensor
     into: Tensor
-    out_of: Tensor
-    skip: Tensor | None
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> StateSpace:
         """From the arguments of transformers' function for several tokens."""
-        steps, bias, skip = given["dt"], given.get("dt_bias"), given.get("D")
+        steps, bias = given["dt"], given.get("dt_bias")
         steps = steps if bias is None else steps + bias.to(steps.dtype)
         steps = softplus(steps) if given.get("dt_softplus") else steps
         steps = steps.clamp(*given["dt_limit"]).float() if "dt_limit" in given else steps.float()
-        inputs, into, out_of = (given[name].float() for name in ("hidden_states", "B", "C"))
-        decays = given["A"].float() * steps
-        return StateSpace(
-            given["initial_states"], inputs, steps, decays, into, out_of, None if skip is None else skip.float()
-        )
+        inputs, into = given["hidden_states"].float(), given["B"].float()
+        return StateSpace(given["initial_states"], inputs, steps, given["A"].float() * steps, into)
 
-    @staticmethod
-    def of_one(given: Mapping[str, Any]) -> StateSpace:
-        """From the arguments of transformers' function for a single token, in which every number of a head is there
-        once for each of its elements."""
-        every = {name: given[name][:, 0] for name in ("D", "dt_bias") if given.get(name) is not None}
-        read = {name: given[name][:, None] for name in ("hidden_states", "B", "C")}
-        steps = {"dt": given["dt"][:, None, :, 0], "A": given["A"][:, 0, 0], "dt_softplus": given.get("dt_softplus")}
-        return StateSpace.of({**every, **read, **steps, "initial_states": given["state"]})
-
-    def outputs(self) -> Tensor:
+    def read(self) -> Read:
         """See `Recurrence`."""
-        return state_space(self.inputs, self.steps, self.decays, self.into, self.out_of, self.skip, self.start)
+        return self.inputs, self.steps, self.decays, self.into
+
+    def outputs(self, given: Mapping[str, Any]) -> Tensor:
+        """y_t = h_t C_t + D x_t for all tokens (rows, n, heads, head size), by our kernel."""
+        skip = given.get("D")
+        return state_space(*self.read(), given["C"].float(), None if skip is None else skip.float(), self.start)
 
     def state_after(self, row: int, count: int) -> Tensor:
         """See `Recurrence`."""
         start = self.start[row : row + 1]
-        inputs, steps, decays, into = (
-            each[row : row + 1, :count] for each in (self.inputs, self.steps, self.decays, self.into)
-        )
+        inputs, steps, decays, into = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
             return state_space_state(inputs, steps, decays, into, start)
         into = into.repeat_interleave(inputs.shape[2] // into.shape[2], 2)
@@ -164,6 +157,9 @@ class StateSpace:
         left = ((total[:, -1:] - total).exp() * steps)[..., None]
         added = torch.einsum("rthp,rthn->rhpn", inputs * left, into)
         return total[:, -1].exp()[..., None, None] * start.float() + added
+
+
+KINDS: tuple[type[GatedDeltaRule] | type[StateSpace], ...] = (GatedDeltaRule, StateSpace)
 
 
 # ---- recording --------------------------------------------------------------------------------------------------
@@ -176,42 +172,55 @@ class _Recorders(threading.local):
 
 
 _recorders = _Recorders()
-R = TypeVar("R", GatedDeltaRule, StateSpace)
 CHUNK = 64  # of transformers' functions that are not told another
 ACTIVATIONS = {None, "silu", "swish"}
 
 
-def _recorded(recurrence: R) -> R:
-    assert _recorders.found is not None
+def record(recurrence: Recurrence) -> None:
+    """Leave a recurrence where this thread records it."""
+    assert _recorders.found is not None, "nothing is recorded"
     _recorders.found.append(recurrence)
-    return recurrence
 
 
 def _gated_delta_rule(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule -> outputs, and the state behind the tokens; None where our kernel can still compute it when
     it is known how many of them stand (see `Recurrence.state_after`)."""
-    rule = _recorded(GatedDeltaRule.of(given))
+    rule = GatedDeltaRule.of(given)
+    record(rule)
     if by_kernel(rule.start, rule.values.shape[1]):
-        return rule.outputs().to(given["query"].dtype), None
+        outputs = gated_delta_rule(given["query"].float(), *rule.read(), rule.start)
+        return outputs.to(given["query"].dtype), None
     return function(**_short_chunks(given, given["query"]))
 
 
 def _state_space(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Mamba-2 over several tokens, as `_gated_delta_rule`."""
-    space = _recorded(StateSpace.of(given))
+    space = StateSpace.of(given)
+    record(space)
     if by_kernel(space.start, space.inputs.shape[1]):
-        return space.outputs(), None
+        return space.outputs(given), None
     return function(**_short_chunks(given, given["hidden_states"]))
 
 
 def _state_space_step(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
     """Mamba-2 over one token, behind a gate if there is one -> outputs (rows, heads, width). Raises ValueError where
     our kernel does not serve it: transformers' function writes the new state over the old one, which has to stay."""
-    space, gate = StateSpace.of_one(given), given.get("z")
+    one, gate = _one_of_several(given), given.get("z")
+    space = StateSpace.of(one)
     if not by_kernel(space.start, 1):
         raise ValueError("a state that is overwritten cannot be gone back to.")
-    outputs = _recorded(space).outputs()[:, 0]
+    record(space)
+    outputs = space.outputs(one)[:, 0]
     return (outputs if gate is None else outputs * silu(gate)).to(given["hidden_states"].dtype)
+
+
+def _one_of_several(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of transformers' function for a single token as those of its function for several: every number of
+    a head is there once for each of its elements."""
+    every = {name: given[name][:, 0] for name in ("D", "dt_bias") if given.get(name) is not None}
+    read = {name: given[name][:, None] for name in ("hidden_states", "B", "C")}
+    steps = {"dt": given["dt"][:, None, :, 0], "A": given["A"][:, 0, 0], "dt_softplus": given.get("dt_softplus")}
+    return {**every, **read, **steps, "initial_states": given["state"]}
 
 
 def _short_chunks(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
@@ -226,7 +235,7 @@ def _convolution(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
     where all taps have an input. transformers' function fills up what comes before, which models cut off."""
     inputs, weight, activation = given["hidden_states"], given["weight"], given.get("activation")
     fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
-    if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or kernel_missing():
+    if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or not _built():
         found: Tensor = function(**given)
         return found
     found = short_convolution(inputs, weight, given.get("bias"))
@@ -280,10 +289,11 @@ def observe(model: nn.Module) -> None:
 
 @contextmanager
 def recording() -> Iterator[list[Recurrence]]:
-    """Record the recurrences that this thread computes -> a list that grows as they are."""
+    """Record the recurrences that this thread computes -> a list that grows as they are. A recording around this one
+    gets none of them."""
     found: list[Recurrence] = []
-    _recorders.found = found
+    before, _recorders.found = _recorders.found, found
     try:
         yield found
     finally:
-        _recorders.found = None
+        _recorders.found = before

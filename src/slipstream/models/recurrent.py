@@ -29,8 +29,9 @@ from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
 from slipstream.models.hidden_states import HiddenStates, Records
 from slipstream.models.images import Illustration, can_see
+from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.recurrences import observe
-from slipstream.models.rewinding import RowState, Settled, Within, rewindable
+from slipstream.models.rewinding import Rewind, RowState, Settled, Within, rewindable
 from slipstream.models.states import apart, joined, size
 
 PREFILL_TOKENS = 512
@@ -83,6 +84,7 @@ class StateScorer:
         observe(model)
         self._steps_by_kernel = self.device.type == "cpu" and kernel_missing() is None
         self._records = Records()
+        self.layer_graphs: LayerGraphs | None = None  # which run the layers of passes that one can go back within
         self.clear()
         self.way = self._find_way()
 
@@ -318,7 +320,7 @@ class StateScorer:
         width = 1 if self._alone and not keep else self.way.width
         count = tokens.shape[1]
         if self.way.rewinds and not keep and known and width is None and (count > 1 or self._steps_by_kernel):
-            out, rewind = rewindable(states, count, lambda state: self._call(tokens, state, known, beside, keep))
+            out, rewind = self._rewindable(states, known, tokens, beside)
             return out.logits, [Within(rewind, row, count) for row in range(len(tokens))]
         state = joined(states) if known else None
         logits = []
@@ -330,6 +332,16 @@ class StateScorer:
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
         return torch.cat(logits, 1), [Settled(each) for each in apart(state, len(out.logits))]
+
+    def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, beside: Any) -> tuple[Any, Rewind]:
+        """A pass that one can go back within, by graphs if there are some -> what it returns, and the way back."""
+        rows, count = tokens.shape
+
+        def once() -> tuple[Any, Rewind]:
+            self._records.forget()
+            return rewindable(states, count, lambda state: self._call(tokens, state, known, beside, 0))
+
+        return self.layer_graphs.run(rows, count, known, once) if self.layer_graphs else once()
 
     def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""
