@@ -61,10 +61,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def made(family: str) -> StateScorer:
-    """A random model of a family, with packed weights as when it is loaded by name, in float32, where no rounding makes
+def made(family: str, layers: int | None) -> StateScorer:
+    """A random model of a family, or its first layers, with packed weights as when it is loaded by name, in float32, where no rounding makes
     texts differ."""
     config, kind, sizes = FAMILIES[family]
+    if layers:
+        first = sizes.get("layers_block_type", [])[:layers]
+        sizes = {**sizes, **({"layers_block_type": first} if first else {"num_hidden_layers": layers})}
     torch.manual_seed(0)
     settings = getattr(transformers, config)(**SIZES, **sizes, max_position_embeddings=4096)
     return StateScorer(packed(getattr(transformers, kind)(settings).eval()), family)
@@ -129,55 +132,50 @@ def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
             yield perf_counter() - began
 
 
+WAYS = (("one pass", True, False), ("two passes", False, False), ("compiled", True, True))
+"""How rounds are run: what that is called, whether one goes back within a pass, and whether layers are graphs."""
+
+
 def taken_in_turn(scorer: StateScorer, graphs: LayerGraphs, args: argparse.Namespace) -> list[dict[str, float]]:
     """Seconds by what was measured, of every turn."""
     prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
-    request, plain, way = (
-        Request(tuple(prompt), Sampling(), args.tokens),
-        Decoder(scorer, controller=Fixed(0)),
-        scorer.way,
-    )
-    text = generate(plain, [request])[0].output
-    turns = []
+    request, plain = Request(tuple(prompt), Sampling(), args.tokens), Decoder(scorer, controller=Fixed(0))
+    text, way, turns = generate(plain, [request])[0].output, scorer.way, list[dict[str, float]]()
     for _ in range(1 + args.repetitions):
         found = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
         for name, rewinds, compiled in WAYS:
             scorer.way, scorer.layer_graphs = replace(way, rewinds=rewinds), graphs if compiled else None
-            found[f"our pass{name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
+            found[f"our pass, {name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
             drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
-            found[f"round{name}"], stood, output = round_seconds(drafted, request)
+            found[name], stood, output = round_seconds(drafted, request)
             assert stood and (compiled or output == text), "a draft must not change the text"
             scorer.clear()
-            found[f"plain step{name}"] = round_seconds(plain, request)[0]
+            found[f"plain step, {name}"] = round_seconds(plain, request)[0]
             scorer.clear()
         turns.append(found)
     scorer.way, scorer.layer_graphs = way, None
     return turns[1:]  # the first warms up
 
 
-WAYS = (("", True, False), (", two passes", False, False), (", compiled", True, True))
-"""What ways of running are called, whether they go back within a pass, and whether they are compiled."""
-
-
 def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of a family."""
-    scorer = made(family)
+    scorer = made(family, args.layers)
     before, began = replace(GRAPHS), perf_counter()
-    graphs = LayerGraphs(scorer.model, family)
-    turns = taken_in_turn(scorer, graphs, args)
+    turns = taken_in_turn(scorer, LayerGraphs(scorer.model, family), args)
+
+    def over(name: str, other: str) -> float:
+        return statistics.median(turn[name] / turn[other] for turn in turns)
+
+    times = {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]}
     return {
         "family": family,
         "way": str(scorer.way),
         "parameters": parameters(scorer.model),
-        "milliseconds": {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]},
-        "over a bare pass": {name: statistics.median(turn[name] / turn["bare"] for turn in turns) for name in turns[0]},
-        "a round over our pass": {
-            name or ", one pass": statistics.median(turn[f"round{name}"] / turn[f"our pass{name}"] for turn in turns)
-            for name, _, _ in WAYS
-        },
+        "milliseconds": {"plain step": times["plain step, one pass"], **times},
+        "over a bare pass": {name: over(name, "bare") for name in turns[0]},
+        "over our pass": {name: over(name, f"our pass, {name}") for name, *_ in WAYS},
         "compiled over eager": {
-            name: statistics.median(turn[f"{name}, compiled"] / turn[name] for turn in turns)
-            for name in ("our pass", "round", "plain step")
+            name or "round": over(f"{name}compiled", f"{name}one pass") for name in ("", "our pass, ", "plain step, ")
         },
         "graphs": {"compiled": GRAPHS.compiled - before.compiled, "loaded": GRAPHS.loaded - before.loaded},
         "seconds": perf_counter() - began,
@@ -196,6 +194,7 @@ def parameters(model: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--layers", type=int, help="take the first layers only")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=64, help="tokens before the first round")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to write in each run")
