@@ -62,8 +62,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def made(family: str, layers: int | None) -> StateScorer:
-    """A random model of a family, or its first layers, with packed weights as when it is loaded by name, in float32, where no rounding makes
-    texts differ."""
+    """A random model of a family, or its first layers, with packed weights as when it is loaded by name, in float32,
+    where no rounding makes texts differ."""
     config, kind, sizes = FAMILIES[family]
     if layers:
         first = sizes.get("layers_block_type", [])[:layers]

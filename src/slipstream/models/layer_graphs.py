@@ -110,11 +110,9 @@ class _LayerCache(Cache):
 
 def _settled(tensor: Tensor) -> Tensor:
     """The tensor with its numbers one behind the other, in the steps that follow from its shape."""
-    step, steps = 1, list[int]()
-    for size in reversed(tensor.shape):
-        steps.append(step)
-        step *= max(size, 1)
-    return tensor if tensor.stride() == tuple(steps[::-1]) else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.is_contiguous():  # whatever the steps are over a size of one
+        return tensor.view(-1).view(tensor.shape)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
@@ -162,17 +160,17 @@ class Hole(Enum):
 
 
 class Call(NamedTuple):
-    """A call of a layer: its arguments with holes, and the tensors that go there, in their order."""
+    """A call of a layer: its arguments and named ones with holes, and the tensors that go there, in their order."""
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    named: tuple[tuple[str, Any], ...]
     tensors: list[Tensor]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """From the arguments; the model's cache may be among them by any name."""
         tensors: list[Tensor] = []
-        return Call(_with_holes(args, tensors), _with_holes(kwargs, tensors), tensors)
+        return Call(_with_holes(args, tensors), _with_holes(tuple(kwargs.items()), tensors), tensors)
 
 
 def _with_holes(given: Any, tensors: list[Tensor]) -> Any:
@@ -180,19 +178,15 @@ def _with_holes(given: Any, tensors: list[Tensor]) -> Any:
     if isinstance(given, Tensor):
         tensors.append(_settled(given))
         return Hole.TENSOR
-    if isinstance(given, dict):
-        return {name: _with_holes(part, tensors) for name, part in given.items()}
-    if isinstance(given, tuple | list):
-        return type(given)([_with_holes(part, tensors) for part in given])
+    if isinstance(given, tuple):
+        return tuple([_with_holes(part, tensors) for part in given])
     return Hole.CACHE if isinstance(given, Cache) else given
 
 
 def _filled(given: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
     """Arguments with these tensors and this cache in their holes."""
-    if isinstance(given, dict):
-        return {name: _filled(part, tensors, cache) for name, part in given.items()}
-    if isinstance(given, tuple | list):
-        return type(given)([_filled(part, tensors, cache) for part in given])
+    if isinstance(given, tuple):
+        return tuple([_filled(part, tensors, cache) for part in given])
     if given is Hole.TENSOR:
         return next(tensors)
     return cache if given is Hole.CACHE else given
@@ -217,7 +211,7 @@ class _Kind:
         rows, count = call.tensors[0].shape[:2]
         served = "one text" if rows == 1 else "batches"
         served = f"{served}, a token each" if count == 1 else served
-        key = (served, str(call[:2]), *map(len, held))
+        key = (served, call.args, call.named, *map(len, held))
         if key not in self.graphs:
             sizes = _varying(call.tensors, held, rows, count)
             vary(_sizes(sizes, call.tensors, held))
@@ -260,14 +254,14 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _function(layer: nn.Module, names: Sequence[str], call: Call, varying: Varying) -> Callable[..., Found]:
     """A layer as a function of tensors alone."""
-    placed, named = call.args, call.kwargs
+    placed, named = call.args, call.named
 
     def function(weights: list[Tensor], tensors: list[Tensor], held: list[list[Tensor]]) -> Found:
         parts = Held(*held)
         equate(_sizes(varying, tensors, parts))
         cache = _LayerCache(parts)
         rest = iter(tensors)
-        args, kwargs = _filled(placed, rest, cache), _filled(named, rest, cache)
+        args, kwargs = _filled(placed, rest, cache), dict(_filled(named, rest, cache))
         with recording() as found:
             returned = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), args, kwargs)
         by_kind = [[_copies(each.read()) for each in found if type(each) is kind] for kind in KINDS]
