@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from reference import contract, text
+from reference import Reference, contract, text
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
@@ -125,30 +125,36 @@ def test_compiling_what_one_cannot_go_back_within_is_declined_in_a_sentence() ->
         assert load_scorer(tiny, mode=Mode(compiled=True)).layer_graphs is None
 
 
+def one_text(target: StateScorer) -> float:
+    """The worst gap of a text that loses drafts and goes on, to fresh forwards."""
+    rows = Reference(target)
+    rows.add(11)
+    return max(max(rows.verify(kept), rows.step(2), rows.step(1)) for kept in range(1, 4))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "nemotron_h"])
 def test_graphs_give_the_logits_of_fresh_forwards_and_are_kept(family: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for made in (True, False):
-            before = (GRAPHS.compiled, GRAPHS.loaded)
-            said = list[str]()
+            before, said = (GRAPHS.compiled, GRAPHS.loaded), list[str]()
             target = load_scorer(model(family), mode=Mode(compiled=True, progress=said.append))
-            assert contract(target) < LOOSE
+            assert isinstance(target, StateScorer) and one_text(target) < LOOSE
             compiled, loaded = GRAPHS.compiled - before[0], GRAPHS.loaded - before[1]
             assert (compiled > 0, loaded > 0) == (made, not made) and len(said) == compiled + loaded
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_greedy_texts_by_graphs_are_those_of_transformers(family: str) -> None:
-    ours = model(family)
+    ours, prompt = model(family), text(1, 14)
     ours.generation_config.eos_token_id = None
-    prompts = [text(1, 14), text(2, 2), text(3, 7)]
-    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-    want = [ours.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
-    drafter = ModelDrafter(scorer("lfm2" if family == "qwen3_5" else "qwen3_5"))
+    options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    want = ours.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    drafter = ModelDrafter(StateScorer(model("lfm2" if family == "qwen3_5" else "qwen3_5")))
     decoder = Decoder(scorer(family), drafter, controller=Fixed(3))
-    requests = [request(prompt, 12, GREEDY) for prompt in prompts]
-    assert [row.output for row in plain(decoder, requests)] == want
-    assert [row.output for row in generate(decoder, requests)] == want
+    for decode in (plain, generate):
+        assert [row.output for row in decode(decoder, [request(prompt, 16, GREEDY)])] == [want]

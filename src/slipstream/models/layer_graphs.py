@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
@@ -36,8 +36,12 @@ NUMBERS = {"layer_idx", "layer_id", "layer_number"}
 MOST_KINDS = 8
 """Kinds of layers at most: beyond it, layers differ in what graphs would have to be made for one by one."""
 
-SERVED = {LinearAttentionLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer, DummyLayer}
+SERVED = {LinearAttentionLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer}
 """What keeps the states of the layers that graphs are made of."""
+
+
+STATELESS = {"mlp", "moe"}
+"""Types of layers that keep nothing: two or three products, which entering a graph would not make faster."""
 
 
 class Unserved(Exception):
@@ -313,11 +317,13 @@ class LayerGraphs:
         self._failed = False
         self._layers: list[tuple[nn.Module, _Layer]] = []
         try:
-            self._layers = self._sorted(find_layers(model, name)[1])
+            types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+            layers = find_layers(model, name)[1]
+            self._layers = self._sorted([layer for layer, kind in zip_longest(layers, types) if kind not in STATELESS])
         except (Unserved, ValueError) as error:
             self._give_up(error)
 
-    def _sorted(self, layers: nn.ModuleList) -> list[tuple[nn.Module, _Layer]]:
+    def _sorted(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Module, _Layer]]:
         """Every layer with what runs in its place."""
         kinds: dict[Any, _Kind] = {}
         found = list[tuple[nn.Module, _Layer]]()
