@@ -4,8 +4,9 @@ python benchmarks/recurrent.py [--family qwen3_5 nemotron_h] [--gamma 5] [--json
 
 Models are random, of a size where a pass reads a gigabyte of weights, so that text is none, but costs are real. Drafts
 are the target's own greedy tokens up to the place where one is wrong, which moves from round to round: 1 to gamma - 1
-tokens stand. The bare pass is the model called by transformers' own ways with gamma + 1 tokens behind the text; "two
-passes" is the same engine told to read again what stood. All take turns; ratios are medians.
+tokens stand. The bare pass is the model called by transformers' own ways with gamma + 1 tokens behind the text; "our
+pass" is our Scorer's over as many, all forgotten; "two passes" is the same engine told to read again what stood;
+"compiled" runs the layers by graphs. All take turns; ratios are medians.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
-from slipstream.kernels.packing import packed
+from slipstream.execution.graphs import GRAPHS
+from slipstream.kernels.packing import PackedLinear, packed
 from slipstream.measure.environment import environment
+from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.recurrent import StateScorer
 from slipstream.models.states import copied
 
@@ -58,10 +61,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def made(family: str) -> StateScorer:
-    """A random model of a family, with packed weights as when it is loaded by name, in float32, where no rounding makes
-    texts differ."""
+def made(family: str, layers: int | None) -> StateScorer:
+    """A random model of a family, or its first layers, with packed weights as when it is loaded by name, in float32,
+    where no rounding makes texts differ."""
     config, kind, sizes = FAMILIES[family]
+    if layers:
+        first = sizes.get("layers_block_type", [])[:layers]
+        sizes = {**sizes, **({"layers_block_type": first} if first else {"num_hidden_layers": layers})}
     torch.manual_seed(0)
     settings = getattr(transformers, config)(**SIZES, **sizes, max_position_embeddings=4096)
     return StateScorer(packed(getattr(transformers, kind)(settings).eval()), family)
@@ -100,6 +106,20 @@ def round_seconds(decoder: Decoder, request: Request) -> tuple[float, int, list[
     return statistics.median(times[1:]), stood, output  # the first one has read the prompt
 
 
+def pass_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
+    """Seconds of our pass over `count` tokens behind a prompt, which are rolled back."""
+    scorer.clear()
+    scorer.add(1)
+    scorer.prefill([prompt])
+    for _ in range(repetitions):
+        tokens = torch.randint(0, scorer.vocab, (1, count))
+        began = perf_counter()
+        scorer.extend(tokens, [count])
+        yield perf_counter() - began
+        scorer.rollback([len(prompt)])
+    scorer.clear()
+
+
 def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
     """Seconds of a pass of transformers' model over `count` tokens behind a prompt, without ours around it."""
     model: Any = scorer.model
@@ -112,41 +132,69 @@ def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
             yield perf_counter() - began
 
 
-def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a family."""
-    scorer = made(family)
+WAYS = (("one pass", True, False), ("two passes", False, False), ("compiled", True, True))
+"""How rounds are run: what that is called, whether one goes back within a pass, and whether layers are graphs."""
+
+
+def taken_in_turn(scorer: StateScorer, graphs: LayerGraphs, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds by what was measured, of every turn."""
     prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
-    request = Request(tuple(prompt), Sampling(), args.tokens)
-    plain = Decoder(scorer, controller=Fixed(0))
-    text = generate(plain, [request])[0].output
-    way, ratios, times = scorer.way, dict[str, list[float]](), dict[str, list[float]]()
-    for turn in range(1 + args.repetitions):
+    request, plain = Request(tuple(prompt), Sampling(), args.tokens), Decoder(scorer, controller=Fixed(0))
+    text, way, turns = generate(plain, [request])[0].output, scorer.way, list[dict[str, float]]()
+    for _ in range(1 + args.repetitions):
         found = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
-        for name, rewinds in (("one pass", True), ("two passes", False)):
-            scorer.clear()
-            scorer.way = replace(way, rewinds=rewinds)
+        for name, rewinds, compiled in WAYS:
+            scorer.way, scorer.layer_graphs = replace(way, rewinds=rewinds), graphs if compiled else None
+            found[f"our pass, {name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
             drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
             found[name], stood, output = round_seconds(drafted, request)
-            assert stood and output == text, "a draft must not change the text"
-        scorer.clear()
-        found["plain step"] = round_seconds(plain, request)[0]
-        if turn:  # the first warms up
-            for name, seconds in found.items():
-                times.setdefault(name, []).append(seconds)
-                ratios.setdefault(name, []).append(seconds / found["bare"])
+            assert stood and (compiled or output == text), "a draft must not change the text"
+            scorer.clear()
+            found[f"plain step, {name}"] = round_seconds(plain, request)[0]
+            scorer.clear()
+        turns.append(found)
+    scorer.way, scorer.layer_graphs = way, None
+    return turns[1:]  # the first warms up
+
+
+def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a family."""
+    scorer = made(family, args.layers)
+    before, began = replace(GRAPHS), perf_counter()
+    turns = taken_in_turn(scorer, LayerGraphs(scorer.model, family), args)
+
+    def over(name: str, other: str) -> float:
+        return statistics.median(turn[name] / turn[other] for turn in turns)
+
+    times = {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]}
     return {
         "family": family,
-        "way": str(way),
-        "parameters": sum(each.numel() for each in scorer.model.parameters()),
-        "milliseconds": {name: 1e3 * statistics.median(each) for name, each in times.items()},
-        "over a bare pass": {name: statistics.median(each) for name, each in ratios.items()},
-        "machine": environment(Engine(plain)),
+        "way": str(scorer.way),
+        "parameters": parameters(scorer.model),
+        "milliseconds": {"plain step": times["plain step, one pass"], **times},
+        "over a bare pass": {name: over(name, "bare") for name in turns[0]},
+        "over our pass": {name: over(name, f"our pass, {name}") for name, *_ in WAYS},
+        "compiled over eager": {
+            name or "round": over(f"{name}compiled", f"{name}one pass") for name in ("", "our pass, ", "plain step, ")
+        },
+        "graphs": {"compiled": GRAPHS.compiled - before.compiled, "loaded": GRAPHS.loaded - before.loaded},
+        "seconds": perf_counter() - began,
+        "machine": environment(Engine(Decoder(scorer, controller=Fixed(0)))),
     }
+
+
+def parameters(model: Any) -> int:
+    """How many numbers the weights are, those of packed layers included."""
+    packed_ones = sum(
+        part.in_features * part.out_features for part in model.modules() if isinstance(part, PackedLinear)
+    )
+    return packed_ones + sum(each.numel() for each in model.parameters())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--layers", type=int, help="take the first layers only")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=64, help="tokens before the first round")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to write in each run")

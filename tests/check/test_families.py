@@ -90,7 +90,7 @@ def test_control_texts_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     """A state that is never rolled back, in a model that is not tried when it is loaded."""
     name = "Qwen3NextForCausalLM"
     monkeypatch.setattr("slipstream.models.recurrent.probe", lambda scorer, kind: None)
-    monkeypatch.setattr("slipstream.models.rewinding.RowState.shortened", lambda self, tokens: self)
+    monkeypatch.setattr("slipstream.models.rewinding.Within.shortened", lambda self, tokens: self)
     assert attempt(one(name)).verdict == "differs"
 
 

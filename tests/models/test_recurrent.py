@@ -31,10 +31,10 @@ from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.kernels.packing import PackedLinear, can_pack
-from slipstream.models import recurrent, rewinding
+from slipstream.models import recurrences, recurrent, rewinding
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import load_scorer
-from slipstream.models.recurrences import Observed, recording
+from slipstream.models.recurrences import Observed, Recorded, recording
 from slipstream.models.recurrent import StateScorer
 from slipstream.models.rewinding import Rewind
 from slipstream.models.tiny import tiny_config, tiny_model
@@ -74,13 +74,6 @@ SOME = [*SHOWN, *rare(*(family for family in EVERY if family not in SHOWN))]
 
 LOOSE = 3e-3
 """Standard deviations of the logits: recurrences add up in another order in chunks and token by token."""
-
-
-class StepsOnly:
-    """A recurrence whose states a test does not need."""
-
-    def state_after(self, row: int, count: int) -> torch.Tensor:
-        raise AssertionError("no state is needed here")
 
 
 Change = Callable[[Any], object]
@@ -187,16 +180,22 @@ def test_a_recurrence_of_no_known_kind_takes_two_passes(monkeypatch: pytest.Monk
     assert str(target.way) == "state, two passes" and contract(target) < LOOSE
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(6, 6), (64, 64), (100, 64)])
-def test_only_a_recorded_pass_is_computed_in_a_chunk_as_short_as_itself(tokens: int, chunk: int) -> None:
-    def length_of_chunks(query: torch.Tensor, chunk_size: int = 64) -> int:
-        return chunk_size
+def test_only_a_recorded_pass_is_computed_by_other_functions() -> None:
+    given = list[str]()
+    recorded = Recorded(lambda function, named: given.append(f"ours, {','.join(named)}"), ("query",))
+    observed = Observed(lambda query: given.append("its own"), recorded)
+    observed(torch.zeros(1, 6, 2, 4))  # a user's own pass is as it was
+    with recording():
+        observed(torch.zeros(1, 6, 2, 4))
+    assert given == ["its own", "ours, query"]
 
-    observed, query = Observed(length_of_chunks, lambda given: StepsOnly()), torch.zeros(1, tokens, 2, 4)
-    assert observed(query) == 64  # a user's own pass is as it was
-    with recording() as found:
-        assert observed(query) == observed(query=query, chunk_size=64) == chunk
-    assert len(found) == 2
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_without_our_kernel_recurrences_are_transformers_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrences, "kernel_missing", lambda: "there is none")
+    monkeypatch.setattr(recurrent, "kernel_missing", lambda: "there is none")
+    target = StateScorer(model(family))
+    assert str(target.way) == "state, one pass" and contract(target) < LOOSE
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bloom"])

@@ -70,7 +70,7 @@ def _together(graph: Graph) -> Iterator[list[Node]]:
         return
     readers: dict[Any, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.slipstream.linear.default):
-        if all(constant.op == "get_attr" for constant in _constants(node)):
+        if all(constant.op in {"get_attr", "placeholder"} for constant in _constants(node)):
             readers.setdefault(node.args[0], []).append(node)
     for nodes in readers.values():
         runs = (nodes[start : start + MOST] for start in range(0, len(nodes), MOST))
@@ -82,7 +82,8 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
     inputs: Any = nodes[0].args[0]
     layers = [*(node.args[1:] for node in nodes), *[ABSENT] * (MOST - len(nodes))]
     for constant in chain.from_iterable(map(_constants, nodes[1:])):
-        nodes[0].prepend(constant)
+        if constant.op == "get_attr":
+            nodes[0].prepend(constant)
     with graph.inserting_before(nodes[0]):
         whole = graph.call_function(torch.ops.slipstream.linears.default, (inputs, *chain.from_iterable(layers)))
         shape = inputs.meta["val"].shape

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
+from slipstream.kernels.recurrences import register_shapes, samples
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "cpu.cpp", HERE / "quantized.cpp", HERE / "attention.cpp")
+SOURCES = tuple(HERE / f"{name}.cpp" for name in ("cpu", "quantized", "attention", "recurrences"))
 HEADER = HERE / "lanes.h"
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
@@ -49,6 +50,7 @@ def kernel_missing() -> str | None:
         torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         torch.library.register_fake("slipstream::quantized_linear", _quantized_shape, allow_override=True)
+        register_shapes()
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
         reason = _reason(error)
@@ -185,7 +187,7 @@ def _check() -> None:
         queries, keys, values = torch.randn(3, 1, 2, 5, 64, generator=generator).to(dtype)
         seen = panel_attention(queries, keys, values, None, 0.1).transpose(1, 2)
         exact = (queries.double() @ keys.double().mT * 0.1).softmax(-1) @ values.double()
-        pairs = [(product, inputs.double() @ weight.double().T), (seen, exact)]
+        pairs = [(product, inputs.double() @ weight.double().T), (seen, exact), *samples()]
         for bits, group in GROUP.items():
             codes = quantize(weight, Precision(bits, group))
             found = quantized_linear(inputs, codes.into_panels(), None, len(weight), bits)

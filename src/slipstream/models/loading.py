@@ -33,6 +33,7 @@ from slipstream.models.causal import CausalScorer
 from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.gguf_checkpoints import load_gguf
+from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.load_faults import (
     has_tokenizer,
     model_fault,
@@ -164,9 +165,18 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
         raise ValueError(
             f"{name} ({kind}) is not called as language models are ({first_sentence(error)}); use another model."
         ) from error
-    if mode.compiled:
-        warnings.warn(f"{name} runs eagerly: it keeps a state.", RuntimeWarning, stacklevel=4)
+    if mode.compiled and scorer.way.rewinds and scorer.device.type == "cpu":
+        scorer.layer_graphs = LayerGraphs(scorer.model, name, mode.progress)
+    elif mode.compiled:
+        warnings.warn(f"{name} runs eagerly: {_uncompiled(scorer)}.", RuntimeWarning, stacklevel=4)
     return scorer
+
+
+def _uncompiled(scorer: StateScorer) -> str:
+    """Why the passes of a model with states have no graphs."""
+    if scorer.way.rewinds:
+        return f"states on {scorer.device} are not compiled"
+    return "it keeps a state that one cannot go back within"
 
 
 def _kind(origin: Origin) -> Any:

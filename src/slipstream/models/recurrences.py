@@ -2,40 +2,73 @@
 
 What a recurrence reads in a pass (keys, values, decays: small next to the layer's projections) is recorded, so that the
 state behind any number of the pass's tokens can be computed from the state before it, without the rest of the model.
-All of it is computed in float32, as transformers does.
+All of it is computed in float32, as transformers does; on CPUs by our kernel, which also makes the outputs of recorded
+passes, in a fraction of the time that transformers' functions take for few tokens.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
+
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.panels import STEP
+from slipstream.kernels.recurrences import (
+    FEW,
+    gated_delta_rule,
+    gated_delta_state,
+    short_convolution,
+    state_space,
+    state_space_state,
+)
+
+Read = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Recurrence(Protocol):
     """What one layer's recurrence read in a pass."""
+
+    @property
+    def start(self) -> Tensor:
+        """The state (rows, heads, ...) before the pass."""
+        ...
+
+    def read(self) -> Read:
+        """What it read beside the state, in the order in which it is made of them."""
+        ...
 
     def state_after(self, row: int, count: int) -> Tensor:
         """The state (1, heads, ...) of a row behind the first `count` tokens, at least one."""
         ...
 
 
+@torch.compiler.assume_constant_result
+def _built() -> bool:
+    """Whether there is our kernel."""
+    return kernel_missing() is None
+
+
+def by_kernel(start: Tensor, count: int) -> bool:
+    """Whether our kernel serves a recurrence over so many tokens behind a state."""
+    return start.device.type == "cpu" and start.dtype == torch.float32 and count <= FEW and _built()
+
+
 @dataclass(frozen=True)
 class GatedDeltaRule:
     """The gated delta rule (equation 10 of arXiv 2412.06464): S_t = a_t S_{t-1} + k_t u_t', where
-    u_t = b_t (v_t - a_t S_{t-1}' k_t).
+    u_t = b_t (v_t - a_t S_{t-1}' k_t), over keys that are brought to length 1.
 
-    `start` (rows, heads, key size, value size) is the state before the pass; keys and values (rows, n, heads, size),
-    decays log a_t and strengths b_t (rows, n, heads).
+    `start` (rows, heads, key size, value size) is the state before the pass; keys (rows, n, heads or fewer, size),
+    values (rows, n, heads, size), decays log a_t and strengths b_t (rows, n, heads).
     """
 
     start: Tensor
@@ -46,26 +79,38 @@ class GatedDeltaRule:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> GatedDeltaRule:
-        """From the arguments of transformers' function."""
-        values, keys = given["value"], given["key"]
-        keys = keys.repeat_interleave(values.shape[2] // keys.shape[2], 2).float()
-        if given["use_qk_l2norm_in_kernel"]:
-            keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + 1e-6)
-        return GatedDeltaRule(given["initial_state"], keys, values, given["g"], given["beta"])
+        """From the arguments of transformers' functions. Raises ValueError for queries and keys of other lengths."""
+        if not given.get("use_qk_l2norm_in_kernel"):
+            raise ValueError("a gated delta rule over keys of any length is not known.")
+        return GatedDeltaRule(given["initial_state"], *(given[name].float() for name in ("key", "value", "g", "beta")))
+
+    def read(self) -> Read:
+        """See `Recurrence`."""
+        return self.keys, self.values, self.decays, self.strengths
 
     def state_after(self, row: int, count: int) -> Tensor:
-        """See `Recurrence`. The u_t solve a triangular system, so the state is read and written once."""
-        start = self.start[row].float()
-        read = (self.keys, self.values, self.decays, self.strengths)
-        keys, values, decays, strengths = (each[row, :count].transpose(0, 1).float() for each in read)
-        total = decays.cumsum(-1)  # (heads, count)
-        since = (total[:, :, None] - total[:, None, :]).exp()  # how much of what came at i is left at t
-        strengths = strengths[..., None]
-        known = total.exp()[..., None] * (keys @ start)
-        system = (strengths * since * (keys @ keys.mT)).tril(-1)
-        new = torch.linalg.solve_triangular(system, strengths * (values - known), upper=False, unitriangular=True)
-        added = (keys * since[:, -1, :, None]).mT @ new
-        return (total[:, -1].exp()[:, None, None] * start + added)[None]
+        """See `Recurrence`."""
+        start = self.start[row : row + 1]
+        keys, values, decays, strengths = (each[row : row + 1, :count] for each in self.read())
+        if by_kernel(start, count):
+            return gated_delta_state(keys, values, decays, strengths, start)
+        keys = keys.repeat_interleave(values.shape[2] // keys.shape[2], 2)
+        keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + 1e-6)
+        keys, values, decays, strengths = (each[0].transpose(0, 1) for each in (keys, values, decays, strengths))
+        return _solved(keys, values, decays, strengths, start[0].float())[None]
+
+
+def _solved(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, start: Tensor) -> Tensor:
+    """The state behind tokens of one row, whose numbers are (heads, count, ...). The u_t solve a triangular system, so
+    the state is read and written once."""
+    total = decays.cumsum(-1)  # (heads, count)
+    since = (total[:, :, None] - total[:, None, :]).exp()  # how much of what came at i is left at t
+    strengths = strengths[..., None]
+    known = total.exp()[..., None] * (keys @ start)
+    system = (strengths * since * (keys @ keys.mT)).tril(-1)
+    new = torch.linalg.solve_triangular(system, strengths * (values - known), upper=False, unitriangular=True)
+    added = (keys * since[:, -1, :, None]).mT @ new
+    return total[:, -1].exp()[:, None, None] * start + added
 
 
 @dataclass(frozen=True)
@@ -73,7 +118,7 @@ class StateSpace:
     """The recurrence of Mamba-2 (arXiv 2405.21060): h_t = exp(d_t A) h_{t-1} + d_t x_t B_t'.
 
     `start` (rows, heads, head size, state size) is the state before the pass; inputs x (rows, n, heads, head size),
-    steps d and d A (rows, n, heads), and B (rows, n, heads, state size).
+    steps d and d A (rows, n, heads), and B (rows, n, heads or fewer, state size).
     """
 
     start: Tensor
@@ -84,29 +129,37 @@ class StateSpace:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> StateSpace:
-        """From the arguments of transformers' function."""
-        inputs, steps, into = given["hidden_states"], given["dt"], given["B"]
-        if given["dt_bias"] is not None:
-            steps = steps + given["dt_bias"].to(steps.dtype)
-        if given["dt_softplus"]:
-            steps = softplus(steps)
-        steps = steps.clamp(*given["dt_limit"]).float()
-        into = into.float().repeat_interleave(inputs.shape[2] // into.shape[2], 2)
-        return StateSpace(given["initial_states"], inputs.float(), steps, given["A"].float() * steps, into)
+        """From the arguments of transformers' function for several tokens."""
+        steps, bias = given["dt"], given.get("dt_bias")
+        steps = steps if bias is None else steps + bias.to(steps.dtype)
+        steps = softplus(steps) if given.get("dt_softplus") else steps
+        steps = steps.clamp(*given["dt_limit"]).float() if "dt_limit" in given else steps.float()
+        inputs, into = given["hidden_states"].float(), given["B"].float()
+        return StateSpace(given["initial_states"], inputs, steps, given["A"].float() * steps, into)
+
+    def read(self) -> Read:
+        """See `Recurrence`."""
+        return self.inputs, self.steps, self.decays, self.into
+
+    def outputs(self, given: Mapping[str, Any]) -> Tensor:
+        """y_t = h_t C_t + D x_t for all tokens (rows, n, heads, head size), by our kernel."""
+        skip = given.get("D")
+        return state_space(*self.read(), given["C"].float(), None if skip is None else skip.float(), self.start)
 
     def state_after(self, row: int, count: int) -> Tensor:
         """See `Recurrence`."""
-        total = self.decays[row, :count].cumsum(0)  # (count, heads)
-        left = ((total[-1] - total).exp() * self.steps[row, :count])[..., None]
-        added = torch.einsum("thp,thn->hpn", self.inputs[row, :count] * left, self.into[row, :count])
-        return (total[-1].exp()[:, None, None] * self.start[row].float() + added)[None]
+        start = self.start[row : row + 1]
+        inputs, steps, decays, into = (each[row : row + 1, :count] for each in self.read())
+        if by_kernel(start, count):
+            return state_space_state(inputs, steps, decays, into, start)
+        into = into.repeat_interleave(inputs.shape[2] // into.shape[2], 2)
+        total = decays.cumsum(1)  # (1, count, heads)
+        left = ((total[:, -1:] - total).exp() * steps)[..., None]
+        added = torch.einsum("rthp,rthn->rhpn", inputs * left, into)
+        return total[:, -1].exp()[..., None, None] * start.float() + added
 
 
-KINDS: dict[str, Callable[[Mapping[str, Any]], Recurrence]] = {
-    "torch_chunk_gated_delta_rule": GatedDeltaRule.of,
-    "mamba2_chunk_scan": StateSpace.of,
-}
-"""The functions of transformers that compute recurrences over several tokens, by name."""
+KINDS: tuple[type[GatedDeltaRule] | type[StateSpace], ...] = (GatedDeltaRule, StateSpace)
 
 
 # ---- recording --------------------------------------------------------------------------------------------------
@@ -119,47 +172,128 @@ class _Recorders(threading.local):
 
 
 _recorders = _Recorders()
+CHUNK = 64  # of transformers' functions that are not told another
+ACTIVATIONS = {None, "silu", "swish"}
+
+
+def record(recurrence: Recurrence) -> None:
+    """Leave a recurrence where this thread records it."""
+    assert _recorders.found is not None, "nothing is recorded"
+    _recorders.found.append(recurrence)
+
+
+def _gated_delta_rule(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule -> outputs, and the state behind the tokens; None where our kernel can still compute it when
+    it is known how many of them stand (see `Recurrence.state_after`)."""
+    rule = GatedDeltaRule.of(given)
+    record(rule)
+    if by_kernel(rule.start, rule.values.shape[1]):
+        outputs = gated_delta_rule(given["query"].float(), *rule.read(), rule.start)
+        return outputs.to(given["query"].dtype), None
+    return function(**_short_chunks(given, given["query"]))
+
+
+def _state_space(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Mamba-2 over several tokens, as `_gated_delta_rule`."""
+    space = StateSpace.of(given)
+    record(space)
+    if by_kernel(space.start, space.inputs.shape[1]):
+        return space.outputs(given), None
+    return function(**_short_chunks(given, given["hidden_states"]))
+
+
+def _state_space_step(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+    """Mamba-2 over one token, behind a gate if there is one -> outputs (rows, heads, width). Raises ValueError where
+    our kernel does not serve it: transformers' function writes the new state over the old one, which has to stay."""
+    one, gate = _one_of_several(given), given.get("z")
+    space = StateSpace.of(one)
+    if not by_kernel(space.start, 1):
+        raise ValueError("a state that is overwritten cannot be gone back to.")
+    record(space)
+    outputs = space.outputs(one)[:, 0]
+    return (outputs if gate is None else outputs * silu(gate)).to(given["hidden_states"].dtype)
+
+
+def _one_of_several(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of transformers' function for a single token as those of its function for several: every number of
+    a head is there once for each of its elements."""
+    every = {name: given[name][:, 0] for name in ("D", "dt_bias") if given.get(name) is not None}
+    read = {name: given[name][:, None] for name in ("hidden_states", "B", "C")}
+    steps = {"dt": given["dt"][:, None, :, 0], "A": given["A"][:, 0, 0], "dt_softplus": given.get("dt_softplus")}
+    return {**every, **read, **steps, "initial_states": given["state"]}
+
+
+def _short_chunks(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """Arguments with chunks no longer than the pass: on CPUs, filling the few tokens of a round up to 64 or 256, as
+    transformers does, took half of its time."""
+    count, size = tokens.shape[1], given.get("chunk_size", CHUNK)
+    return {**given, "chunk_size": count} if tokens.device.type == "cpu" and count < size else given
+
+
+def _convolution(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+    """A short convolution over inputs (rows, channels, places) that begin with those of earlier tokens -> the places
+    where all taps have an input. transformers' function fills up what comes before, which models cut off."""
+    inputs, weight, activation = given["hidden_states"], given["weight"], given.get("activation")
+    fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
+    if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or not _built():
+        found: Tensor = function(**given)
+        return found
+    found = short_convolution(inputs, weight, given.get("bias"))
+    return silu(found) if activation else found
+
+
+class Recorded(NamedTuple):
+    """How a function of transformers is computed in passes that are recorded, from its arguments by name, and which
+    `names` those have that come first."""
+
+    compute: Callable[[Callable[..., Any], dict[str, Any]], Any]
+    names: tuple[str, ...]
+
+
+DELTA = Recorded(_gated_delta_rule, ("query", "key", "value", "g", "beta"))
+SPACE = Recorded(_state_space, ("hidden_states", "dt", "A", "B", "C", "chunk_size"))
+STEPS = Recorded(_state_space_step, ("state", "hidden_states", "dt", "A", "B", "C", "D"))
+CONVOLUTION = Recorded(_convolution, ("hidden_states", "weight", "bias", "activation"))
+RECORDED = {
+    "torch_chunk_gated_delta_rule": DELTA,
+    "torch_recurrent_gated_delta_rule": DELTA,
+    "mamba2_chunk_scan": SPACE,
+    "mamba2_selective_state_update": STEPS,
+    "causal_conv1d_fn": CONVOLUTION,
+}
+"""The functions of transformers that are computed otherwise in passes that are recorded, by their names."""
 
 
 class Observed:
-    """A function of transformers that computes as ever, and leaves what it read where a thread records it.
+    """A function of transformers that computes as ever, but for passes that its thread records."""
 
-    While it does, chunks are no longer than the pass: on CPUs, filling the few tokens of a round up to 64 or 256, as
-    transformers does, took half of its time.
-    """
-
-    def __init__(self, function: Callable[..., Any], kind: Callable[[Mapping[str, Any]], Recurrence]) -> None:
+    def __init__(self, function: Callable[..., Any], recorded: Recorded) -> None:
         functools.update_wrapper(self, function)
-        self._function, self._kind, self._signature = function, kind, inspect.signature(function)
+        self._function, self._recorded = function, recorded
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        if (found := _recorders.found) is None:
+        if _recorders.found is None:
             return self._function(*given, **named)
-        bound = self._signature.bind(*given, **named)
-        bound.apply_defaults()
-        arguments = bound.arguments
-        found.append(self._kind(arguments))
-        tokens = next(iter(arguments.values()))
-        if tokens.device.type == "cpu" and arguments["chunk_size"] > tokens.shape[1]:
-            arguments["chunk_size"] = tokens.shape[1]
-        return self._function(*bound.args, **bound.kwargs)
+        first = dict(zip(self._recorded.names, given, strict=False))
+        return self._recorded.compute(self._function, {**first, **named})
 
 
 def observe(model: nn.Module) -> None:
     """Let the recurrences of a model's family be recorded, which changes nothing else."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
-        for name, kind in KINDS.items():
+        for name, recorded in RECORDED.items():
             function = getattr(module, name, None)
             if function is not None and not isinstance(function, Observed):
-                setattr(module, name, Observed(function, kind))
+                setattr(module, name, Observed(function, recorded))
 
 
 @contextmanager
 def recording() -> Iterator[list[Recurrence]]:
-    """Record the recurrences that this thread computes -> a list that grows as they are."""
+    """Record the recurrences that this thread computes -> a list that grows as they are. A recording around this one
+    gets none of them."""
     found: list[Recurrence] = []
-    _recorders.found = found
+    before, _recorders.found = _recorders.found, found
     try:
         yield found
     finally:
-        _recorders.found = None
+        _recorders.found = before

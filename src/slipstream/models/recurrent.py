@@ -22,14 +22,16 @@ from slipstream.core.draft import Tree
 from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
+from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import input_device
 from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
 from slipstream.models.hidden_states import HiddenStates, Records
+from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.media import RowMedia, modalities_of
 from slipstream.models.recurrences import observe
-from slipstream.models.rewinding import RowState, rewindable
+from slipstream.models.rewinding import Rewind, RowState, Settled, Within, rewindable
 from slipstream.models.states import apart, joined, size
 
 PREFILL_TOKENS = 512
@@ -80,7 +82,9 @@ class StateScorer:
         self._alone = False  # whether every token is fed by itself, so that no bit depends on its company
         self._costs: tuple[int, int] | None = None
         observe(model)
+        self._steps_by_kernel = self.device.type == "cpu" and kernel_missing() is None
         self._records = Records()
+        self.layer_graphs: LayerGraphs | None = None  # which run the layers of passes that one can go back within
         self.clear()
         self.way = self._find_way()
 
@@ -134,7 +138,9 @@ class StateScorer:
 
     def clear(self) -> None:
         """Begin anew, without rows."""
-        self._cache: StateCache[RowState] = StateCache(lambda kept: size(kept.state), RowState.shortened)
+        self._cache: StateCache[RowState] = StateCache(
+            lambda kept: size(kept.state), lambda kept, tokens: kept.shortened(tokens)
+        )
         self._texts: list[list[int]] = []  # of every row, to read again what a state has to forget
         self._beside: list[Any] = []  # what an encoder has read for each
 
@@ -312,10 +318,10 @@ class StateScorer:
     ) -> tuple[Tensor, list[RowState]]:
         """Tokens (rows, n) behind states of `known` tokens -> logits (rows, n, vocab), and the states behind them."""
         width = 1 if self._alone and not keep else self.way.width
-        if self.way.rewinds and not keep and known and width is None and (count := tokens.shape[1]) > 1:
-            out, rewind = rewindable(states, count, lambda state: self._call(tokens, state, known, beside, keep))
-            rows = range(len(tokens))
-            return out.logits, [RowState(rewind.state_after(row, count), rewind, row) for row in rows]
+        count = tokens.shape[1]
+        if self.way.rewinds and not keep and known and width is None and (count > 1 or self._steps_by_kernel):
+            out, rewind = self._rewindable(states, known, tokens, beside)
+            return out.logits, [Within(rewind, row, count) for row in range(len(tokens))]
         state = joined(states) if known else None
         logits = []
         while tokens.shape[1]:
@@ -325,7 +331,17 @@ class StateScorer:
             state = self._calls.state(out)
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
-        return torch.cat(logits, 1), [RowState(each) for each in apart(state, len(out.logits))]
+        return torch.cat(logits, 1), [Settled(each) for each in apart(state, len(out.logits))]
+
+    def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, beside: Any) -> tuple[Any, Rewind]:
+        """A pass that one can go back within, by graphs if there are some -> what it returns, and the way back."""
+        rows, count = tokens.shape
+
+        def once() -> tuple[Any, Rewind]:
+            self._records.forget()
+            return rewindable(states, count, lambda state: self._call(tokens, state, known, beside, 0))
+
+        return self.layer_graphs.run(rows, count, known, once) if self.layer_graphs else once()
 
     def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
         """One pass over tokens (rows, n) behind a state of `known` tokens."""

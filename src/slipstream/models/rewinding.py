@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.models.recurrences import Recurrence, recording
@@ -19,7 +21,8 @@ Place = tuple[int, int]
 class Rewind:
     """A pass over `count` tokens of some rows, from which the state behind any number of them can be had.
 
-    `state` is transformers' cache behind the pass, which keeps what its convolutions and windows would have dropped.
+    `state` is transformers' cache behind the pass, which keeps what its convolutions and windows would have dropped,
+    and the recurrent states from before the pass. `ends` are those behind it, as far as they were computed.
     """
 
     state: Any
@@ -34,26 +37,59 @@ class Rewind:
             layer.crop(count - self.count)
             if hasattr(layer, "record_past"):
                 layer.record_past = False
-        for (number, each), end in self.ends.items():
-            whole = count == self.count
-            found = end[row : row + 1] if whole else self.recurrences[number, each].state_after(row, count)
-            state.layers[number].recurrent_states[each] = found.to(end.dtype)
+        for place, recurrence in self.recurrences.items():
+            number, each = place
+            if count == self.count and place in self.ends:
+                found = self.ends[place][row : row + 1]
+            else:
+                found = recurrence.state_after(row, count)
+            state.layers[number].recurrent_states[each] = found.to(recurrence.start.dtype)
         return state
 
 
-@dataclass(frozen=True)
-class RowState:
-    """The state of one row, and the pass that has made it, if one can go back within that; `row` is its place there."""
+class RowState(Protocol):
+    """What is kept of one row behind a pass."""
 
-    state: Any
-    rewind: Rewind | None = None
-    row: int = 0
+    @property
+    def state(self) -> Any:
+        """transformers' cache of this row alone."""
+        ...
 
     def shortened(self, tokens: int) -> RowState | None:
-        """The state before the last so many tokens; None if it cannot be had from what was kept."""
-        if self.rewind is None or tokens >= self.rewind.count:
-            return None
-        return RowState(self.rewind.state_after(self.row, self.rewind.count - tokens))
+        """What was kept without the last so many tokens; None if it cannot be had."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A state that one cannot go back from."""
+
+    state: Any
+
+    def shortened(self, tokens: int) -> None:
+        """See `RowState`."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """The state behind the first `count` tokens of a pass that one can go back within; `row` is its place there.
+
+    It is computed when it is first needed: of most passes only some tokens stand, which the next one has to know.
+    """
+
+    rewind: Rewind
+    row: int
+    count: int
+
+    @cached_property
+    def state(self) -> Any:
+        """See `RowState`."""
+        with torch.inference_mode():
+            return self.rewind.state_after(self.row, self.count)
+
+    def shortened(self, tokens: int) -> Within | None:
+        """See `RowState`."""
+        return Within(self.rewind, self.row, self.count - tokens) if tokens < self.count else None
 
 
 def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> tuple[Any, Rewind]:
@@ -66,19 +102,38 @@ def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> 
     if not hasattr(state, "activate_past_recording"):
         raise ValueError(f"{type(state).__name__} does not keep what a rollback needs.")
     state.activate_past_recording()
-    recurrences, ends = dict[Place, Recurrence](), dict[Place, Tensor]()
-    with recording() as found:
+    ends = dict[Place, Tensor]()
 
-        def keep(new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-            """In place of copying the new state into the old one, which has to stay."""
-            if len(found) != len(recurrences) + 1:
-                raise ValueError(f"the recurrence of layer {layer_idx} is of no kind that can be replayed.")
-            recurrences[layer_idx, state_idx], ends[layer_idx, state_idx] = found[-1], new
-            return new
+    def keep(new: Tensor | None, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor | None:
+        """In place of copying the new state into the old one, which has to stay."""
+        if new is not None:
+            ends[layer_idx, state_idx] = new
+        return new
 
-        state.update_recurrent_state = keep
-        try:
+    def extend(new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Inputs (rows, channels, n) of a convolution behind those before; the channels of a token lie together."""
+        convolved = state.layers[layer_idx].conv_states
+        convolved[state_idx] = torch.cat([convolved[state_idx].mT, new.mT], 1).mT
+        return convolved[state_idx]
+
+    state.update_recurrent_state, state.update_conv_state = keep, extend
+    try:
+        with recording() as found:
             returned = run(state)
-        finally:
-            del state.update_recurrent_state
-    return returned, Rewind(state, count, recurrences, ends)
+    finally:
+        del state.update_recurrent_state, state.update_conv_state
+    return returned, Rewind(state, count, _placed(state, found), ends)
+
+
+def _placed(state: Any, found: Sequence[Recurrence]) -> dict[Place, Recurrence]:
+    """The recurrences by the states that they began with. Raises ValueError if a state has none."""
+    by_start = {id(recurrence.start): recurrence for recurrence in found}
+    places = {
+        (number, each): start
+        for number, layer in enumerate(state.layers)
+        for each, start in getattr(layer, "recurrent_states", {}).items()
+        if start is not None
+    }
+    if missing := [number for (number, _), start in places.items() if id(start) not in by_start]:
+        raise ValueError(f"the recurrence of layer {missing[0]} is of no kind that can be replayed.")
+    return {place: by_start[id(start)] for place, start in places.items()}

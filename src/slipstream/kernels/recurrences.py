@@ -1,0 +1,115 @@
+"""Recurrences of linear attention and state space layers over few tokens, and short convolutions, by our kernel.
+
+Tokens are taken one after the other, so whatever is computed for one has the same bits however many are read in one
+pass. Outputs and the state behind the tokens are computed apart: of a draft it is known only later how much of it
+stands, so that a pass would write a state for nothing. All recurrences are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+FEW = 64
+"""Tokens up to which taking one after the other is faster than chunks, whose products grow with the square of them."""
+
+
+def gated_delta_rule(
+    queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor
+) -> Tensor:
+    """The gated delta rule (equation 10 of arXiv 2412.06464), over queries and keys of length 1.
+
+    Queries and keys (rows, n, heads or fewer, size), values (rows, n, heads, width), log decays and strengths (rows, n,
+    heads), and the state before them (rows, heads, size, width), all in float32 -> outputs (rows, n, heads, width).
+    Queries and keys are brought to length 1 here, and outputs divided by the root of the size.
+    """
+    found: Tensor = torch.ops.slipstream.gated_delta_rule(
+        _dense(queries), _dense(keys), _dense(values), decays, strengths, state.contiguous()
+    )
+    return found
+
+
+def gated_delta_state(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor) -> Tensor:
+    """The state behind tokens, which are given as to `gated_delta_rule`."""
+    found: Tensor = torch.ops.slipstream.gated_delta_state(
+        _dense(keys), _dense(values), decays, strengths, state.contiguous()
+    )
+    return found
+
+
+def state_space(
+    inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, out_of: Tensor, skip: Tensor | None, state: Tensor
+) -> Tensor:
+    """The recurrence of Mamba-2 (arXiv 2405.21060).
+
+    Inputs x (rows, n, heads, width), steps d and d A (rows, n, heads), B and C (rows, n, heads or fewer, size), D
+    (heads,), and the state before them (rows, heads, width, size), all in float32 -> outputs (rows, n, heads, width).
+    """
+    found: Tensor = torch.ops.slipstream.state_space(
+        _dense(inputs), steps, decays, _dense(into), _dense(out_of), skip, state.contiguous()
+    )
+    return found
+
+
+def state_space_state(inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, state: Tensor) -> Tensor:
+    """The state behind tokens, which are given as to `state_space`."""
+    found: Tensor = torch.ops.slipstream.state_space_state(
+        _dense(inputs), steps, decays, _dense(into), state.contiguous()
+    )
+    return found
+
+
+def short_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Inputs (rows, channels, places) and a weight (channels, taps) -> (rows, channels, places - taps + 1): each
+    channel by itself, at the places where all taps have an input. In memory the channels of a place lie together."""
+    found: Tensor = torch.ops.slipstream.short_convolution(inputs, weight.contiguous(), bias)
+    return found.mT
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+# ---- what torch and the check of the kernels have to know -----------------------------------------------------------
+
+
+def register_shapes() -> None:
+    """Tell torch the shapes of what the kernels return, for graphs."""
+    shapes: dict[str, Callable[..., Tensor]] = {
+        "gated_delta_rule": lambda queries, keys, values, *_: values.new_empty(values.shape),
+        "gated_delta_state": lambda *given: given[-1].new_empty(given[-1].shape),
+        "state_space": lambda inputs, *_: inputs.new_empty(inputs.shape),
+        "state_space_state": lambda *given: given[-1].new_empty(given[-1].shape),
+        "short_convolution": lambda inputs, weight, bias: inputs.new_empty(
+            (inputs.shape[0], inputs.shape[2] - weight.shape[1] + 1, inputs.shape[1])
+        ),
+    }
+    for name, shape in shapes.items():
+        torch.library.register_fake(f"slipstream::{name}", shape, allow_override=True)
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    """What the kernels compute of two tokens, each beside what that has to be."""
+    generator = torch.Generator().manual_seed(0)
+    left, right, state = (torch.randn(*shape, generator=generator) for shape in ((2, 40), (2, 50), (40, 50)))
+    tokens, beside = left[None, :, None], right[None, :, None]
+    decays, strengths = torch.tensor([-0.5, -0.1]).view(1, 2, 1), torch.tensor([0.3, 0.8]).view(1, 2, 1)
+    keys, before, delta, space = left / (left.square().sum(-1, keepdim=True) + 1e-6).sqrt(), state, [], []
+    for key, value, decay, strength in zip(keys, right, decays.flatten(), strengths.flatten(), strict=True):
+        before = before * decay.exp()
+        before = before + torch.outer(key, strength * (value - key @ before))
+        delta.append(key @ before / 40**0.5)
+    summed = state
+    for inputs, into, decay, step in zip(left, right, decays.flatten(), strengths.flatten(), strict=True):
+        summed = summed * decay.exp() + torch.outer(step * inputs, into)
+        space.append(summed @ into + inputs)
+    whole, taps = state[None, None], left.T
+    return [
+        (gated_delta_rule(tokens, tokens, beside, decays, strengths, whole)[0, :, 0], torch.stack(delta)),
+        (gated_delta_state(tokens, beside, decays, strengths, whole)[0, 0], before),
+        (state_space(tokens, strengths, decays, beside, beside, torch.ones(1), whole)[0, :, 0], torch.stack(space)),
+        (state_space_state(tokens, strengths, decays, beside, whole)[0, 0], summed),
+        (short_convolution(state[None], taps, None)[0], state[:, :-1] * taps[:, :1] + state[:, 1:] * taps[:, 1:]),
+    ]
