@@ -150,6 +150,7 @@ def test_a_run_that_is_killed_twenty_times_answers_every_prompt_once(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_cluster_writes_the_same_file_though_an_actor_is_killed(tmp_path: Path) -> None:
     file, here, there = prompts(tmp_path, count=300), tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     assert run("batch", file, "--out", str(here)).exit_code == 0
