@@ -8,6 +8,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SLIPSTREAM_GRAPHS"] = "off"  # tests of graphs see them made
 
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import settings
 
@@ -18,8 +22,32 @@ settings.register_profile("house", derandomize=True, deadline=None, max_examples
 settings.load_profile("house")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the combinations of parameters that bring no new value of any parameter.
+
+    The fast tests try every value of every parameter at least once, the slow ones all combinations.
+    """
+    tried: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case is None or item.get_closest_marker("slow"):
+            continue
+        seen, values = tried[item.nodeid.split("[")[0]], {(name, id(value)) for name, value in case.params.items()}
+        if values <= seen:
+            item.add_marker(pytest.mark.slow)
+        seen |= values
+
+
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of later collections of garbage, each of which would look at it for half a
     second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_out_of_collections() -> Iterator[None]:
+    """Leave what earlier modules have imported and made out of collections of garbage, of which benchmarks do many."""
+    gc.freeze()
+    yield

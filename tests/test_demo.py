@@ -9,6 +9,8 @@ import slipstream
 from slipstream.core.stats import Stats
 from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
 
+pytestmark = pytest.mark.xdist_group("demo")  # one reference
+
 PROMPTS = [
     "def mean(values):\n",
     'def is_prime(n):\n    """Return True if n is a prime number."""\n',

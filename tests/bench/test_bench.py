@@ -262,6 +262,7 @@ def test_ours_decode_by_the_rule_of_the_engine() -> None:
     assert bench.environment(engine)["rule"] == "ours"
 
 
+@pytest.mark.slow
 def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
     engine = pair()
     shared = models(engine)[0]
@@ -581,6 +582,7 @@ def asked(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Ca
 SHORT = ["--max-new-tokens", "5", "--repetitions", "2"]
 
 
+@pytest.mark.slow
 def test_command_prints_every_row_in_80_columns(command: Callable[..., Result], prompts_file: str) -> None:
     result = command("--quick", "--prompts", prompts_file, *SHORT)
     assert result.exit_code == 0
@@ -635,6 +637,7 @@ def test_ctrl_c_prints_the_rows_so_far(
     assert "interrupted: 6 rows were measured" in result.stderr
 
 
+@pytest.mark.slow
 def test_several_drafts_on_the_command_line(
     command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, prompts_file: str, tmp_path: Path
 ) -> None:

@@ -560,6 +560,7 @@ def test_texts_without_room_for_drafts_cannot_be_judged() -> None:
     assert run(temperature=0.0, max_new_tokens=1).verdict == "cannot judge"
 
 
+@pytest.mark.slow
 def test_too_few_samples_cannot_judge() -> None:
     report = run(samples=4)
     assert report.verdict == "cannot judge" and report.sampling
@@ -616,6 +617,7 @@ class Learner:
                 counts[row.tokens[place]] += 1
 
 
+@pytest.mark.slow
 def test_a_draft_that_learns_raises_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its law tells which tokens were emitted, so cells by q/p would not follow from the text before a token."""
     report = run(engine(drafter=lambda small: Learner()), samples=600)
@@ -639,6 +641,7 @@ def test_the_text_begins_with_the_verdict() -> None:
     assert all(len(line) <= 100 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_check_repeats() -> None:
     first, second = (run(samples=64).as_dict() for _ in range(2))
     assert {**first, "seconds": 0} == {**second, "seconds": 0}

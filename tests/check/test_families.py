@@ -46,6 +46,7 @@ def one(name: str) -> Architecture:
 
 
 SIMILAR = ("RobertaForCausalLM", "BloomForCausalLM", "GPTNeoForCausalLM", "GlmMoeDsaForCausalLM")
+SIMILAR += ("OlmoForCausalLM", "JambaForCausalLM", "xLSTMForCausalLM")
 SIMILAR += ("NllbMoeForConditionalGeneration", "VoxtralForConditionalGeneration", "MambaForCausalLM")
 """Those that work in the way of another one, by the same lines."""
 

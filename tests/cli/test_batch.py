@@ -118,6 +118,7 @@ def test_files_that_are_there_stay_unless_they_may_go(tmp_path: Path) -> None:
     assert answers(out)[0]["id"] == "p0"
 
 
+@pytest.mark.slow
 def test_options_of_the_command_hold_for_lines_that_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("pick:\npick again:\n")
     result = run("batch", str(tmp_path / "p.txt"), "--out", "-", "--choice", "red", "--choice", "green", "--n", "2")

@@ -70,6 +70,7 @@ def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence
     assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_early_stopping_is_written_in_words() -> None:
     for word, value in (("true", True), ("false", False), ("never", "never")):
         told = lines(run(PROMPTS[0], *BEAMS, "--early-stopping", word, "--json").stdout)

@@ -66,6 +66,7 @@ def test_the_best_of_several_sizes_is_taken_and_stays_so(place: Path) -> None:
     assert first.stderr.split(" <- taken")[0] == again.stderr.split(" <- taken")[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Distiller.train
 

@@ -107,8 +107,10 @@ def stuck(ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "draft"),
     [
-        *(("token", draft) for draft in ("model", "tree", "chain")),
-        *(("block", draft) for draft in ("model", "chain")),
+        ("token", "model"),
+        ("block", "chain"),
+        *(pytest.param("token", draft, marks=pytest.mark.slow) for draft in ("tree", "chain")),
+        pytest.param("block", "model", marks=pytest.mark.slow),
         pytest.param("block", "tree", marks=pytest.mark.slow),
         *(pytest.param("match", draft, marks=pytest.mark.slow) for draft in ("model", "chain")),
     ],

@@ -208,6 +208,7 @@ def distinct_paths(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict
     return GBV(p, replace(draft, replacement=True), draw)
 
 
+@pytest.mark.slow
 def test_faults_of_several_paths_are_caught() -> None:
     for pair, shape in (("generic", (2,)), ("zeros", (2, 1))):
         assert distance(pair, first_path_residual, tree(*shape, replacement=True), (len(shape),)) > WRONG

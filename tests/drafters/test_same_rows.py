@@ -170,6 +170,7 @@ def test_greedy_texts_with_a_window_are_the_target_s(family: str) -> None:
     assert all(row.stats.accepted == row.stats.drafted > 0 for row in generate(wide, ragged()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
 def test_the_law_with_a_window_is_the_target_s(rule: rules.Rule) -> None:
     target = trio()
@@ -185,10 +186,9 @@ def test_the_law_with_a_window_is_the_target_s(rule: rules.Rule) -> None:
     [
         "int4",
         "int8",
-        "quantized:int4?group=64",
         "lookup|int4",
         "window:8?weights=int4&sinks=2",
-        *rare("lookup>int8", "window:8"),
+        *rare("quantized:int4?group=64", "lookup>int8", "window:8"),
     ],
 )
 def test_drafts_are_named(draft: str) -> None:

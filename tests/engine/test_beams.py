@@ -42,7 +42,7 @@ def test_texts_stand_side_by_side_with_the_scores_of_transformers() -> None:
     assert [bool(each.stats.target_calls) for each in done] == [True, False, False] * 3
 
 
-@pytest.mark.parametrize("draft", [None, "int4", "lookup"])
+@pytest.mark.parametrize("draft", [None, "lookup", *rare("int4")])
 def test_a_draft_changes_only_the_number_of_calls(draft: str | None) -> None:
     done, plain = engine(draft).generate(PROMPTS, **SETTINGS), engine().generate(PROMPTS, plain=True, **SETTINGS)
     assert [(each.tokens, each.finish_reason) for each in done] == [(each.tokens, each.finish_reason) for each in plain]
@@ -59,6 +59,7 @@ def test_graphs_find_the_same() -> None:
         assert [each.score for each in done] == pytest.approx([each.score for each in want], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_listeners_and_texts_that_are_left_out() -> None:
     told: dict[int, Completion] = {}
     done = engine().generate(PROMPTS, skip={0, 1, 2, 4}, on_completion=told.__setitem__, **SETTINGS)

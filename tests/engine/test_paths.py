@@ -38,6 +38,7 @@ def test_a_text_is_the_same_alone_and_in_a_ragged_batch(engine: Engine, verify: 
         assert engine.generate(prompt, **how)[0].tokens == one.tokens
 
 
+@pytest.mark.slow
 def test_more_paths_are_accepted_more_often() -> None:
     kept = {}
     for paths in (1, 4):

@@ -76,6 +76,7 @@ def test_episodes_are_those_of_the_real_simulator(count: int) -> None:
     assert max(map(apart, figures(cheap), figures(direct))) > 1.5
 
 
+@pytest.mark.slow
 def test_no_draft_changes_a_picture() -> None:
     """By coupled draws pictures are those of the target alone, pixel by pixel; another seed's are not."""
     pytest.importorskip("sklearn")

@@ -42,6 +42,7 @@ def test_gelu_has_a_sigmoid_and_the_same_values(gelu: Callable[[Tensor], Tensor]
     assert (graph(WIDE) - WIDE.relu()).abs().max() > 0.1, "it is no relu, so that the comparison can fail"
 
 
+@pytest.mark.slow
 def test_what_is_no_one_plus_tanh_stays() -> None:
     """Another addend, a multiple of it, soft caps of logits, whole numbers, and a tanh that others read."""
     for other in (

@@ -71,6 +71,7 @@ def test_a_kept_graph_has_the_weights_of_who_takes_it_over(place: Path) -> None:
     check(Scale(1, power=2.0), made=True)  # which is no weight: the graph says it
 
 
+@pytest.mark.slow
 def test_small_weights_which_inductor_writes_into_its_code_are_told_apart() -> None:
     check(Scale(0, size=8), made=True)
     check(Scale(1, size=8), made=True)
@@ -83,6 +84,7 @@ def test_constants_that_were_computed_out_of_weights_are_never_kept(place: Path)
     check(Scale(1, fold=True), made=True)
 
 
+@pytest.mark.slow
 def test_damaged_and_foreign_files_are_made_anew(place: Path) -> None:
     check(Scale(0), made=True)
     (path,) = place.iterdir()
@@ -100,6 +102,7 @@ def test_another_version_makes_graphs_anew(monkeypatch: pytest.MonkeyPatch) -> N
     check(Scale(0), made=True)
 
 
+@pytest.mark.slow
 def test_inputs_that_a_graph_was_not_made_for_get_their_own(place: Path) -> None:
     check(Scale(0), made=True)
     model = Scale(0)
@@ -118,6 +121,7 @@ def test_nothing_is_kept_where_that_is_turned_off(place: Path, monkeypatch: pyte
     assert not list(place.iterdir())
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_only_costs_time(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "file").write_text("")
     monkeypatch.setenv(kept_graphs.PLACE, str(place / "file" / "below"))

@@ -236,7 +236,7 @@ def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
         ("t5", BLOCK),
         pytest.param("t5", TOKEN, marks=pytest.mark.slow),
         pytest.param("bart", BLOCK, marks=pytest.mark.slow),
-        ("bart", TOKEN),
+        pytest.param("bart", TOKEN, marks=pytest.mark.slow),
     ],
 )
 def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:

@@ -83,6 +83,7 @@ def test_the_prediction_is_the_formula_on_measured_times(monkeypatch: pytest.Mon
     assert trial.factor == pytest.approx(speed(best)) and best > 0
 
 
+@pytest.mark.slow
 def test_a_draft_that_costs_too_much_does_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     base = Stats(emitted=100, target_calls=100, seconds={"target": 10.0})
     monkeypatch.setattr(exits, "pooled_stats", lambda decoder, requests, layers: timed(0.3, 0.2) if layers else base)

@@ -634,6 +634,7 @@ def small(tmp_path: Path) -> list[str]:
     return ["plan", "--target", "org/big", "--draft", "org/small", "--prompts", str(file), "--gamma", "2", *sizes]
 
 
+@pytest.mark.slow
 def test_command_prints_in_80_columns(command: Callable[..., Result], small: list[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     result = command(*small, "--gamma", "1", "--batch", "1", "--batch", "2", "--save", str(file))
@@ -737,6 +738,7 @@ def test_what_a_mode_does_not_use_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+@pytest.mark.slow
 def test_command_for_a_draft_elsewhere(command: Callable[..., Result], small: list[str]) -> None:
     """What is away is predicted and not run, and the report says how far it may be."""
     found = json.loads(command(*small, "--network-ms", "2000", "--json").stdout)["figures"]

@@ -110,6 +110,7 @@ def wrong(target: Any, everything: bool) -> Any:
     return lambda x, t: Wrong(target(x, t), everything)
 
 
+@pytest.mark.slow
 def test_a_round_on_tables_has_the_law_of_the_target() -> None:
     expected = P[0][:, None, None] * P[:, :, None] * P[None, :, :]
     assert torch.allclose(law_of_three_steps(table), expected, atol=1e-12)

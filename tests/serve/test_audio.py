@@ -21,7 +21,7 @@ import slipstream
 from serve.conftest import ServerProcess
 from slipstream.models.loading import EMBEDDED
 from terminal import run
-from toys import SEQ2SEQ, WHISPER, Family, tiny
+from toys import SEQ2SEQ, WHISPER, Family, rare, tiny
 
 pytestmark = pytest.mark.xdist_group("audio")  # one server
 
@@ -180,7 +180,7 @@ def test_answers_with_times(listening: ServerProcess, folder: Path) -> None:
     assert "timestamp_granularities" in caught.value.message
 
 
-@pytest.mark.parametrize("form", ["text", "srt", "vtt", "json"])
+@pytest.mark.parametrize("form", ["srt", "json", *rare("text", "vtt")])
 def test_the_command_writes_down_files(folder: Path, tmp_path: Path, form: str) -> None:
     content = sound(0.9)
     samples = np.frombuffer(content[44:], "<i2")

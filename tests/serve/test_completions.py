@@ -108,7 +108,7 @@ def test_acceptance_is_told(client: openai.OpenAI) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown field": ({"best_of": 4}, "best_of"),
+    "unknown field": ({"suffix": "end"}, "suffix"),
     "unknown nested field": ({"speculative": {"gama": 4}}, "speculative"),
     "empty prompt": ({"prompt": ""}, "prompt"),
     "too hot": ({"temperature": 101}, "temperature"),
