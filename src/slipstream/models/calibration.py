@@ -1,7 +1,7 @@
-"""What the layers of a model are given while it reads text that it wrote itself, for rounding its weights to that.
+"""Calibrated rounding of a model's weights, by the inputs of its layers while it reads text that it wrote itself.
 
-A model's own text needs no data of anybody, and is what it is going to read: rows that begin with any token and go on
-as the model does, at temperature 1 (self-calibration, arXiv 2410.17170).
+A model's own text needs no data set, and is like what it is going to read: rows that begin with a random token and are
+continued by the model at temperature 1 (self-calibration, arXiv 2410.17170).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import longest_text
 
 ROWS, LENGTH, TOGETHER = 32, 256, 4
-"""Texts, tokens of each, and how many texts are read in one pass."""
+"""The number of texts, the tokens of each, and the number of texts that are read in one pass."""
 MOST_BYTES = 1 << 30
-"""What the products of inputs may take at a time: a model with more reads the text several times."""
+"""The most bytes of products of inputs held at a time: a model that needs more reads the text several times."""
 
 
 @torch.inference_mode()
 def own_text(model: PreTrainedModel, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-    """Text (rows, length) that a causal model writes. Raises ValueError for one that reads a source."""
+    """Generate text (rows, length) by a causal model. Raises ValueError for an encoder-decoder."""
     calls, draws = calls_of(model), torch.Generator().manual_seed(0)
     if calls.form is not None:
         raise ValueError(f"{type(model).__name__} reads sources, so its rounding cannot be calibrated: leave that out.")
@@ -45,18 +45,18 @@ def own_text(model: PreTrainedModel, rows: int = ROWS, length: int = LENGTH) -> 
 def calibrated_codes(
     model: PreTrainedModel, precision: Precision, text: Tensor, names: Sequence[str]
 ) -> Iterator[tuple[str, Codes]]:
-    """The codes of the layers of these `names`, in their order, for what they are given in a text (rows, n)."""
+    """Yield the codes of the named layers, in their order, rounded for their inputs in a text (rows, n)."""
     known: tuple[Tensor, Tensor] | None = None
     for some in _portions(model, names):
         for name, products in input_products(model, some, text).items():
-            if known is None or known[0] is not products:  # queries, keys and values are given the same
+            if known is None or known[0] is not products:  # projections of queries, keys and values share their input
                 known = products, spreading(products)
             yield name, quantize_for(plain_weight(model.get_submodule(name)), precision, known[1])
 
 
 @torch.inference_mode()
 def input_products(model: PreTrainedModel, names: Sequence[str], text: Tensor) -> dict[str, Tensor]:
-    """The sum of x x^T (inputs, inputs) over the tokens of a text, for each layer that is named."""
+    """Return the sum of x x^T (inputs, inputs) over the tokens of a text, for the inputs x of each named layer."""
     found: dict[str, Tensor] = {}
     last: list[Any] = [None, ""]
 
@@ -83,7 +83,7 @@ def input_products(model: PreTrainedModel, names: Sequence[str], text: Tensor) -
 
 
 def _portions(model: PreTrainedModel, names: Sequence[str]) -> Iterator[list[str]]:
-    """The names in parts whose products fit in memory."""
+    """Yield the names in parts whose products take at most MOST_BYTES together; one layer's alone may take more."""
     part, room = list[str](), MOST_BYTES
     for name in names:
         layer: Any = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Calling models of transformers by their own ways: with their own caches, and beside them what an encoder has read."""
+"""Calling models of transformers with their own caches, and with the output of an encoder as a further input."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ from slipstream.models.families import logits_alone
 from slipstream.models.media import RowMedia, run_with_media
 
 STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""How models call what they hand from pass to pass, in their arguments and in what they return."""
+"""The names under which models take and return the state that is passed from one pass to the next."""
 
 
 class Calls(Protocol):
-    """How a model is called: for new tokens behind a state, and for a whole text."""
+    """A way of calling a model: on new tokens after a state, and on a whole text.
+
+    `beside` is the keyword inputs besides the tokens, as `read` returns them, or a row's media.
+    """
 
     takes_positions: bool
     joins_rows: bool
-    """Whether rows can share a pass: sources differ, so that those of an encoder-decoder cannot."""
+    """Whether rows can share a pass; those of an encoder-decoder cannot, since each has a source of its own."""
 
     @property
     def form(self) -> SourceForm | None:
-        """The form of the sources that an encoder reads."""
+        """The form of the sources that the encoder reads; None for a model without an encoder."""
         ...
 
     def read(self, source: Source | None) -> Any:
-        """What the decoder looks at of a source."""
+        """Return the decoder's inputs for a source; None for a model without an encoder."""
         ...
 
     def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
-        """An output with logits (rows, n, vocab) of new tokens (rows, n) behind a state (None: at the beginning)."""
+        """Return an output with logits (rows, n, vocab) of new tokens (rows, n) after a state (None: at the start)."""
         ...
 
     def state(self, out: Any) -> Any:
-        """What the model remembers; None if it hands out nothing."""
+        """Return the state in an output of the model; None if it has none."""
         ...
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        """The logits (1, n, vocab) of one text, without a state."""
+        """Return the logits (1, n, vocab) of one text, without a state."""
         ...
 
 
@@ -57,12 +60,14 @@ UNLIKE_OTHERS = {
     "prophetnet": "predicts several tokens ahead in streams of their own, whose cache gives other logits than the text",
     "xlnet": "predicts a token from a blank in its place, so that what it has read says nothing of the next one",
 }
-"""Types of models that are not called as others are, and why."""
+"""The types of models that cannot be called as others are, with the reason for each."""
 
 
 def calls_of(model: PreTrainedModel) -> Calls:
-    """How this model is called. Raises ValueError for one that is not called as others are, or treats its first pass
-    unlike later ones."""
+    """Return the way of calling a model.
+
+    Raises ValueError for a model that cannot be called as others are, or treats its first pass unlike later ones.
+    """
     if reason := UNLIKE_OTHERS.get(model.config.model_type):
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) {reason}; use another model.")
     text = model.config.get_text_config()
@@ -92,7 +97,7 @@ class CausalCalls:
         self._name = next((name for name in STATE_NAMES if name in self._takes), STATE_NAMES[0])
 
     def read(self, source: Source | None) -> None:
-        """Nothing: there is no encoder."""
+        """Return None: there is no encoder."""
 
     def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
         known = {name: option for name, option in options.items() if name in self._takes}
@@ -100,26 +105,29 @@ class CausalCalls:
             if state is None:
                 return self._read_media(tokens, beside, known)
             known["position_ids"] = known["position_ids"] + beside.shift
-        handed = {} if state is None else {self._name: state}  # without one, the model makes the kind it needs
+        handed = {} if state is None else {self._name: state}  # without a state the model makes one of its own kind
         return self.model(input_ids=tokens, use_cache=True, **handed, **known)
 
     def _read_media(self, tokens: Tensor, row: RowMedia, options: dict[str, Any]) -> Any:
-        """A pass over the whole text (1, n) of a row with media."""
-        options.pop("position_ids", None)  # the model's own count how much room an image takes
+        """Run a pass over the whole text (1, n) of a row with media, and store the shift of later positions."""
+        options.pop("position_ids", None)  # the model computes positions that count the room of an image
         out, row.shift = run_with_media(self.model, tokens[0].tolist(), row.media, use_cache=True, **options)
         return out
 
     def state(self, out: Any) -> Any:
-        """What the model remembers; None if it hands out nothing."""
+        """Return the state in an output of the model; None if it has none."""
         return getattr(out, self._name, None)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        """The logits (1, n, vocab) of one text, without a state."""
+        """Return the logits (1, n, vocab) of one text, without a state."""
         return logits_alone(self.model, text)
 
 
 class SourceCalls:
-    """Calls of an encoder-decoder, whose encoder reads every source once. Raises ValueError if it reads no text."""
+    """Calls of an encoder-decoder, whose encoder reads every source once.
+
+    Raises ValueError for a model that reads neither text nor Whisper's features.
+    """
 
     takes_positions = False
     joins_rows = False
@@ -129,7 +137,7 @@ class SourceCalls:
         self.form = source_form(model)
 
     def read(self, source: Source | None) -> dict[str, Any]:
-        """The encoder's states, and which of them are to be looked at. Raises ValueError without a source."""
+        """Run the encoder on a source -> its output and mask, as the decoder's inputs. ValueError without a source."""
         if source is None:
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
         given, encoder = self.form.cut(source), self.model.get_encoder()
@@ -143,10 +151,10 @@ class SourceCalls:
         return self.model(decoder_input_ids=tokens, past_key_values=state, use_cache=True, **beside)
 
     def state(self, out: Any) -> Any:
-        """What the decoder remembers; None if it hands out nothing."""
+        """Return the decoder's state in an output; None if it has none."""
         return getattr(out, "past_key_values", None)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        """The logits (1, n, vocab) of one text, without a state."""
+        """Return the logits (1, n, vocab) of one text, without a state."""
         tokens = torch.tensor([text], device=input_device(self.model))
         return self.model(decoder_input_ids=tokens, use_cache=False, **self.read(source)).logits

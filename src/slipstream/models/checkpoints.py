@@ -1,4 +1,4 @@
-"""Reading single tensors and records of a checkpoint that transformers has no class for, or drops on loading."""
+"""Reading single tensors and JSON files of a checkpoint that transformers has no class for, or drops on loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def read_record(source: str | Path, name: str) -> dict[str, Any] | None:
-    """A JSON object of a folder or a hub name; None if there is no such file. Raises ValueError for a damaged one."""
+    """Read a JSON object of a folder or hub name; None if there is no such file. Raises ValueError if it is damaged."""
     file = _file(source, name)
     if file is None:
         return None
@@ -32,8 +32,10 @@ def read_record(source: str | Path, name: str) -> dict[str, Any] | None:
 
 
 def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint in safetensors whose names are wanted. Raises ValueError if there is no such
-    checkpoint, or it is damaged."""
+    """Read the tensors of a checkpoint in safetensors for whose names `wanted` is true.
+
+    Raises ValueError if there is no such checkpoint, or it is damaged.
+    """
     index = read_record(source, INDEX)
     found = {file for name, file in (index or {}).get("weight_map", {}).items() if wanted(name)}
     tensors: dict[str, Tensor] = {}
@@ -45,7 +47,7 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str,
 
 @contextmanager
 def _opened(source: str | Path, name: str) -> Iterator[Any]:
-    """A file of tensors. Raises ValueError if there is none, or it is damaged."""
+    """Open a file of tensors. Raises ValueError if there is none, or it is damaged."""
     file = _file(source, name)
     if file is None:
         raise ValueError(f"{str(source)!r} has no {name}: its weights are read in safetensors only.")
@@ -57,7 +59,7 @@ def _opened(source: str | Path, name: str) -> Iterator[Any]:
 
 
 def _file(source: str | Path, name: str) -> Path | None:
-    """Where a file of a checkpoint lies; None if there is none."""
+    """Return the path of a file of a checkpoint; None if there is none."""
     if Path(source).is_dir():
         file = Path(source) / name
         return file if file.is_file() else None
@@ -69,7 +71,7 @@ def _file(source: str | Path, name: str) -> Path | None:
 
 
 def tensor_names(source: str | Path) -> list[str]:
-    """The names of all tensors of a checkpoint in safetensors. Raises ValueError if there is no such checkpoint."""
+    """Return the names of all tensors of a checkpoint in safetensors. Raises ValueError if there is none."""
     index = read_record(source, INDEX)
     if index is not None:
         return sorted(index.get("weight_map", {}))

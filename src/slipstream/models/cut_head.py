@@ -1,4 +1,4 @@
-"""Models whose head knows some tokens only: all others are impossible, and what is not computed costs nothing."""
+"""Models whose head is cut to some tokens: the others are impossible, and no time is spent on their logits."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import trial_text
 
 CAP = "final_logit_softcapping"
-"""Gemma's cap of logits, by its name in the configuration. Behind the cut it would make impossible tokens possible."""
+"""The configuration's name of Gemma's cap of logits; applied after the cut, it would make the cut tokens possible."""
 
 
 class CutHead(nn.Module):
     """A head for some tokens of a vocabulary: hidden states (..., width) -> logits (..., vocab), -inf for the others.
 
-    `known` computes their logits, and is packed or quantized as other linear layers are.
+    The linear layer `known` computes the kept tokens' logits, and is packed or quantized as other linear layers are.
     """
 
     kept: Tensor
 
     def __init__(self, head: Any, kept: Tensor, cap: float | None = None) -> None:
-        """`head`: the whole one, of whose tokens those in `kept` (n,) stay. Their logits are capped as Gemma does."""
+        """Cut a `head` to the tokens `kept` (n,); `cap` is the bound on their logits in Gemma (None: no bound)."""
         super().__init__()
         weight, bias = plain_weight(head).to(head.weight.dtype), getattr(head, "bias", None)
         (self.out_features, self.in_features), self.cap = weight.shape, cap
@@ -39,12 +39,12 @@ class CutHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (n, width) of the tokens that it knows."""
+        """The weight (n, width) of the kept tokens."""
         weight: Tensor = self.known.weight
         return weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The logits of all tokens."""
+        """Return the logits (..., vocab) of all tokens, -inf for those that were cut."""
         logits = self.known(hidden)
         if self.cap is not None:
             logits = self.cap * torch.tanh(logits / self.cap)
@@ -53,9 +53,9 @@ class CutHead(nn.Module):
 
 @torch.no_grad()
 def with_kept_tokens(model: PreTrainedModel, name: str, kept: Tensor) -> PreTrainedModel:
-    """A twin of the model whose head knows the tokens `kept` (n,) only; all else is shared. The model may be packed.
+    """Return a twin of the model whose head is cut to the tokens `kept` (n,), and which shares all else with it.
 
-    Raises ValueError in one sentence where the model makes its logits otherwise.
+    The model may be packed. Raises ValueError in one sentence if its logits do not come from its head alone.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -73,7 +73,7 @@ def with_kept_tokens(model: PreTrainedModel, name: str, kept: Tensor) -> PreTrai
 
 @torch.inference_mode()
 def _refuse_others(twin: PreTrainedModel, name: str, kept: Tensor) -> None:
-    """Raises ValueError unless exactly the kept tokens are possible: some models go on computing behind their head."""
+    """Raise ValueError unless exactly the kept tokens are possible: some models change the logits after their head."""
     calls = calls_of(twin)
     source = calls.form.example(3) if calls.form else None
     try:

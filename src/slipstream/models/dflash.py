@@ -1,8 +1,9 @@
 """DFlash drafts (arXiv 2602.06036) through transformers' classes: one call drafts a whole block of tokens.
 
-The network keeps keys and values of the target's hidden states. Behind them it reads the pending token and, in place of
-every token to draft, a mask; all of these see each other. So each drafted token has a law of its own, which knows what
-stands before the block and not what is drafted in it: exactness asks for no more than the law that it was drawn from.
+The network's cache holds keys and values of the target's hidden states. After them it reads the pending token and a
+mask in place of every token to draft; all of these attend to each other. The law of a drafted token depends on the text
+before the block, and not on the other tokens drafted in it. That is exact, since verification only needs the law that
+each token was drawn from.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NEEDED = ("block_size", "mask_token_id", "target_layer_ids", "hidden_size")
 
 
 def load_dflash(source: str | Path, target: Any) -> Any:
-    """The DFlash draft in a folder or under a hub name, for a model of transformers, in its dtype and on its device.
+    """Load a DFlash draft from a folder or hub name, for a target of transformers, in its dtype and on its device.
 
     Raises ValueError in one sentence if there is none, or it was made for a target of other sizes.
     """
@@ -47,7 +48,7 @@ def load_dflash(source: str | Path, target: Any) -> Any:
         )
     try:
         net = AutoModel.from_pretrained(source, dtype=target.dtype)
-    except Exception as error:  # what lies there was written by others, and damage shows as any error
+    except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
         raise ValueError(f"cannot load the draft {str(source)!r}: {first_sentence(error)}.") from error
     return net.to(target.device).eval()
 
@@ -62,7 +63,7 @@ class DFlashScorer:
     context = None
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
-        """Raises ValueError if the target shows no hidden states, or not those that the network reads."""
+        """Record the target's hidden states. Raises ValueError if it returns none, or not those the network reads."""
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.name, self.vocab, self.device = name, target.vocab, target.device
@@ -77,7 +78,7 @@ class DFlashScorer:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         return self._memory.texts.lengths
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
@@ -93,11 +94,11 @@ class DFlashScorer:
         self._memory.free(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows."""
+        """Drop everything after `lengths[r]` tokens of the first rows."""
         self._memory.texts.rollback(lengths)
 
     def scrub(self) -> None:
-        """Zero what lies behind the rows' tokens."""
+        """Zero the cache after the rows' tokens."""
         self._memory.texts.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -107,14 +108,14 @@ class DFlashScorer:
         """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What keys and values of texts of these lengths take; 0 before the first pass."""
+        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
         return self._memory.texts.bytes_for(lengths)
 
     # ---- passes ----
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Take in the target's states of texts that it has read."""
+        """Fill the cache with the target's states of texts that the target has read."""
         assert first == 0, "a draft has the rows that run, and no others"
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             counts = [len(text[start : start + PREFILL_TOKENS]) for text in texts]
@@ -122,29 +123,31 @@ class DFlashScorer:
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """The logits of the token after `counts[r]` of tokens (rows, n), at all of their places (rows, n, vocab)."""
+        """Return the logits of the token after `counts[r]` of tokens (rows, n), repeated to (rows, n, vocab)."""
         assert first == 0 and tree is None, "a block is drafted for the rows that run"
         return self.block(tokens, counts)[:, :1].expand(-1, tokens.shape[1], -1)
 
     @torch.inference_mode()
     def block(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """Take in the target's states of `counts[r]` of tokens (rows, n) but the last, which is pending -> logits
-        (rows, block - 1, vocab) of all that follow it."""
+        """Draft a block after the pending token -> logits (rows, block - 1, vocab) of the tokens that follow it.
+
+        Of tokens (rows, n), `counts[r]` are real; the last of these is pending, and the target has states of the rest.
+        """
         last = (torch.tensor(list(counts), device=self.device) - 1).clamp(min=0)
         anchor = tokens.gather(1, last[:, None])
         noise = pad(anchor, (0, self.block_size - 1), value=int(self._net.config.mask_token_id))
         return self._project(self._pass([max(0, count - 1) for count in counts], noise)[:, 1:])
 
     def _pass(self, counts: Sequence[int], noise: Tensor) -> Tensor:
-        """Run the network on `counts[r]` states of the target and noise (rows, n) behind -> states (rows, n, width).
+        """Run the network on `counts[r]` states of the target, then noise (rows, n) -> states (rows, n, width).
 
-        Rows of fewer states than others have a gap before their noise, which nobody sees.
+        Rows with fewer states than others have a gap before their noise, which is masked.
         """
         wide, texts = max(counts), self._memory.texts
         slots = texts.place(wide + noise.shape[1]).to(self.device)
         starts, new = slots[:, :1], torch.tensor(list(counts), device=self.device)[:, None]
         offsets = torch.arange(slots.shape[1], device=self.device)
-        # Where a state or a piece of noise stands in the text: the gap is left out.
+        # The position of each state or piece of noise in the text, without the gap.
         own = torch.where(offsets < wide, slots, slots - wide + new)
         places = torch.arange(texts.end, device=self.device)[None]
         others = torch.where(places < starts + wide, places, places - wide + new)

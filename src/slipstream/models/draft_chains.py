@@ -1,4 +1,4 @@
-"""Drafting chains by graphs, behind the texts of a memory."""
+"""Drafting chains by graphs, after the texts of a memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DraftChains:
         return not self._context or max(lengths) + self._room(wish) <= self._context
 
     def draft(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Tokens (rows, gamma) and the law each was drawn from; None where that has to be done without graphs."""
+        """Draft tokens (rows, gamma), with the law each was drawn from; None where graphs cannot do it."""
         texts, sources = self._memory.texts, self._memory.sources
         texts.reserve(self._room(wish), 0, len(wish.fed))
         cross = sources.cross(texts.part, None) if sources else None
@@ -32,5 +32,5 @@ class DraftChains:
         return found
 
     def _room(self, wish: Wish) -> int:
-        """Slots that the graphs may write to, of each row."""
+        """Return the number of slots of each row that the graphs may write to."""
         return self.draft_graphs.most_fed + sum(self.draft_graphs.steps(wish))

@@ -1,8 +1,8 @@
 """EAGLE-3 drafts (arXiv 2503.01840) from checkpoints as speculators and SpecForge write them.
 
-A decoder layer, seldom more, that reads at every position three hidden states of the target, made one by `fc`, beside
-the embedding of the token that follows. What comes out predicts the token after that, and stands in for the target's
-states where there are none yet. Its head knows `draft_vocab_size` tokens; the others have no chance.
+The network is a decoder layer, seldom more. At every position it reads three hidden states of the target, joined by
+`fc` into one, and the embedding of the next token. Its output predicts the token after that, and replaces the target's
+states where there are none yet. Its head has `draft_vocab_size` tokens; the others are never drafted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LAYERS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
     "llama": (LlamaConfig, LlamaDecoderLayer),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer),
 }
-"""Configuration and layer by the `model_type` of `transformer_layer_config`."""
+"""The classes of the configuration and the layer, by the `model_type` of `transformer_layer_config`."""
 
 WRITE = "give a folder or a hub name of an EAGLE-3 draft in the format of speculators or SpecForge"
 
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """What the config.json of an EAGLE-3 draft says; `aux` are the places of the hidden states, None: the usual."""
+    """The settings in the config.json of an EAGLE-3 draft; `aux` are the places of hidden states (None: the usual)."""
 
     layer: PreTrainedConfig
     kind: Any
@@ -47,9 +47,11 @@ class Eagle3Settings:
 
     @staticmethod
     def read(record: Mapping[str, Any], name: str) -> Eagle3Settings:
-        """From either format: speculators nests the layer's settings, SpecForge does not. Raises ValueError if this is
-        no EAGLE-3 draft, or one with layers of an unknown kind."""
-        inner = {**record, **record.get("eagle_config", {})}  # SpecForge keeps some of them there
+        """Read the settings in either format: speculators nests the layer's settings, SpecForge does not.
+
+        Raises ValueError if this is not an EAGLE-3 draft, or has layers of an unknown kind.
+        """
+        inner = {**record, **record.get("eagle_config", {})}  # SpecForge stores some settings in eagle_config
         speculators = inner.get("speculators_model_type")
         kinds = [speculators] if speculators else inner.get("architectures") or ()
         if not any("eagle3" in kind.lower() for kind in kinds):
@@ -77,12 +79,12 @@ class Eagle3Settings:
         )
 
     def places(self, layers: int) -> tuple[int, ...]:
-        """Which hidden states of a target with so many layers it reads: as trained, or those that are usual."""
+        """Return the places of the hidden states it reads in a target of `layers` layers: those given, or the usual."""
         return self.aux or (2, layers // 2, layers - 3)
 
 
 class FirstLayer(nn.Module):
-    """A decoder layer whose attention reads embeddings and hidden states side by side."""
+    """A decoder layer whose attention reads embeddings and hidden states, concatenated."""
 
     def __init__(self, settings: Eagle3Settings) -> None:
         super().__init__()
@@ -105,16 +107,16 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """The network of an EAGLE-3 draft; parameters have the names they have in checkpoints.
+    """The network of an EAGLE-3 draft, with parameters named as in checkpoints.
 
-    Without `lm_head` or `embed_tokens` of its own it uses the target's.
+    It uses the target's `lm_head` or `embed_tokens` if its checkpoint has none.
     """
 
     depth = 1
-    targets: Tensor  # the target's id of each token of the draft
+    targets: Tensor  # (draft vocabulary,): the target's id of each token of the draft
 
     def __init__(self, settings: Eagle3Settings, places: Sequence[int]) -> None:
-        """`places`: which hidden states it reads of the target at each position."""
+        """Make the network with random weights; `places` are those of the target's hidden states that it reads."""
         super().__init__()
         config: Any = settings.layer
         width, wide, aux = config.hidden_size, settings.target_width, len(places)
@@ -133,7 +135,7 @@ class Eagle3(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def combine(self, states: Tensor) -> Tensor:
-        """Hidden states of the target (rows, n, aux * target width), side by side -> what the layers read."""
+        """Combine the target's concatenated hidden states (rows, n, aux * target width) -> (rows, n, width)."""
         states = self.input_norm(states.to(self.fc.weight.dtype))
         if self.fc_norm:
             parts = states.chunk(len(self.fc_norm), -1)
@@ -141,7 +143,7 @@ class Eagle3(nn.Module):
         return self.fc(states)
 
     def forward(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
-        """Tokens (rows, n) and the states before them -> states (rows, n, width), which predict what comes next."""
+        """Run on tokens (rows, n) and the states before them -> states (rows, n, width) that predict the next ones."""
         embeds = self.embed_tokens(tokens).to(hidden.dtype)
         beside = {
             "position_embeddings": self.rotary_emb(hidden, behind.positions),
@@ -154,7 +156,7 @@ class Eagle3(nn.Module):
         return self.norm(hidden) if self.settings.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits (rows, n, vocabulary of the target), minus infinity for tokens that the draft does not know."""
+        """Return the logits (rows, n, vocabulary of the target), -inf for tokens outside the draft's vocabulary."""
         own = self.lm_head(hidden if self.settings.norm_output else self.norm(hidden))
         if own.shape[-1] == self.vocab:
             return own
@@ -163,7 +165,7 @@ class Eagle3(nn.Module):
 
 
 def load_eagle3(source: str | Path, target: Any) -> Eagle3:
-    """The EAGLE-3 draft in a folder or under a hub name, for a model of transformers, in its dtype and on its device.
+    """Load an EAGLE-3 draft from a folder or hub name, for a target of transformers, in its dtype and on its device.
 
     Raises ValueError in one sentence if there is none, if it is incomplete, or made for a target of other sizes.
     """
@@ -181,22 +183,22 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
     net = Eagle3(settings, settings.places(config.num_hidden_layers))
     _fill(net, tensors, source, target)
     net.to(target.device, target.dtype)
-    net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, whatever the weights are in
+    net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, whatever the dtype of the weights
     return net.eval()
 
 
 def _needed(name: str) -> bool:
-    """Whether a tensor is the draft's: some save what can be computed, or parts of the target, too."""
+    """Whether a tensor belongs to the draft: some checkpoints also have computed tensors, or parts of the target."""
     return not name.endswith("inv_freq") and not name.startswith("verifier_")
 
 
 def _renamed(name: str) -> str:
-    """SpecForge calls the first layer `midlayer`."""
+    """Return our name of a tensor: SpecForge calls the first layer `midlayer`."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
 def _fill(net: Eagle3, tensors: dict[str, Tensor], source: str | Path, target: Any) -> None:
-    """Put a checkpoint's tensors into a network, and the target's where it has none of its own."""
+    """Load a checkpoint's tensors into a network, with the target's embeddings and head if the checkpoint has none."""
     offsets, known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     size = net.settings.draft_vocab
     if offsets is not None:
@@ -224,7 +226,7 @@ def _fill(net: Eagle3, tensors: dict[str, Tensor], source: str | Path, target: A
 
 
 class _Shared(nn.Module):
-    """A layer of the target, whose weights are not ours to move; of its outputs only those that are `kept`."""
+    """A layer of the target that is not a submodule, so its weights are not moved; returns only the outputs `kept`."""
 
     def __init__(self, layer: nn.Module, kept: Tensor | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Checkpoints of llama.cpp (.gguf) on a CPU: weights whose format fits ours are read from their own codes.
+"""Loading checkpoints of llama.cpp (.gguf) on a CPU: weights in a format that fits ours keep their stored codes.
 
-Names and the order of rows are those of llama.cpp, which interleaves the halves of what it rotates; transformers knows
-how to undo that, and is asked for it. All other weights are dequantized, as transformers does with all of them.
+Names and the order of rows are those of llama.cpp, which interleaves the halves of what it rotates; transformers'
+functions undo that. All other weights are dequantized, as transformers does with all of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slipstream.models.origin import Origin
 from slipstream.models.quantized_checkpoints import PLACED_OTHERWISE, Loaded, assembled, compute_dtype, replace_head
 
 FITTING = {"Q8_0": 8, "Q5_0": 8, "IQ4_NL": 8, "Q4_0": 4}
-"""Formats whose 32 inputs share a scale and nothing else, and the bits of the codes that hold theirs."""
+"""The formats in which 32 inputs share a scale and nothing else, and the bits of our codes that can hold theirs."""
 GROUP = 32
 FILE, EMBEDDINGS = "gguf_file", "token_embd.weight"
 
 
 @dataclass
 class GgufWeights:
-    """What a file holds, by the names of transformers: `tensors`, and the layers that are `stored` in codes."""
+    """The weights read from a file, by transformers' names: `tensors`, and the layers that are `stored` in codes."""
 
     skeleton: Any  # the model without weights
     processor: Any
@@ -42,12 +42,12 @@ class GgufWeights:
 
     @staticmethod
     def of(skeleton: Any, architecture: str) -> GgufWeights:
-        """Nothing yet of a file of this architecture. Raises NotImplementedError for one without known names."""
+        """Return an empty record for a file. Raises NotImplementedError if its architecture's names are not known."""
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=skeleton.config.to_dict())
         return GgufWeights(skeleton, processor, get_gguf_hf_weights_map(skeleton, processor))
 
     def take(self, tensor: Any) -> None:
-        """Take in a tensor of the file."""
+        """Add a tensor of the file, as codes if they fit a linear layer, otherwise dequantized."""
         layer, order = self.names.get(tensor.name, "").removesuffix(".weight"), None
         bits = FITTING.get(tensor.tensor_type.name)
         if bits and layer in self._linear_layers():
@@ -69,7 +69,7 @@ class GgufWeights:
         return {name for name, module in self.skeleton.named_modules() if type(module) is nn.Linear}
 
     def _order_of_rows(self, tensor: Any) -> Tensor | None:
-        """The rows in transformers' order; None where it does more to a weight than to move its rows."""
+        """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
         rows = np.arange(tensor.data.shape[0], dtype=np.float64)[:, None]
         found = self.processor.process(weights=rows, name=tensor.name, **self._beside())
         if found.name != tensor.name or found.weights.shape != rows.shape:
@@ -86,12 +86,12 @@ class GgufWeights:
             self.tensors[self.names[found.name]] = torch.from_numpy(np.array(found.weights))
 
     def _beside(self) -> dict[str, Any]:
-        """What processors of experts look at, which put their tensors among the others themselves."""
+        """Return the arguments of the processors of experts, which put their tensors among the others themselves."""
         return {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": self.tensors}}
 
 
 def _stored(tensor: Any, bits: int, order: Tensor) -> StoredLinear:
-    """A layer from its blocks, each of a scale in float16 and whole numbers, which a scale of one gives as they are."""
+    """Return a layer from its blocks, each a float16 scale and integers; these are read by setting the scale to 1."""
     from gguf import GGML_QUANT_SIZES, dequantize
 
     rows, size = tensor.data.shape[0], GGML_QUANT_SIZES[tensor.tensor_type][1]
@@ -107,8 +107,11 @@ def _stored(tensor: Any, bits: int, order: Tensor) -> StoredLinear:
 def load_gguf(
     kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, options: dict[str, Any]
 ) -> Loaded | None:
-    """The model of a .gguf file, as `kind.from_pretrained` gives one with its account; None where transformers has to
-    read it: none of its weights fits, its architecture has no known names, or it does not go to a CPU in one piece."""
+    """Load a .gguf file -> the model and a loading report, as `kind.from_pretrained` returns them.
+
+    None where transformers has to read it: none of its weights fits, the names of its architecture are not known, or
+    it does not go to a CPU in one piece.
+    """
     file = origin.options.get(FILE)
     if file is None or place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None

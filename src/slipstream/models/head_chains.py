@@ -1,4 +1,4 @@
-"""Drafting chains by graphs with a network that reads a target's hidden states, beside a compiled target."""
+"""Drafting chains by graphs with a network that reads the hidden states of a compiled target."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from slipstream.execution.passes import GivenSlots
 
 @dataclass(frozen=True)
 class Behind:
-    """What the new tokens of a pass stand behind: their `positions` (rows, n), and the `cache` with what was read
-    before (None: nothing was)."""
+    """The context of the new tokens of a pass: `positions` (rows, n), `masks`, and the `cache` (None: no cache)."""
 
     positions: Tensor
     cache: Any
     masks: PassMasks
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The additive mask (rows, 1, n, slots) of a layer, within its window."""
+        """Return the additive mask (rows, 1, n, slots) of a layer with this window (None: no window)."""
         return self.masks.mask(Sight(window), dtype)
 
     @staticmethod
     def within(slots: Tensor, end: int, cache: Any) -> Behind:
-        """What tokens at slots (rows, n) stand behind. No state comes before a text's first token: its place is kept,
-        so that places count as the text's do, and is seen by nothing else."""
+        """Return the context of tokens at slots (rows, n).
+
+        There is no state before a text's first token: its slot is kept, so that slots count as the text's places do,
+        but no other token attends to it.
+        """
         masks = PassMasks.chain(slots, end)
         assert masks.allowed is not None
         seen = masks.allowed & ((masks.others > 0)[:, None] | (slots == 0)[:, :, None])
@@ -38,7 +40,7 @@ class Behind:
 
 
 class OneLayer(Protocol):
-    """A network of one layer that goes on from what it made; see `head_scorer.Head`."""
+    """A network of one layer that goes on from its own states; see `head_scorer.Head`."""
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor: ...
 
@@ -47,8 +49,7 @@ class OneLayer(Protocol):
 
 @dataclass(frozen=True)
 class HeadNetwork:
-    """A network on hidden states as what drafts in a graph: the first step reads the target's states, later ones its
-    own."""
+    """A network on hidden states that drafts in a graph: step one reads the target's states, later ones its own."""
 
     head: OneLayer
 
@@ -64,6 +65,8 @@ class HeadNetwork:
 def head_graphs(
     head: OneLayer, name: str, sizes: Sequence[int], progress: Callable[[str], object] | None = None
 ) -> DraftGraphs:
-    """Graphs that draft chains of these sizes. In a round a network reads again all that the round before kept, and the
-    pending token."""
+    """Return graphs that draft chains of these sizes.
+
+    In every round the network reads the tokens that the previous round kept again, and the pending token.
+    """
     return DraftGraphs(HeadNetwork(head), name, tuple(sizes), max(FED, *sizes) + 1, progress)

@@ -1,7 +1,7 @@
-"""Small networks that draft from a target's hidden states, as Scorers: heads that ship with checkpoints, and EAGLE-3.
+"""Scorers of small networks that draft from a target's hidden states: heads that ship with checkpoints, and EAGLE-3.
 
-Such a network reads, at the place of every token, the token and the target's state of the token before it, and has keys
-and values of its own. Behind the text there are no states of the target yet: there it reads what it made itself. Once
+At the place of every token such a network reads the token and the target's state of the token before it, and it has a
+KV cache of its own. After the text there are no states of the target yet: there it reads its own output states. Once
 the target has verified those tokens, they are read again with the target's states.
 """
 
@@ -27,12 +27,14 @@ from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory
 
 PREFILL_TOKENS = 512
-"""Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
+"""The columns of one prefill pass, which bounds the memory of masks and activations for long prompts."""
 
 
 class Head(Protocol):
-    """The network: `depth` layers that take turns, each drafting a token from what the one before it made of the same
-    places; behind the last one that one goes on with what it made itself. `places` are those of `HiddenStates`."""
+    """A network of `depth` layers that take turns: each drafts a token from the previous layer's states.
+
+    For tokens after those, the last layer goes on with its own states. `places` are those of `HiddenStates`.
+    """
 
     @property
     def depth(self) -> int: ...
@@ -42,38 +44,40 @@ class Head(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Size of the target's logits."""
+        """The size of the target's logits."""
         ...
 
     def combine(self, states: Tensor) -> Tensor:
-        """The target's states (rows, n, width of all places) -> what is read (rows, n, width)."""
+        """Combine the target's states (rows, n, width of all places) -> the network's input (rows, n, width)."""
         ...
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
-        """Layer `step`: tokens (rows, n) and the states before them -> states (rows, n, width)."""
+        """Run layer `step` on tokens (rows, n) and the states before them -> states (rows, n, width)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits (rows, n, vocabulary of the target) of what follows."""
+        """Return the logits (rows, n, vocabulary of the target) of the next tokens."""
         ...
 
 
 @runtime_checkable
 class RecordsStates(Protocol):
-    """A target that keeps its hidden states for others to read."""
+    """A target that can record its hidden states for drafts."""
 
     @property
     def device(self) -> torch.device: ...
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Keep the hidden states of some places of every token, as long as what is returned lives."""
+        """Record the hidden states at some places of every token, as long as the result lives."""
         ...
 
 
 @dataclass
 class _Fed:
-    """The tokens (rows, n) that a round began with, of which `counts` are real; what came of them, and of how many
-    layers."""
+    """The tokens (rows, n) that a round began with, of which `counts` are real.
+
+    `made` are the states that the last of the `layers` layers run so far made of them.
+    """
 
     tokens: Tensor
     counts: list[int]
@@ -84,28 +88,28 @@ class _Fed:
 class HeadScorer:
     """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
 
-    Its rows are the first ones of the target. `rollback` also forgets what was not read with the target's states.
+    Its rows are the first ones of the target. `rollback` also drops what was not read with the target's states.
     """
 
     source_form = None
     context = None
 
     def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
-        """Raises ValueError if the target does not show the states that the head reads."""
+        """Record the target's states for a head. Raises ValueError if the target cannot return those it reads."""
         self.name, self.head, self.vocab, self.device = name, head, head.vocab, target.device
         self._states = target.record(head.places)
         self._memory = Memory()
         self._cache = HFCache(self._memory)
-        self._sure: list[int] = []  # how much of every row was read with the target's states, by all layers
+        self._sure: list[int] = []  # per row: the tokens that all layers have read with the target's states
         self._fed: _Fed | None = None
-        self._last = torch.empty(0)  # (rows, 1, width), what was made at each row's last token
+        self._last = torch.empty(0)  # the states (rows, 1, width) made at each row's last token
         self.draft_graphs: DraftGraphs | None = None
 
     # ---- rows ----
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         return self._memory.texts.lengths
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
@@ -125,7 +129,7 @@ class HeadScorer:
         self._sure = [sure for row, sure in enumerate(self._sure) if row not in gone]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows, and what was drafted before that."""
+        """Drop everything after `lengths[r]` tokens of the first rows, and all that was drafted before that."""
         kept = [min(pair) for pair in zip(lengths, self._sure, strict=False)]
         self._memory.texts.rollback(kept)
         self._sure[: len(kept)] = kept
@@ -135,21 +139,23 @@ class HeadScorer:
         self._memory.texts.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move nothing: what was drafted is read again."""
+        """Move nothing: drafted tokens are read again."""
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What keys and values of texts of these lengths take; 0 before the first pass."""
+        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
         return self._memory.texts.bytes_for(lengths)
 
     # ---- passes ----
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts whose tokens the target has read. Layer k reads the token k places on: where that is not known
-        yet, nothing is kept."""
+        """Feed texts whose tokens the target has read.
+
+        Layer k reads the token k places later; places where that token is not known yet are not kept.
+        """
         assert first == 0, "a draft has the rows that run, and no others"
         ahead = self.head.depth - 1
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
@@ -165,8 +171,10 @@ class HeadScorer:
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed `counts[r]` of tokens (rows, n) -> logits (rows, n, vocab): those after each row's last token, which
-        are the only ones that are made, stand at all its places."""
+        """Feed `counts[r]` of tokens (rows, n) -> logits (rows, n, vocab).
+
+        Only the logits after each row's last token are computed; they are repeated at all its places.
+        """
         assert first == 0 and tree is None, "heads draft chains for the rows that run"
         held = self._states.lengths
         if any(count and have > read for count, have, read in zip(counts, self.lengths, held, strict=False)):
@@ -176,7 +184,7 @@ class HeadScorer:
         return self.head.logits(self._last).expand(-1, tokens.shape[1], -1)
 
     def _begin(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Feed tokens that the target has read, and the pending one: all with the target's states."""
+        """Begin a round: feed tokens that the target has read, and the pending one, with the target's states."""
         made = self._feed(0, tokens, None, counts)
         ahead = self.head.depth - 1
         self._sure = [
@@ -186,7 +194,7 @@ class HeadScorer:
         self._fed = _Fed(tokens, list(counts), made)
 
     def _go_on(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Draft on behind drafted tokens (rows, 1): by the next layer, or by the last one with its own states."""
+        """Feed drafted tokens (rows, 1): to the next layer, or to the last one with its own states."""
         fed = self._fed
         assert fed is not None, "a round begins with the pending token"
         if fed.layers == self.head.depth:
@@ -199,7 +207,7 @@ class HeadScorer:
         fed.layers += 1
 
     def _feed(self, step: int, tokens: Tensor, hidden: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """Run a layer on tokens and the states before them (None: the target's) -> what it made of them."""
+        """Run a layer on tokens and the states before them (None: the target's) -> its states (rows, n, width)."""
         slots = self._memory.texts.place(tokens.shape[1]).to(self.device)
         made = self._run(step, tokens, self._target_states(slots) if hidden is None else hidden, slots)
         self._memory.texts.advance(counts)
@@ -213,8 +221,10 @@ class HeadScorer:
     # ---- drafts by graphs ----
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft by graphs, where that is possible, with packed copies of the network's weights in their
-        place: networks of several layers that take turns go on without them."""
+        """Draft by graphs from now on, where possible, with the network's weights packed.
+
+        Networks of several layers that take turns have no graphs.
+        """
         if self.head.depth == 1:
             if isinstance(self.head, nn.Module):
                 pack_layers(self.head)
@@ -223,8 +233,10 @@ class HeadScorer:
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for the first rows of the cache, one for each text of the wish -> tokens (rows, gamma) and the
-        law each was drawn from; None where that has to be done without graphs."""
+        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
+
+        None if that is not possible by graphs.
+        """
         graphs, texts = self.draft_graphs, self._memory.texts
         if graphs is not None and max(map(len, wish.fed)) > graphs.most_fed:
             self.prefill([fed[:-1] for fed in wish.fed])
@@ -244,5 +256,5 @@ class HeadScorer:
         return found
 
     def _target_states(self, slots: Tensor) -> Tensor:
-        """What the head reads at slots (rows, n): the target's states of the tokens before."""
+        """Return the head's input at slots (rows, n): the combined target's states of the tokens before."""
         return self.head.combine(self._states.of(slots - 1))

@@ -1,7 +1,7 @@
-"""The hidden states of a model, kept for every token of its rows, for drafts that read them.
+"""The hidden states of a model, recorded for every token of its rows, for drafts that read them.
 
-They lie in the rows' cache like the keys and values of one more layer. So they are rolled back, freed, forked, moved
-together after a tree, and stored for texts with the same beginning as keys and values are, and cannot get out of step.
+They are stored in the rows' cache like the keys and values of one more layer. So they are rolled back, freed, forked,
+moved together after a tree, and stored in the prefix cache as keys and values are, and cannot get out of step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.models.memory import Memory
 LAST = -1
 """The place after the final norm: the input of the model's head."""
 
-_numbers = count(2 * INDEXER)  # behind all layers and indexers that a model has
+_numbers = count(2 * INDEXER)  # numbers after those of all layers and indexers that a model has
 
 
 class HiddenStates:

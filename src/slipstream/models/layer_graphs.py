@@ -1,8 +1,8 @@
 """Decoder layers of models with a state per row as graphs, one for all layers of a kind.
 
-A whole model as one graph would take minutes to make: its layers are written out one behind the other, and each brings
-states of its own. Here a layer is a function of its weights, of what its model hands it and of its state, so that a
-model of 24 layers of two kinds has two graphs. What lies between the layers runs as it does eagerly.
+A whole model as one graph would take minutes to make: its layers are written out one after the other, and each brings
+states of its own. Here a layer is a function of its weights, its inputs and its state, so that a model of 24 layers of
+two kinds has two graphs. The code between the layers runs eagerly.
 """
 
 from __future__ import annotations
@@ -31,29 +31,32 @@ from slipstream.models.layers import find_layers
 from slipstream.models.recurrences import KINDS, record, recording
 
 NUMBERS = {"layer_idx", "layer_id", "layer_number"}
-"""How layers call their own number, in which those of a kind differ."""
+"""The attributes in which layers store their own number, the only difference between layers of a kind."""
 
 MOST_KINDS = 8
-"""Kinds of layers at most: beyond it, layers differ in what graphs would have to be made for one by one."""
+"""The most kinds of layers: with more, nearly every layer would need a graph of its own."""
 
 SERVED = {LinearAttentionLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer}
-"""What keeps the states of the layers that graphs are made of."""
+"""The classes of transformers' cache layers whose decoder layers graphs are made for."""
 
 
 STATELESS = {"mlp", "moe"}
-"""Types of layers that keep nothing: two or three products, which entering a graph would not make faster."""
+"""The types of layers without a state: two or three matrix products, which a graph would not make faster."""
 
 
 class Unserved(Exception):
-    """A model that has no graphs for its layers, and why."""
+    """Raised for a model whose layers cannot have graphs, with the reason."""
 
 
 # ---- what a layer keeps ---------------------------------------------------------------------------------------------
 
 
 class Held(NamedTuple):
-    """What a layer holds of the tokens before a pass, by places of their own: inputs of convolutions (rows, places,
-    channels), recurrent states, and keys and values (rows, heads, tokens, width), if it attends."""
+    """The state of a layer before a pass.
+
+    It has the inputs of its convolutions (rows, places, channels), its recurrent states, and its keys and values
+    (rows, heads, tokens, width) if it attends.
+    """
 
     convolved: list[Tensor]
     recurrent: list[Tensor]
@@ -61,21 +64,21 @@ class Held(NamedTuple):
 
     @staticmethod
     def of(layer: Any) -> Held:
-        """What transformers' layer of a cache holds, in memory of the form that graphs are made for."""
+        """Return the state in a layer of transformers' cache, in the memory layout that graphs are made for."""
         convolved = [_settled(each.mT) for each in _there(layer, "conv_states")]
-        # In tensors of their own: transformers marks some as lying in one place for ever, which torch believes.
+        # In new tensor objects: transformers marks some as having a static address, which torch relies on.
         recurrent = [_settled(each).detach() for each in _there(layer, "recurrent_states")]
         attended = [layer.keys, layer.values] if isinstance(layer, DynamicLayer) else []
         return Held(convolved, recurrent, [_settled(each) for each in attended])
 
 
 def _there(layer: Any, name: str) -> list[Tensor]:
-    """The states of a layer of this name, in their order."""
+    """Return the states of a cache layer in the attribute `name`, in their order, without missing ones."""
     return [each for each in getattr(layer, name, {}).values() if each is not None]
 
 
 class _LayerCache(Cache):
-    """transformers' Cache over what one layer holds: what a traced layer can do. It writes to nothing it is given."""
+    """A transformers Cache over the state of one layer, for use in a traced layer; it writes to no given tensor."""
 
     def __init__(self, held: Held) -> None:
         super().__init__(layers=[])
@@ -113,26 +116,26 @@ class _LayerCache(Cache):
 
 
 def _settled(tensor: Tensor) -> Tensor:
-    """The tensor with its numbers one behind the other, in the steps that follow from its shape."""
-    if tensor.is_contiguous():  # whatever the steps are over a size of one
+    """Return the tensor contiguous, with the strides that follow from its shape."""
+    if tensor.is_contiguous():  # dimensions of size one may still have other strides
         return tensor.view(-1).view(tensor.shape)
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a layer by name, as plain tensors."""
+    """Return all parameters and buffers of a layer by name, as plain tensors."""
     named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
     return {name: tensor.detach() for name, tensor in named}
 
 
 def _template(layer: nn.Module) -> nn.Module:
-    """A copy of a layer without its weights, in whose place any other layer's can be put."""
+    """Return a copy of a layer without its weights, which can be called with the weights of any other layer."""
     held = [*layer.parameters(), *layer.buffers()]
     return copy.deepcopy(layer, {id(each): torch.zeros((), dtype=each.dtype).expand(each.shape) for each in held})
 
 
 def _likeness(layer: nn.Module) -> tuple[Any, ...]:
-    """All that the code of a layer could depend on but the values of its weights and its number."""
+    """Return all that a layer's code could depend on, except the values of its weights and its number."""
     forms = [(name, each.dtype, tuple(each.shape), each.stride()) for name, each in _weights(layer).items()]
     facts = [
         (path, type(part), name, _fact(value))
@@ -144,7 +147,7 @@ def _likeness(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _fact(value: Any) -> Any:
-    """A value that can be compared: plain ones by what they are, others by whether they are the same thing."""
+    """Return a comparable form of a value: plain values compare by value, others by identity."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, dict | list | tuple | set) and all(isinstance(part, PLAIN) for part in value):
@@ -157,14 +160,14 @@ def _fact(value: Any) -> Any:
 
 
 class Hole(Enum):
-    """What stands in the arguments of a layer for what differs from call to call."""
+    """The placeholders in the arguments of a layer for values that differ from call to call."""
 
     TENSOR = 1
     CACHE = 2
 
 
 class Call(NamedTuple):
-    """A call of a layer: its arguments and named ones with holes, and the tensors that go there, in their order."""
+    """A call of a layer: its positional and named arguments with holes, and the tensors of the holes, in order."""
 
     args: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
@@ -172,13 +175,13 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """From the arguments; the model's cache may be among them by any name."""
+        """Make a call of the arguments of a layer; the model's cache may be among them under any name."""
         tensors: list[Tensor] = []
         return Call(_with_holes(args, tensors), _with_holes(tuple(kwargs.items()), tensors), tensors)
 
 
 def _with_holes(given: Any, tensors: list[Tensor]) -> Any:
-    """Arguments without their tensors, which are put behind those that were found before."""
+    """Return arguments with holes in place of the cache and the tensors, which are appended to `tensors`."""
     if isinstance(given, Tensor):
         tensors.append(_settled(given))
         return Hole.TENSOR
@@ -188,7 +191,7 @@ def _with_holes(given: Any, tensors: list[Tensor]) -> Any:
 
 
 def _filled(given: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
-    """Arguments with these tensors and this cache in their holes."""
+    """Return arguments with these tensors and this cache in their holes."""
     if isinstance(given, tuple):
         return tuple([_filled(part, tensors, cache) for part in given])
     if given is Hole.TENSOR:
@@ -197,12 +200,12 @@ def _filled(given: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
 
 
 Found = tuple[Any, list[Tensor], list[Tensor], list[list[list[Tensor]]]]
-"""What a graph returns: what the layer does, convolutions' inputs, keys and values, and recurrences by their kinds."""
+"""The outputs of a graph: those of the layer, inputs of convolutions, keys and values, and recurrences by kind."""
 
 
 @dataclass
 class _Kind:
-    """The layers of one kind, and their graphs by what they serve."""
+    """The layers of one kind, and their graphs by the calls that they serve."""
 
     template: nn.Module
     names: list[str]
@@ -211,7 +214,7 @@ class _Kind:
     graphs: dict[Any, Frozen] = field(default_factory=dict)
 
     def run(self, weights: list[Tensor], call: Call, held: Held) -> Found:
-        """What a layer with these weights returns, by a graph that is made if there is none yet."""
+        """Run a layer with these weights by a graph, which is made if there is none yet."""
         rows, count = call.tensors[0].shape[:2]
         served = "one text" if rows == 1 else "batches"
         served = f"{served}, a token each" if count == 1 else served
@@ -227,12 +230,15 @@ class _Kind:
 
 
 Varying = list[tuple[int, dict[int, str]]]
-"""Which dimensions of a graph's inputs vary, by their number, and what these count."""
+"""The dimensions of a graph's inputs that vary: the number of each input, with the names of its varying dimensions."""
 
 
 def _varying(tensors: Sequence[Tensor], held: Held, rows: int, count: int) -> Varying:
-    """Rows are first in all inputs; new tokens second, or third where there is one more for heads; masks end with the
-    tokens that are looked at. What has a size of one is constant."""
+    """Return the varying dimensions of the inputs.
+
+    Rows are the first dimension of all inputs; new tokens the second, or the third if there is one for heads; the last
+    one of masks is the tokens that are attended to. Rows and new tokens of size one are constant.
+    """
     found: Varying = []
     for number, tensor in enumerate(tensors):
         place = 2 if tensor.dim() == 4 else 1
@@ -252,12 +258,12 @@ def _sizes(varying: Varying, tensors: Sequence[Tensor], held: Held) -> list[tupl
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in memory of their own: a graph that returns parts of others could not be kept."""
+    """Return copies of tensors: a graph that returns views of other tensors could not be stored."""
     return [each.clone(memory_format=torch.contiguous_format) for each in tensors]
 
 
 def _function(layer: nn.Module, names: Sequence[str], call: Call, varying: Varying) -> Callable[..., Found]:
-    """A layer as a function of tensors alone."""
+    """Return a layer as a function of its weights, the tensors of a call and its state."""
     placed, named = call.args, call.named
 
     def function(weights: list[Tensor], tensors: list[Tensor], held: list[list[Tensor]]) -> Found:
@@ -276,7 +282,7 @@ def _function(layer: nn.Module, names: Sequence[str], call: Call, varying: Varyi
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's graph in place of its `forward`."""
+    """A callable that replaces the `forward` of a layer by its graph."""
 
     number: int
     kind: _Kind
@@ -296,7 +302,7 @@ class _Layer:
         return returned
 
     def _kept(self, given: Sequence[Any]) -> Any:
-        """What the model's cache keeps for this layer. Raises Unserved for what no graph can serve."""
+        """Return this layer's part of the cache in the arguments. Raises Unserved for one that no graph can serve."""
         cache = next((each for each in given if isinstance(each, Cache)), None)
         kept = cache and cache.layers[self.number]
         if type(kept) not in SERVED:
@@ -308,7 +314,7 @@ class LayerGraphs:
     """The layers of a model as graphs, for recorded passes of few tokens.
 
     The first pass of every kind (single texts or batches, a token each or several) is compared with the eager one. If a
-    graph cannot be made or gives other logits, one warning says why, and the layers run as they are from then on.
+    graph cannot be made or gives other logits, one warning says why, and the layers run eagerly from then on.
     """
 
     def __init__(self, model: Any, name: str, progress: Callable[[str], object] | None = None) -> None:
@@ -324,7 +330,7 @@ class LayerGraphs:
             self._give_up(error)
 
     def _sorted(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Module, _Layer]]:
-        """Every layer with what runs in its place."""
+        """Return every layer with the callable that replaces it. Raises Unserved if there are too many kinds."""
         kinds: dict[Any, _Kind] = {}
         found = list[tuple[nn.Module, _Layer]]()
         for layer in layers:
@@ -339,8 +345,11 @@ class LayerGraphs:
         return found
 
     def run(self, rows: int, count: int, known: int, once: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        """What `once` returns, an output with logits and something beside it: it runs a recorded pass of `count` tokens
-        for each of so many rows behind `known` ones, and changes nothing, so that it can be repeated."""
+        """Return the result of `once`, an output with logits and a further value, run by graphs if possible.
+
+        `once` runs a recorded pass of `count` tokens for each of `rows` rows after `known` tokens. It changes nothing,
+        so it can be repeated.
+        """
         if self._failed or known < LEAST or count > MOST_WIDTH:
             return once()
         served = rows > 1, count > 1
@@ -350,7 +359,7 @@ class LayerGraphs:
                 found = once()
             if eager:
                 compare(eager[0].logits, found[0].logits)
-        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+        except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._give_up(error)
             return once()
         self._compared.add(served)
@@ -358,7 +367,7 @@ class LayerGraphs:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Let graphs run in place of the layers."""
+        """Replace the layers by their graphs within the block."""
         for layer, run in self._layers:
             vars(layer)["forward"] = run
         try:

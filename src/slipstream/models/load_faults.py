@@ -1,4 +1,4 @@
-"""Why a model or a tokenizer cannot be loaded, in one sentence; what transformers says is often about itself."""
+"""One-sentence reasons why a model or tokenizer cannot be loaded, since transformers' own messages often mislead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.models.families import first_sentence
 MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 TOKENIZER_RECORDS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
-"""Files that hold one JSON object each."""
+"""The files of a tokenizer that hold one JSON object each."""
 
 TOKENIZER_FILES = (*TOKENIZER_RECORDS, "tokenizer.model", "spiece.model", "source.spm", "vocab.txt", "tekken.json")
 BINARIES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -42,7 +42,7 @@ SHAPES = "its weights have other shapes than its config.json says: the files do 
 
 
 def refuse_missing(source: str | Path) -> None:
-    """Raises ValueError for what looks like a path and holds no model: it is no hub name with odd characters."""
+    """Raise ValueError for a source that looks like a path but has no model, so that it is not taken for a hub name."""
     if not isinstance(source, str | Path):
         kind = type(source).__name__
         raise ValueError(
@@ -75,7 +75,7 @@ def _gguf_fault() -> str | None:
 
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:
-    """Raises ValueError for a model that does not write text, before transformers lists all that do."""
+    """Raise ValueError for a model that does not generate text, in place of transformers' list of all that do."""
     known = any(
         type(config) in kinds
         for kinds in (
@@ -96,7 +96,7 @@ def refuse_other_kinds(source: str | Path, config: Any) -> None:
 
 
 def refuse_unknown_quantization(source: str | Path, config: Any) -> None:
-    """Raises ValueError for weights in a form that transformers does not know: it would read them as plain ones."""
+    """Raise ValueError for a quantization that transformers lacks: it would read such weights as unquantized ones."""
     given = getattr(config, "quantization_config", None)
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
@@ -107,7 +107,7 @@ def refuse_unknown_quantization(source: str | Path, config: Any) -> None:
 
 
 def model_fault(source: str | Path, error: Exception) -> str:
-    """Why transformers could not load a model, without a full stop."""
+    """Return the reason why transformers could not load a model, without a full stop."""
     if "trust_remote_code" in str(error):
         return OWN_CODE
     if fault := _forbidden(source) or damaged_record(source, MODEL_RECORDS):
@@ -119,12 +119,12 @@ def model_fault(source: str | Path, error: Exception) -> str:
     if "ignore_mismatched_sizes" in str(error):
         return SHAPES
     if any(_found(source, name) for name in BINARIES) and not isinstance(error, OSError | ImportError | ValueError):
-        return PICKLES  # bytes that are no pickle, read as one, end in any error
+        return PICKLES  # unpickling bytes that are not a pickle may raise any error
     return _sentence(error)
 
 
 def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) -> None:
-    """Raises ValueError if the files lack weights, which transformers would fill with random numbers."""
+    """Raise ValueError if the files lack weights, which transformers would fill with random numbers."""
     if missing:
         some = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
         raise ValueError(
@@ -134,7 +134,7 @@ def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) ->
 
 
 def tokenizer_fault(source: str | Path, error: Exception) -> str:
-    """Why transformers could not load a tokenizer, without a full stop."""
+    """Return the reason why transformers could not load a tokenizer, without a full stop."""
     if "trust_remote_code" in str(error):
         return OWN_CODE
     if Path(source).is_dir() and not has_tokenizer(source):
@@ -143,12 +143,12 @@ def tokenizer_fault(source: str | Path, error: Exception) -> str:
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Whether any file of a tokenizer lies with a model, sound or not."""
+    """Whether any file of a tokenizer is stored with a model, damaged or not."""
     return any(_found(source, name) for name in TOKENIZER_FILES)
 
 
 def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
-    """The first of these files beside a model that holds no JSON object, and what is wrong with it."""
+    """Return what is wrong with the first of these files that holds no JSON object; None if all do or are missing."""
     for name in names:
         path = _found(source, name)
         if path and (fault := _no_object(path)):
@@ -157,7 +157,7 @@ def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
 
 
 def _forbidden(source: str | Path) -> str | None:
-    """A file of a folder that may not be read; others say that it is missing, or damaged."""
+    """Return a message for an unreadable file of a folder, which libraries report as missing or damaged; else None."""
     files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
     found = next((file.name for file in files if not os.access(file, os.R_OK)), None)
     return found and f"its {found} may not be read: change its permissions"
@@ -175,7 +175,7 @@ def _no_object(path: Path) -> str | None:
 
 
 def _found(source: str | Path, name: str) -> Path | None:
-    """A file of a folder, or of a hub's model as far as it was downloaded."""
+    """Return the path of a file in a folder, or of a hub's model if it was downloaded; None if there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
@@ -186,14 +186,13 @@ def _found(source: str | Path, name: str) -> Path | None:
         path = cached_file(
             str(source), name, local_files_only=True, _raise_exceptions_for_connection_errors=False, **quiet
         )
-    except (OSError, ValueError):  # no such name
+    except (OSError, ValueError):  # no model of that name
         return None
     return Path(path) if path else None
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of a message, without names of errors; of a validation error also what is wrong, which stands in
-    the second."""
+    """Return the first line of an error's message, without error names; of a validation error the first two lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_sentence(error)
     return re.sub(r"\b[A-Z]\w+Error: ", "", first).removesuffix(".")
@@ -203,7 +202,7 @@ def _sentence(error: Exception) -> str:
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one. Raises ValueError if nothing can be computed on it."""
+    """Return the named device, or by default the GPU if there is one. Raises ValueError for an unusable device."""
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(chosen)
@@ -215,7 +214,7 @@ def usable_device(name: str | None) -> torch.device:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = first_sentence(error)
-        if "aten::" in reason:  # a page on how torch was built
+        if "aten::" in reason:  # the message is a page on how torch was built
             reason = "this torch was built without it, or it is not on this machine"
         raise ValueError(f"device={name!r} cannot be used: {reason}.".replace("..", ".")) from error
     return place

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers by hub name or folder, with one sentence for what cannot be loaded."""
+"""Loading models and tokenizers by hub name or folder, with a one-sentence error for what cannot be loaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from slipstream.models.quantized_checkpoints import (
 from slipstream.models.recurrent import StateScorer
 
 EMBEDDED = Path(__file__).parents[1] / "demo"
-"""The pair that ships with the package: folders `target` and `draft`."""
+"""The folder of the target and draft that ship with the package, in its folders `target` and `draft`."""
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ EMBEDDED = Path(__file__).parents[1] / "demo"
 def load_model(
     source: str | Path | PreTrainedModel, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """A hub name, a folder, a .gguf file or a loaded model -> the model. `kwargs` go to `from_pretrained`
-    (quantization, `device_map`, ...). Code that comes with a model runs only with `trust_remote_code=True`.
+    """Load a model by its hub name, folder or .gguf file; a loaded model is returned as it is.
 
-    `device` defaults to the GPU if there is one. A loaded model stays where it is unless `device` is given.
-    Raises ValueError in one sentence if there is no such model.
+    `kwargs` go to `from_pretrained` (quantization, `device_map`, ...). Code that comes with a model runs only with
+    `trust_remote_code=True`. `device` defaults to the GPU if there is one. A loaded model stays where it is unless
+    `device` is given. Raises ValueError in one sentence if there is no such model.
     """
     place = usable_device(device)
     if isinstance(source, PreTrainedModel):
@@ -80,7 +80,7 @@ def load_model(
     wanted, kind = _dtype(dtype), _kind(origin)
     try:
         model, about = _read(kind, origin, place, wanted, kwargs)
-    except Exception as error:  # what lies there was written by others, and damage shows as any error
+    except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
         raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.place, error)}.") from error
     refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
@@ -88,7 +88,7 @@ def load_model(
 
 
 def _read(kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, options: dict[str, Any]) -> Loaded:
-    """A model and transformers' account of its loading; quantized weights from their own codes where we read these."""
+    """Return a model and transformers' loading report; quantized weights keep their codes if their format is read."""
     try:
         stored = stored_quantization(origin, place, options)
         if stored:
@@ -104,7 +104,7 @@ def _read(kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dty
 
 
 AnyScorer = CausalScorer | StateScorer
-"""What a model is wrapped as."""
+"""The kinds of Scorers that a model can be wrapped in."""
 
 
 def load_scorer(
@@ -115,16 +115,16 @@ def load_scorer(
     kept: Tensor | None = None,
     **kwargs: Any,
 ) -> AnyScorer:
-    """A hub name, a folder or a loaded model -> its Scorer, running in `mode`; otherwise as `load_model`. The weights
-    of a loaded model stay as they are; the Scorer has copies where they are packed or quantized.
+    """Load a model with the arguments of `load_model`, and return its Scorer, which runs in `mode`.
 
-    Its head may be cut to the tokens `kept` (n,), which makes another model: all other tokens are impossible then.
-    What cannot be rolled back by a length is tried with states.
+    The weights of a loaded model stay as they are; the Scorer has copies where they are packed or quantized. `kept`
+    (n,) cuts the model's head to these tokens, which makes another model: all other tokens become impossible. A model
+    that cannot be rolled back by a length is tried with states.
     """
     name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
     model = load_model(source, dtype, device, **kwargs)
     name = name or model.config.name_or_path or type(model).__name__
-    # of a model that we have loaded nobody else holds the plain weights, so they can go
+    # The plain weights of a model that was loaded here have no other user, so they can be replaced.
     packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
     packs = packs and mode.precision is None and can_pack(model)
     model = model if kept is None else with_kept_tokens(model, name, kept)
@@ -136,18 +136,19 @@ def load_scorer(
 
 
 def scorer_of(model: PreTrainedModel, name: str, mode: Mode = EAGER, packs: bool = False) -> AnyScorer:
-    """The Scorer of a model, which rolls back by a length if that is possible, with packed weights if it `packs`."""
+    """Return a model's Scorer, which rolls back by a length if possible, else by states; `packs` packs its weights."""
     try:
         return _causal(model, name, mode, packs)
-    except (ValueError, AttributeError, KeyError, TypeError):  # a family that does not have what others have
+    except (ValueError, AttributeError, KeyError, TypeError):  # a family that lacks attributes which others have
         return _stateful(model, name, mode, packs)
 
 
 def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> CausalScorer:
-    """The Scorer of a model that rolls back by a length, with packed weights if it `packs`."""
+    """Return the Scorer of a model that rolls back by a length, with packed weights if `packs`."""
     refuse_unsupported(model, name)
     if packs:
-        # inductor takes what BART and Marian add to oneDNN's head for the bias of one that it packed, and stops
+        # Inductor takes the `final_logits_bias` that BART and Marian add to the output of oneDNN's head for the bias of
+        # a layer that it packed itself, and fails.
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
     scorer = CausalScorer(model, name, execution(model, name, mode))
@@ -157,7 +158,7 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
 
 
 def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
-    """The Scorer of a model with states, with packed weights if it `packs`. ValueError if that is inexact too."""
+    """Return the Scorer of a model with states, with packed weights if `packs`. ValueError if that is inexact too."""
     try:
         scorer = StateScorer(packed_twin(model, name) if packs else model, name)
     except (AttributeError, KeyError, TypeError) as error:
@@ -173,24 +174,24 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
 
 
 def _uncompiled(scorer: StateScorer) -> str:
-    """Why the passes of a model with states have no graphs."""
+    """Return the reason why the passes of a model with states have no graphs."""
     if scorer.way.rewinds:
         return f"states on {scorer.device} are not compiled"
     return "it keeps a state that one cannot go back within"
 
 
 def _kind(origin: Origin) -> Any:
-    """transformers' class for what lies there. Raises ValueError in one sentence if it cannot write text."""
+    """Return transformers' auto class for a model. Raises ValueError in one sentence if it cannot generate text."""
     try:
         config = AutoConfig.from_pretrained(origin.place, **origin.options)
-    except Exception as error:  # of any kind, depending on what stands in the file
+    except Exception as error:  # of any type, depending on the contents of the file
         fault = model_fault(origin.place, error)
         raise ValueError(f"cannot load the model {str(origin.source)!r}: {fault}.") from error
     refuse_other_kinds(origin.source, config)
     refuse_unknown_quantization(origin.source, config)
     if _sees_images(config):
         return AutoModelForImageTextToText
-    # transformers lists models that hear among encoder-decoders only, though they are none
+    # transformers lists models that read sound among encoder-decoders only, though they are not encoder-decoders.
     hears = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     if not config.is_encoder_decoder and not hears:
         alone = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -199,8 +200,10 @@ def _kind(origin: Origin) -> Any:
 
 
 def _sees_images(config: Any) -> bool:
-    """Whether a model is of a class that reads images too. Of some configurations there are two classes; then what the
-    checkpoint was written by decides."""
+    """Whether a model's class reads images too.
+
+    Some configurations have two classes; the one that wrote the checkpoint decides then.
+    """
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
@@ -211,7 +214,7 @@ def _sees_images(config: Any) -> bool:
 
 
 def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises ValueError in one sentence if there is none."""
+    """Load the tokenizer of a model. Raises ValueError in one sentence if there is none."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     if not name and isinstance(source, str):
         raise ValueError("cannot load a tokenizer: the name of its model is empty.")
@@ -220,7 +223,7 @@ def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool
     origin = Origin.of(name, trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(origin.place, **origin.options)
-    except Exception as error:  # of any kind, depending on what stands in the files
+    except Exception as error:  # of any type, depending on the contents of the files
         reason = tokenizer_fault(origin.place, error)
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
 
@@ -228,7 +231,7 @@ def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool
 def find_tokenizer(
     source: str | Path | PreTrainedModel, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies with a model; None if there is none. Raises ValueError for a damaged one."""
+    """Load the tokenizer stored with a model; None if there is none. Raises ValueError for a damaged one."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     try:
         return load_tokenizer(source, trust_remote_code)
@@ -239,10 +242,10 @@ def find_tokenizer(
 
 
 def vocabulary(source: str | Path) -> int:
-    """The size of a model's logits by its configuration, without loading it. ValueError if there is none."""
+    """Return the size of a model's logits from its configuration, without loading it. ValueError if there is none."""
     try:
         return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
-    except Exception as error:  # of any kind, depending on what stands in the file
+    except Exception as error:  # of any type, depending on the contents of the file
         reason = model_fault(source, error)
         raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error
 

@@ -1,4 +1,4 @@
-"""Prompts with images and sounds: read by the model's own forward, and made of what users pass by its processor."""
+"""Prompts with images and sounds: made of the users' inputs by the model's processor, and read by its own forward."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from slipstream.kernels.placement import input_device
 from slipstream.models.processors import load_processor
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values (heads, count, head_dim) by layer."""
+"""Keys and values (heads, count, head_dim), by the number of the layer."""
 
 PLACEHOLDERS = {Modality.IMAGE: "image_token", Modality.AUDIO: "audio_token"}
-"""How processors call the text of a token that stands for a medium; configurations add `_id` or `_index`."""
+"""The attributes of processors with the placeholder token; configurations have its id there, with `_id` or `_index`."""
 
 
 @dataclass
 class RowMedia:
-    """The media of a row, and by how much the positions behind them are shifted, once they were read."""
+    """The media of a row, and the shift of the positions after them, which is set when they are read."""
 
     media: Media
     shift: int = 0
 
 
 def modalities_of(model: Any) -> frozenset[Modality]:
-    """What a model reads beside text, and takes at once: nothing for encoder-decoders."""
+    """Return the kinds of media that a model reads besides text, by its configuration; none for encoder-decoders."""
     config = model.config
     if config.is_encoder_decoder:
         return frozenset()
@@ -49,7 +49,7 @@ def modalities_of(model: Any) -> frozenset[Modality]:
 
 
 def _placeholder(modality: Modality, *places: Any) -> int | None:
-    """The id of the token that stands for a medium, by the first of some configurations or processors with one."""
+    """Return the id of a modality's placeholder token, from the first configuration or processor that has one."""
     name = PLACEHOLDERS[modality]
     parts = [getattr(place, part, None) for place in places for part in ("audio_config", "vision_config")]
     found = (getattr(place, f"{name}_{end}", None) for place in (*places, *parts) for end in ("id", "index"))
@@ -57,11 +57,13 @@ def _placeholder(modality: Modality, *places: Any) -> int | None:
 
 
 def run_with_media(model: Any, text: Sequence[int], media: Media, **options: Any) -> tuple[Any, int]:
-    """A pass over a whole text with its media, called as `generate` calls it -> its output, and by how much the
-    positions of later tokens differ from their numbers."""
+    """Run a pass over a whole text with its media, as `generate` does -> its output, and the shift of later positions.
+
+    The shift is by how much the positions of later tokens differ from their indices in the text.
+    """
     counting = [part for part in model.modules() if hasattr(part, "rope_deltas")]
     for part in counting:
-        part.rope_deltas = None  # that of another text
+        part.rope_deltas = None  # it belongs to the text that was read before
     device = input_device(model)
     tokens = torch.tensor([text], device=device)
     arguments = media.arguments(len(text), device, model.dtype)
@@ -87,9 +89,9 @@ TokensAndMedia = tuple[tuple[int, ...], Media | None]
 
 @dataclass(frozen=True)
 class MediaProcessor:
-    """Makes what a model reads of texts with images and sounds, by the model's own processor of transformers.
+    """Converts texts with images and sounds to token ids and media, with the model's own processor of transformers.
 
-    `placeholders` are the tokens that stand for the kinds of media that it reads.
+    `placeholders` are the ids of the placeholder tokens of the modalities that it reads.
     """
 
     processor: Any
@@ -98,11 +100,11 @@ class MediaProcessor:
 
     @staticmethod
     def of(source: Any, model: Any) -> MediaProcessor:
-        """That of a model with a name, in a folder, or loaded. Raises ValueError if none lies with it."""
+        """Return the processor of a model, given by name or folder, or loaded. Raises ValueError if it has none."""
         name = source if isinstance(source, str | Path) else model.config.name_or_path
         try:
             processor = load_processor(name)
-        except Exception as error:  # of any kind, depending on what lies there and what is installed
+        except Exception as error:  # of any type, depending on the files and on what is installed
             reason = " ".join(str(error).split())
             raise ValueError(f"its processor cannot be loaded: {reason[:300]}") from error
         if not hasattr(processor, "tokenizer"):
@@ -111,7 +113,7 @@ class MediaProcessor:
 
     @staticmethod
     def with_processor(processor: Any, model: Any) -> MediaProcessor:
-        """One that works with a processor of transformers."""
+        """Return a `MediaProcessor` that uses a given processor of transformers."""
         parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _ears(processor)}
         found = {
             each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
@@ -122,17 +124,17 @@ class MediaProcessor:
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """What can be read beside text."""
+        """The kinds of media that can be read besides text."""
         return frozenset(self.placeholders)
 
     def without(self, modality: Modality) -> MediaProcessor:
-        """One that does not read this kind of media."""
+        """Return a copy that does not read this kind of media."""
         left = {each: token for each, token in self.placeholders.items() if each is not modality}
         return MediaProcessor(self.processor, self.config, left)
 
     @property
     def rate(self) -> int:
-        """Samples of sound per second that the model is made for; 0 for one that reads no sound."""
+        """The sampling rate, in Hz, of the sound that the model reads; 0 for a model that reads no sound."""
         return _ears(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
 
     @property
@@ -141,13 +143,15 @@ class MediaProcessor:
         return bool(getattr(self.processor, "chat_template", None))
 
     def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any]) -> TokensAndMedia:
-        """What is read of the messages of a chat, whose images and sounds are open."""
+        """Return the token ids and media of a chat, in whose messages images and sounds are already loaded."""
         given = {"add_generation_prompt": True, **variables, "tokenize": True, "return_dict": True}
         return self._read(self.processor.apply_chat_template(list(messages), tools=tools, return_tensors="pt", **given))
 
     def text(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
-        """What is read of a text and its media, which stand before it if it does not say where. Raises ValueError if it
-        names another number of them."""
+        """Return the token ids and media of a text; media go before a text that has no placeholders for them.
+
+        Raises ValueError if the number of placeholders is not that of the media.
+        """
         for modality in reversed(Modality):  # so that images come first
             text = self._placed(text, modality, len(media.get(modality, ())))
         given: dict[str, Any] = {}
@@ -158,7 +162,7 @@ class MediaProcessor:
         return self._read(self.processor(text=[text], return_tensors="pt", **given))
 
     def _placed(self, text: str, modality: Modality, count: int) -> str:
-        """The text with as many placeholders as there are media."""
+        """Return the text with as many placeholders as there are media. Raises ValueError if it has another number."""
         mark = getattr(self.processor, PLACEHOLDERS[modality], None)
         if not count or not mark:
             return text
@@ -171,14 +175,14 @@ class MediaProcessor:
         return text
 
     def _around(self, modality: Modality) -> tuple[str, str]:
-        """What stands before and behind a placeholder of a medium."""
+        """Return the texts of the tokens that go before and after a placeholder, empty where there are none."""
         name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
         found = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
         start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in found)
         return start, end
 
     def _read(self, made: Any) -> TokensAndMedia:
-        """The ids and the media of what the processor has made."""
+        """Return the token ids and the media in the processor's output."""
         ids = tuple(made["input_ids"][0].tolist())
         rest = {name: made[name] for name in made.keys() - {"input_ids", "attention_mask"}}
         tensors = {name: each for name, each in rest.items() if isinstance(each, Tensor)}
@@ -191,5 +195,5 @@ class MediaProcessor:
 
 
 def _ears(processor: Any) -> Any:
-    """The part of a processor that reads sound; None without one."""
+    """Return the part of a processor that reads sound; None if it has none."""
     return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)

@@ -1,4 +1,4 @@
-"""Trying a model with images or sounds: after one, drafts and rollbacks have to give the logits of a fresh pass."""
+"""Trying a model with images or sounds: drafts and rollbacks after them have to give the logits of a fresh pass."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ PROVEN = {
         }
     ),
 }
-"""Classes whose texts with such media the tests compare with `generate`; any other has to pass `try_media`."""
+"""The model classes whose texts with media the tests compare with `generate`; any other has to pass `try_media`."""
 
 
 def proven_modalities(model: Any) -> frozenset[Modality]:
-    """What a model reads beside text without being tried."""
+    """Return the kinds of media that a model reads without a trial."""
     return frozenset(each for each, names in PROVEN.items() if type(model).__name__ in names)
 
 
 def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> None:
-    """Read a small picture or a short sound, be wrong about what follows, roll back, and compare the logits with those
-    of the model.
+    """Check a model on a small picture or a short sound: draft wrong tokens, roll back, and compare with fresh logits.
 
-    Raises ValueError, without a name before it, if they differ or something fails.
+    Raises ValueError, with a message that does not name the model, if the logits differ or the trial fails.
     """
     if modality in proven_modalities(scorer.model):
         return
     what = {Modality.IMAGE: "a picture", Modality.AUDIO: "a sound"}[modality]
     try:
         gap, allowed = _gap(scorer, processor, modality)
-    except Exception as error:  # of any kind: models and processors that are called in ways of their own
+    except Exception as error:  # of any type, since models and processors may need other calls
         raise ValueError(f"{what} cannot be read with it ({type(error).__name__}: {first_sentence(error)}).") from error
     finally:
         scorer.free(range(len(scorer.lengths)))
@@ -58,7 +57,7 @@ def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> Non
 
 @torch.inference_mode()
 def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[float, float]:
-    """By how many standard deviations the logits of the last two tokens differ, and how much rounding explains."""
+    """Return the difference of the last two tokens' logits in standard deviations, and the largest that is allowed."""
     prompt, media = processor.text("one two three", {modality: [EXAMPLES[modality](processor)]})
     if media is None:
         raise ValueError("its processor makes nothing of it")
@@ -78,12 +77,12 @@ def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[fl
 
 
 def _picture(processor: MediaProcessor) -> np.ndarray:
-    """Shades of grey (64, 64, 3)."""
+    """Return an image (64, 64, 3) that gets brighter from top to bottom."""
     return np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
 
 
 def _sound(processor: MediaProcessor) -> np.ndarray:
-    """A second of a tone (n,) that rises."""
+    """Return one second of a rising tone (n,), at the processor's sampling rate."""
     seconds = np.arange(processor.rate, dtype=np.float32) / processor.rate
     return np.sin(2 * np.pi * (200 + 400 * seconds) * seconds).astype(np.float32)
 
@@ -92,4 +91,4 @@ EXAMPLES: dict[Modality, Callable[[MediaProcessor], np.ndarray]] = {
     Modality.IMAGE: _picture,
     Modality.AUDIO: _sound,
 }
-"""Something small of each kind."""
+"""The functions that make a small example of each kind of media."""

@@ -1,9 +1,9 @@
-"""Heads for several tokens that a model was trained with (multi-token prediction), from its own checkpoint.
+"""Heads for multi-token prediction that a model was trained with, from its own checkpoint.
 
-transformers leaves their weights out when it loads the model. Those of DeepSeek-V3, GLM-4-MoE and others with
-`num_mtp_layers` its own classes read and hold; Qwen3-Next and Qwen3.5 keep theirs under `mtp.` in the same shape. Each
-head is a decoder layer of the model's own kind, which reads the embedding of a token beside the hidden state of the
-token before it; embeddings and vocabulary head are the model's.
+transformers leaves their weights out when it loads the model. Its `MtpModel` reads those of DeepSeek-V3, GLM-4-MoE and
+others with `num_mtp_layers`; Qwen3-Next and Qwen3.5 store theirs under `mtp.` in the same shape. Each head is a decoder
+layer of the model's own kind, which reads the embedding of a token and the hidden state of the token before it;
+embeddings and vocabulary head are the model's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ KNOWN_KINDS = {"full_attention", "attention", WINDOWED}
 
 
 class MtpHeads:
-    """A model's own heads as a `Head`: layer k drafts the token k + 2 places behind what the target has read.
+    """A model's own heads as a `Head`: layer k drafts the token k + 2 places after the last that the target has read.
 
-    They read the target's states behind its final norm. Sources disagree about Qwen3.5: those that measured both found
-    more tokens accepted behind the norm (llama.cpp 24025: 0.69 to 0.71 of the drafted tokens and faster; LightLLM 1402:
-    1.80 to 2.74 tokens a pass), and vLLM, SGLang and transformers read there for all families. What a head hands to the
-    next one, or to itself, is normed as well.
+    They read the target's states after its final norm. Sources disagree about Qwen3.5: those that measured both found
+    more tokens accepted after the norm (llama.cpp 24025: 0.69 to 0.71 of the drafted tokens and faster; LightLLM 1402:
+    1.80 to 2.74 tokens a pass), and vLLM, SGLang and transformers read there for all families. The states that a head
+    passes to the next one, or to itself, are normed as well.
     """
 
     places: tuple[int, ...] = (LAST,)
 
     def __init__(self, layers: Any, target: PreTrainedModel) -> None:
-        """`layers` is transformers' MtpModel for the target."""
+        """Wrap transformers' MtpModel `layers` of a target. Raises ValueError if their state cannot be rolled back."""
         self.network, self.depth = layers, len(layers.layers)
         self._dtype = target.dtype
         self.vocab = int(target.config.get_text_config().vocab_size)
@@ -54,11 +54,11 @@ class MtpHeads:
         self._windows = [window if kind == WINDOWED else None for kind in kinds]
 
     def combine(self, states: Tensor) -> Tensor:
-        """The states as they are."""
+        """Return the target's states unchanged, in the dtype of the heads."""
         return states.to(self._dtype)
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
-        """Layer `step`: tokens (rows, n) and the states before them -> states (rows, n, width)."""
+        """Run layer `step` on tokens (rows, n) and the states before them -> states (rows, n, width)."""
         net = self.network
         embeds = net.embed_tokens(tokens).to(hidden.dtype)
         options = {"layer_type": self._kinds[step]} if net.has_per_layer_rope else {}
@@ -76,12 +76,12 @@ class MtpHeads:
         return net.shared_post_norm(made) if net.use_shared_post_norm else made
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits (rows, n, vocabulary), by the model's own head."""
+        """Return the logits (rows, n, vocabulary), by the model's own head."""
         return self.network._project_to_logits(hidden)
 
 
 def load_mtp(model: PreTrainedModel, name: str) -> MtpHeads:
-    """The heads in the checkpoint that a model was loaded from, in its dtype and on its device.
+    """Load the heads in the checkpoint that a model was loaded from, in its dtype and on its device.
 
     Raises ValueError in one sentence if the checkpoint has none, or they cannot be run.
     """
@@ -93,17 +93,17 @@ def load_mtp(model: PreTrainedModel, name: str) -> MtpHeads:
     with _quiet():
         try:
             net = MtpModel.from_pretrained(described, device_map={"": model.device})
-        except Exception as error:  # what lies there was written by others, and damage shows as any error
+        except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
             raise ValueError(
                 f"the heads for several tokens in the checkpoint of {name} cannot be loaded: {first_sentence(error)}."
             ) from error
-    net.config._attn_implementation = "sdpa"  # the model's own may be one for its packed twin alone
+    net.config._attn_implementation = "sdpa"  # the model's own may only serve its packed twin
     net.layers.to(model.device, model.dtype).eval()
     return MtpHeads(net, model)
 
 
 class _Described:
-    """A model with what its configuration does not say of its heads; everything else is the model's own."""
+    """A model whose configuration is completed by the facts about its heads; everything else is the model's own."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         source = model.config.name_or_path
@@ -111,7 +111,7 @@ class _Described:
             raise ValueError(f"{name} was not loaded from a checkpoint, so there are no heads to read beside it.")
         self._model, self.config = model, copy.deepcopy(model.config)
         text = self.config.get_text_config()
-        behind = text.num_hidden_layers  # heads are either under `mtp.`, or layers behind the last one
+        behind = text.num_hidden_layers  # heads are either under `mtp.`, or layers numbered after the last one
         names = tensor_names(source)
         own = _numbers(names, r"^(?:model\.)?mtp\.layers\.(\d+)\.")
         last = _numbers(names, r"^(?:model\.)?layers\.(\d+)\.", behind)
@@ -134,14 +134,14 @@ class _Described:
 
 
 def _numbers(names: Sequence[str], pattern: str, least: int = 0) -> set[int]:
-    """The numbers that a pattern finds in names."""
+    """Return the numbers, of at least `least`, that a pattern finds in names."""
     found = (re.match(pattern, name) for name in names)
     return {number for match in found if match and (number := int(match[1])) >= least}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers prints a table of what it loads; what is missing is an error anyway."""
+    """Silence the table that transformers prints of what it loads; missing weights raise an error anyway."""
     before, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

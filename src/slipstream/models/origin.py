@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Origin:
-    """What a user named, and how transformers is asked for it: a place, and options for all that is read there."""
+    """The `source` of a model as the user gave it, and the `place` and `options` that `from_pretrained` gets for it."""
 
     source: str | Path
     place: str | Path
@@ -17,7 +17,7 @@ class Origin:
 
     @staticmethod
     def of(source: str | Path, trust_remote_code: bool = False) -> Origin:
-        """The origin that a source names. Code that lies there runs only where it is trusted; nobody is asked."""
+        """Return the origin of a source. Code stored with it runs only if trusted, and without a prompt to the user."""
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         path = Path(source).expanduser()
         if path.suffix == ".gguf" and path.is_file():
@@ -26,5 +26,5 @@ class Origin:
 
 
 def source_name(source: Any) -> str | None:
-    """How a model is called in messages; None for a loaded one, which knows its name."""
+    """Return the name of a model for messages; None for a loaded model, whose configuration has its name."""
     return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None

@@ -1,5 +1,7 @@
-"""Twins of models with other linear layers: packed, used only where they give the logits of the model that was loaded,
-or quantized, which are models of their own."""
+"""Twins of models with other linear layers: packed or quantized.
+
+A packed twin is used only if it gives the logits of the loaded model; a quantized twin is a model of its own.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ from slipstream.models.families import (
 
 
 def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None) -> PreTrainedModel:
-    """A twin of the model with packed weights, except the layer `keep`; the model itself where layers read their
-    weights in ways of their own, or, with a warning, where the twin gives other logits."""
+    """Return a twin of the model with packed weights, except those of the layer `keep`.
+
+    The model itself is returned if its layers do not run packed, or, with a warning, if the twin gives other logits.
+    """
     twin = packed(model, keep)
     if is_proven(model):
         return twin
     try:
         gap = logits_gap(model, twin)
-    except Exception:  # a layer that asks another for its weight; a model that cannot run at all shows it in its trial
+    except Exception:  # a layer reads another's weight; a model that cannot run at all fails in its later trial
         return model
     if gap <= allowed_gap(model.dtype):
         return twin
@@ -54,10 +58,10 @@ def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None
 def quantized_twin(
     model: PreTrainedModel, name: str, precision: Precision, kept: Tensor | None = None
 ) -> PreTrainedModel:
-    """A twin of the model with quantized weights, tried on a text unless its family is known to run so; with a head cut
-    to the tokens `kept` (n,), if they are given.
+    """Return a twin of the model with quantized weights, and a head cut to the tokens `kept` (n,) if they are given.
 
-    Raises ValueError in one sentence where that is not possible.
+    The twin is tried on a text unless its family is known to run quantized. Raises ValueError in one sentence if the
+    model cannot be quantized or does not run so.
     """
     if fault := quantizing_fault(model):
         raise ValueError(f"the weights of {name} cannot be quantized to {precision}: {fault}.")
@@ -69,7 +73,7 @@ def quantized_twin(
         return twin
     try:
         works = math.isfinite(logits_gap(model, twin))
-    except Exception as error:  # a layer that asks another for its weight
+    except Exception as error:  # a layer that reads the weight of another
         raise ValueError(f"{name} does not run with quantized weights: {first_sentence(error)}.") from error
     if not works:
         raise ValueError(f"{name} gives no numbers with weights quantized to {precision}: leave that out.")
@@ -77,10 +81,10 @@ def quantized_twin(
 
 
 def quantized_part(target: HasModel, precision: Precision, kept: Tensor | None = None) -> HasModel:
-    """A Scorer with quantized copies of the target's weights over the target's own rows and cache; with a head cut to
-    the tokens `kept` (n,), if they are given.
+    """Return a Scorer with quantized copies of the target's weights that shares the target's rows and cache.
 
-    What it adds has to be rolled back before the target goes on. Raises ValueError where that is not possible.
+    `kept` (n,) cuts its head to these tokens, if given. The tokens it adds have to be rolled back before the target
+    goes on. Raises ValueError if the target cannot be quantized or does not run so.
     """
     twin = quantized_twin(target.model, target.name, precision, kept)
     return target.sharing_rows(twin, f"{target.name} in {precision}")
@@ -88,7 +92,7 @@ def quantized_part(target: HasModel, precision: Precision, kept: Tensor | None =
 
 @torch.inference_mode()
 def logits_gap(model: PreTrainedModel, twin: PreTrainedModel) -> float:
-    """How far apart the logits of a text that crosses the model's windows are, in standard deviations."""
+    """Return the largest difference of both models' logits of a text beyond their windows, in standard deviations."""
     config, calls, others = model.config.get_text_config(), calls_of(model), calls_of(twin)
     length = max(trial_lengths(windows_of(config), longest_text(config)))
     text, source = trial_text(vocabulary_of(model), length), calls.form.example(3) if calls.form else None

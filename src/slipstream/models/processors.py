@@ -1,4 +1,4 @@
-"""Processors of transformers, also without their part for videos: that needs torchvision, and no prompt has any."""
+"""Loading processors of transformers, if need be without their video part: it needs torchvision, and is never used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VIDEOS = "video_processor"
 
 
 class NoVideos(ImageProcessingMixin):
-    """Stands in the place of a processor's part for videos, with the settings that are asked of it without any."""
+    """A stand-in for a processor's video part, with the attributes that a processor reads even without videos."""
 
     num_frames = fps = None
     merge_size = temporal_patch_size = 1
@@ -30,10 +30,10 @@ class NoVideos(ImageProcessingMixin):
 
 
 class TakesNoVideos:
-    """Added to a class of processors: takes `NoVideos` for its part for videos, whose class would be checked."""
+    """A mixin for a processor class that makes its type check accept `NoVideos` as the video part."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        """The class that a part has to be of. Raises TypeError if it is none."""
+        """Return the class that a processor's part has to be of. Raises TypeError for a part of another class."""
         if argument_name == VIDEOS:
             return NoVideos
         return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
@@ -46,15 +46,18 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "tokenizer": AutoTokenizer.from_pretrained,
     VIDEOS: lambda name: NoVideos(),
 }
-"""How the parts of processors are loaded, by their names."""
+"""The functions that load the parts of processors, by the names of the parts."""
 
 
 def load_processor(name: str | Path) -> Any:
-    """The processor that lies with a model, by its name or folder; one that also reads videos goes without that part
-    where torchvision is missing. Raises what transformers raises if there is none."""
+    """Load the processor stored with a model, by its name or folder.
+
+    If torchvision is missing, the video part of a processor that has one is left out. Raises what transformers raises
+    if there is no processor.
+    """
     try:
         return AutoProcessor.from_pretrained(name)
-    except Exception as error:  # of any kind, depending on what lies there
+    except Exception as error:  # of any type, depending on the files
         kind = _kind(name) if "torchvision" in str(error).lower() else None
         if kind is None or VIDEOS not in kind.get_attributes():
             raise
@@ -62,14 +65,14 @@ def load_processor(name: str | Path) -> Any:
 
 
 def _kind(name: str | Path) -> Any:
-    """The class of the processor that lies with a model, as its files call it; None if they do not tell."""
+    """Return the class of the processor stored with a model, as its files name it; None if they name no known one."""
     settings, _ = ProcessorMixin.get_processor_dict(name)
     known = getattr(transformers, settings.get("processor_class") or "", None)
     return known or PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(name)), None)
 
 
 def without_videos(kind: Any, name: str | Path) -> Any:
-    """A processor of a class of transformers, whose other parts are loaded one by one."""
+    """Load a processor of the class `kind` without its video part; its other parts are loaded one by one."""
     settings, _ = kind.get_processor_dict(name)
     parts = [PARTS[part](name) for part in kind.get_attributes()]
     without: Any = type(kind.__name__, (TakesNoVideos, kind), {})

@@ -1,5 +1,7 @@
-"""Checkpoints whose weights are quantized already, read on a CPU from their own codes: no package of their method is
-needed, and nothing is dequantized."""
+"""Loading quantized checkpoints on a CPU from their stored codes.
+
+The package of the quantization method is not needed, and nothing is dequantized.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,30 @@ PACKAGES = {
     "awq": {"accelerate": "accelerate", "gptqmodel": "gptqmodel"},
     "compressed-tensors": {"compressed-tensors": "compressed_tensors"},
 }
-"""What transformers needs for a method, by the names under which packages are installed and imported."""
+"""The packages that transformers needs for each method: the names to install, with the names to import."""
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
-"""A model, and transformers' account of its loading."""
+"""A model, and transformers' loading report (`output_loading_info`)."""
 
 
 def stored_quantization(origin: Origin, place: torch.device, options: dict[str, Any]) -> StoredFormat | None:
-    """How the weights of a checkpoint are quantized, if they can be read here: on a CPU, in one piece, by our kernel.
+    """Return the format of a checkpoint's quantized weights if our kernel can read them, on a CPU; otherwise None.
 
-    Raises UnreadFormat, with what is wrong as its whole text, for variants of a method that are not read.
+    Raises UnreadFormat, whose message is only the fault, for variants of a method that are not read.
     """
     if place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
     config = AutoConfig.from_pretrained(origin.place, **origin.options)
     settings = getattr(config, "quantization_config", None)
-    own_code = getattr(config, "auto_map", None)  # only transformers knows where its classes lie
+    own_code = getattr(config, "auto_map", None)  # only transformers can find its classes
     return stored_format(settings) if isinstance(settings, dict) and not own_code else None
 
 
 def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
-    """Warn that transformers reads a checkpoint which we do not. Raises ValueError, with what is wrong as its whole
-    text, if it lacks the packages for that."""
+    """Warn that transformers, not our kernel, reads a checkpoint.
+
+    Raises ValueError, whose message is only the fault, if the packages that transformers needs are not installed.
+    """
     config = AutoConfig.from_pretrained(origin.place, **origin.options)
     packages = PACKAGES[config.quantization_config["quant_method"]]
     names = " ".join(packages)
@@ -62,10 +66,10 @@ def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
 def load_quantized(
     kind: Any, origin: Origin, form: StoredFormat, dtype: str | torch.dtype, options: dict[str, Any]
 ) -> Loaded:
-    """A model of a checkpoint of quantized weights, as `kind.from_pretrained` gives one with its account.
+    """Load a model of quantized weights -> the model and a loading report, as `kind.from_pretrained` returns them.
 
-    A model in float16 runs in bfloat16 unless told otherwise. Raises ValueError, with what is wrong as its whole text,
-    where layers cannot be read.
+    A model in float16 runs in bfloat16 unless `dtype` is given. Raises ValueError, whose message is only the fault, if
+    a layer cannot be read.
     """
     config = AutoConfig.from_pretrained(origin.place, **origin.options)
     del config.quantization_config
@@ -78,7 +82,7 @@ def load_quantized(
         model_class = type(kind.from_config(config))
     model, about = assembled(model_class, config, tensors, stored, wanted, options)
     model.config.name_or_path = str(origin.place)
-    with suppress(OSError):  # a checkpoint without settings of its own
+    with suppress(OSError):  # a checkpoint without a generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(origin.place)
     return model, about
 
@@ -92,9 +96,9 @@ def assembled(
     dtype: torch.dtype,
     options: dict[str, Any],
 ) -> Loaded:
-    """A model of tensors and of layers that are stored in codes, by their names, with transformers' account.
+    """Make a model of tensors and of layers `stored` in codes, both by name -> the model and a loading report.
 
-    Raises ValueError, with what is wrong as its whole text, where a layer does not go where it belongs.
+    Raises ValueError, whose message is only the fault, if transformers did not put a layer in its place.
     """
     blanks = {name: _blank(layer, dtype) for name, layer in stored.items()}
     given = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}
@@ -106,7 +110,7 @@ def assembled(
 
 
 def replace_head(model: PreTrainedModel, stored: StoredLinear) -> None:
-    """Let the head of a model with quantized layers read stored codes, where its embeddings hold the same weight."""
+    """Replace a head that is tied to the embeddings by one that reads stored codes, in a model of quantized layers."""
     head, columns = model.get_output_embeddings(), shared_columns(model)
     assert columns is not None, "there are quantized layers"
     place = next(name for name, module in model.named_modules() if module is head)
@@ -114,7 +118,7 @@ def replace_head(model: PreTrainedModel, stored: StoredLinear) -> None:
 
 
 def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
-    """What a model of quantized weights computes in."""
+    """Return the dtype that a model of quantized weights computes in. Raises ValueError for an impossible one."""
     if dtype == "auto":
         given = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
         return torch.float32 if given in (None, torch.float32) else torch.bfloat16
@@ -125,12 +129,12 @@ def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _layers(form: StoredFormat, tensors: dict[str, Tensor]) -> list[str]:
-    """The names of the layers whose weights are quantized."""
+    """Return the names of the layers whose weights are quantized."""
     return [name.removesuffix(f".{form.mark}") for name in tensors if name.endswith(f".{form.mark}")]
 
 
 def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLinear:
-    """A layer of a checkpoint, whose tensors are taken out."""
+    """Read a quantized layer, and remove its tensors from `tensors`. Raises ValueError if they do not fit."""
     taken = {part: tensors.pop(f"{name}.{part}") for part in form.names if f"{name}.{part}" in tensors}
     try:
         return form.read(taken, form.bits)
@@ -141,13 +145,15 @@ def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLi
 
 
 def _blank(layer: StoredLinear, dtype: torch.dtype) -> Tensor:
-    """A weight of one number, in the shape of the layer's: transformers puts it where the layer belongs."""
+    """Return a weight of the layer's shape that takes no memory, which marks the layer's place in the model."""
     return torch.zeros((), dtype=dtype).expand(len(layer.codes.scales), layer.in_features)
 
 
 def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear]) -> None:
-    """Put the stored layers where their blanks lie. Raises ValueError, with what is wrong as its whole text, if one
-    went elsewhere."""
+    """Put each stored layer in the place of its blank weight, by the blank's address.
+
+    Raises ValueError, whose message is only the fault, if a blank is not in a linear layer of the model.
+    """
     columns, places = Columns(), [name for name, each in model.named_modules() if type(each) is nn.Linear]
     for name in places:
         layer: Any = model.get_submodule(name)

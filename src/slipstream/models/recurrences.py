@@ -1,8 +1,8 @@
 """The recurrences of linear attention and state space layers, each as one step over the first tokens of a pass.
 
-What a recurrence reads in a pass (keys, values, decays: small next to the layer's projections) is recorded, so that the
-state behind any number of the pass's tokens can be computed from the state before it, without the rest of the model.
-All of it is computed in float32, as transformers does; on CPUs by our kernel, which also makes the outputs of recorded
+The inputs of a recurrence in a pass (keys, values, decays: small next to the layer's projections) are recorded, so that
+the state after any number of the pass's tokens can be computed from the state before it, without the rest of the model.
+All of it is computed in float32, as in transformers; on CPUs by our kernel, which also computes the outputs of recorded
 passes, in a fraction of the time that transformers' functions take for few tokens.
 """
 
@@ -35,7 +35,7 @@ Read = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Recurrence(Protocol):
-    """What one layer's recurrence read in a pass."""
+    """The inputs of one layer's recurrence in a pass."""
 
     @property
     def start(self) -> Tensor:
@@ -43,29 +43,29 @@ class Recurrence(Protocol):
         ...
 
     def read(self) -> Read:
-        """What it read beside the state, in the order in which it is made of them."""
+        """Return its inputs besides the state, in the order of its fields."""
         ...
 
     def state_after(self, row: int, count: int) -> Tensor:
-        """The state (1, heads, ...) of a row behind the first `count` tokens, at least one."""
+        """Return the state (1, heads, ...) of a row after the first `count` tokens, at least one."""
         ...
 
 
 @torch.compiler.assume_constant_result
 def _built() -> bool:
-    """Whether there is our kernel."""
+    """Whether our kernel is available."""
     return kernel_missing() is None
 
 
 def by_kernel(start: Tensor, count: int) -> bool:
-    """Whether our kernel serves a recurrence over so many tokens behind a state."""
+    """Whether our kernel can compute a recurrence over `count` tokens after the state `start`."""
     return start.device.type == "cpu" and start.dtype == torch.float32 and count <= FEW and _built()
 
 
 @dataclass(frozen=True)
 class GatedDeltaRule:
     """The gated delta rule (equation 10 of arXiv 2412.06464): S_t = a_t S_{t-1} + k_t u_t', where
-    u_t = b_t (v_t - a_t S_{t-1}' k_t), over keys that are brought to length 1.
+    u_t = b_t (v_t - a_t S_{t-1}' k_t), over keys that are normalized to length 1.
 
     `start` (rows, heads, key size, value size) is the state before the pass; keys (rows, n, heads or fewer, size),
     values (rows, n, heads, size), decays log a_t and strengths b_t (rows, n, heads).
@@ -79,7 +79,7 @@ class GatedDeltaRule:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> GatedDeltaRule:
-        """From the arguments of transformers' functions. Raises ValueError for queries and keys of other lengths."""
+        """Make it of the arguments of transformers' functions. Raises ValueError for keys that are not normalized."""
         if not given.get("use_qk_l2norm_in_kernel"):
             raise ValueError("a gated delta rule over keys of any length is not known.")
         return GatedDeltaRule(given["initial_state"], *(given[name].float() for name in ("key", "value", "g", "beta")))
@@ -101,10 +101,12 @@ class GatedDeltaRule:
 
 
 def _solved(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, start: Tensor) -> Tensor:
-    """The state behind tokens of one row, whose numbers are (heads, count, ...). The u_t solve a triangular system, so
-    the state is read and written once."""
+    """Return the state after the tokens of one row, from inputs (heads, count, ...).
+
+    The u_t solve a triangular system, so the state is read and written once.
+    """
     total = decays.cumsum(-1)  # (heads, count)
-    since = (total[:, :, None] - total[:, None, :]).exp()  # how much of what came at i is left at t
+    since = (total[:, :, None] - total[:, None, :]).exp()  # the part of the input at i that is left at t
     strengths = strengths[..., None]
     known = total.exp()[..., None] * (keys @ start)
     system = (strengths * since * (keys @ keys.mT)).tril(-1)
@@ -129,7 +131,7 @@ class StateSpace:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> StateSpace:
-        """From the arguments of transformers' function for several tokens."""
+        """Make it of the arguments of transformers' function for several tokens."""
         steps, bias = given["dt"], given.get("dt_bias")
         steps = steps if bias is None else steps + bias.to(steps.dtype)
         steps = softplus(steps) if given.get("dt_softplus") else steps
@@ -142,7 +144,7 @@ class StateSpace:
         return self.inputs, self.steps, self.decays, self.into
 
     def outputs(self, given: Mapping[str, Any]) -> Tensor:
-        """y_t = h_t C_t + D x_t for all tokens (rows, n, heads, head size), by our kernel."""
+        """Compute y_t = h_t C_t + D x_t for all tokens (rows, n, heads, head size), by our kernel."""
         skip = given.get("D")
         return state_space(*self.read(), given["C"].float(), None if skip is None else skip.float(), self.start)
 
@@ -166,25 +168,27 @@ KINDS: tuple[type[GatedDeltaRule] | type[StateSpace], ...] = (GatedDeltaRule, St
 
 
 class _Recorders(threading.local):
-    """What a thread records: the recurrences of the pass that it runs, in order; None while it records nothing."""
+    """The recurrences of the pass that a thread runs, in their order; None while the thread records nothing."""
 
     found: list[Recurrence] | None = None
 
 
 _recorders = _Recorders()
-CHUNK = 64  # of transformers' functions that are not told another
+CHUNK = 64  # the default chunk size of transformers' functions
 ACTIVATIONS = {None, "silu", "swish"}
 
 
 def record(recurrence: Recurrence) -> None:
-    """Leave a recurrence where this thread records it."""
+    """Append a recurrence to those that this thread records."""
     assert _recorders.found is not None, "nothing is recorded"
     _recorders.found.append(recurrence)
 
 
 def _gated_delta_rule(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule -> outputs, and the state behind the tokens; None where our kernel can still compute it when
-    it is known how many of them stand (see `Recurrence.state_after`)."""
+    """Compute and record the gated delta rule -> outputs, and the state after the tokens.
+
+    The state is None where our kernel computes it later, for the accepted tokens (see `Recurrence.state_after`).
+    """
     rule = GatedDeltaRule.of(given)
     record(rule)
     if by_kernel(rule.start, rule.values.shape[1]):
@@ -194,7 +198,7 @@ def _gated_delta_rule(function: Callable[..., Any], given: dict[str, Any]) -> tu
 
 
 def _state_space(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Mamba-2 over several tokens, as `_gated_delta_rule`."""
+    """Compute and record Mamba-2 over several tokens; it returns what `_gated_delta_rule` does."""
     space = StateSpace.of(given)
     record(space)
     if by_kernel(space.start, space.inputs.shape[1]):
@@ -203,8 +207,10 @@ def _state_space(function: Callable[..., Any], given: dict[str, Any]) -> tuple[T
 
 
 def _state_space_step(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
-    """Mamba-2 over one token, behind a gate if there is one -> outputs (rows, heads, width). Raises ValueError where
-    our kernel does not serve it: transformers' function writes the new state over the old one, which has to stay."""
+    """Compute and record Mamba-2 over one token, with a gate if there is one -> outputs (rows, heads, width).
+
+    Raises ValueError if our kernel cannot: transformers' function overwrites the old state, which has to stay.
+    """
     one, gate = _one_of_several(given), given.get("z")
     space = StateSpace.of(one)
     if not by_kernel(space.start, 1):
@@ -215,8 +221,10 @@ def _state_space_step(function: Callable[..., Any], given: dict[str, Any]) -> Te
 
 
 def _one_of_several(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of transformers' function for a single token as those of its function for several: every number of
-    a head is there once for each of its elements."""
+    """Convert arguments of transformers' function for a single token to those of its function for several.
+
+    In the former every number of a head is repeated for each of its elements.
+    """
     every = {name: given[name][:, 0] for name in ("D", "dt_bias") if given.get(name) is not None}
     read = {name: given[name][:, None] for name in ("hidden_states", "B", "C")}
     steps = {"dt": given["dt"][:, None, :, 0], "A": given["A"][:, 0, 0], "dt_softplus": given.get("dt_softplus")}
@@ -224,15 +232,20 @@ def _one_of_several(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_chunks(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-    """Arguments with chunks no longer than the pass: on CPUs, filling the few tokens of a round up to 64 or 256, as
-    transformers does, took half of its time."""
+    """Return the arguments with a chunk size no greater than the pass.
+
+    On CPUs, padding the few tokens of a round to 64 or 256, as transformers does, took half of its time.
+    """
     count, size = tokens.shape[1], given.get("chunk_size", CHUNK)
     return {**given, "chunk_size": count} if tokens.device.type == "cpu" and count < size else given
 
 
 def _convolution(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
-    """A short convolution over inputs (rows, channels, places) that begin with those of earlier tokens -> the places
-    where all taps have an input. transformers' function fills up what comes before, which models cut off."""
+    """Compute a short convolution over inputs (rows, channels, places) that begin with those of earlier tokens.
+
+    It returns the places where all taps have an input. transformers' function also returns the padded places before
+    them, which models cut off.
+    """
     inputs, weight, activation = given["hidden_states"], given["weight"], given.get("activation")
     fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
     if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or not _built():
@@ -243,8 +256,10 @@ def _convolution(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
 
 
 class Recorded(NamedTuple):
-    """How a function of transformers is computed in passes that are recorded, from its arguments by name, and which
-    `names` those have that come first."""
+    """The replacement of a function of transformers in recorded passes: `compute` takes the arguments by name.
+
+    `names` are those of its positional arguments.
+    """
 
     compute: Callable[[Callable[..., Any], dict[str, Any]], Any]
     names: tuple[str, ...]
@@ -261,11 +276,11 @@ RECORDED = {
     "mamba2_selective_state_update": STEPS,
     "causal_conv1d_fn": CONVOLUTION,
 }
-"""The functions of transformers that are computed otherwise in passes that are recorded, by their names."""
+"""The functions of transformers that are replaced in recorded passes, by their names."""
 
 
 class Observed:
-    """A function of transformers that computes as ever, but for passes that its thread records."""
+    """A function of transformers that is unchanged, except in passes that its thread records."""
 
     def __init__(self, function: Callable[..., Any], recorded: Recorded) -> None:
         functools.update_wrapper(self, function)
@@ -279,7 +294,7 @@ class Observed:
 
 
 def observe(model: nn.Module) -> None:
-    """Let the recurrences of a model's family be recorded, which changes nothing else."""
+    """Make it possible to record the recurrences of a model's family; passes that are not recorded stay unchanged."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         for name, recorded in RECORDED.items():
             function = getattr(module, name, None)
@@ -289,8 +304,10 @@ def observe(model: nn.Module) -> None:
 
 @contextmanager
 def recording() -> Iterator[list[Recurrence]]:
-    """Record the recurrences that this thread computes -> a list that grows as they are. A recording around this one
-    gets none of them."""
+    """Record the recurrences that this thread computes in the block, in a list that grows during it.
+
+    A recording around this one receives none of them.
+    """
     found: list[Recurrence] = []
     before, _recorders.found = _recorders.found, found
     try:

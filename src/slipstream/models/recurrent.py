@@ -1,10 +1,10 @@
-"""Models that cannot be rolled back by a length, as Scorers: recurrent, convolutional and hybrid ones, and those
-that only transformers' own cache can serve.
+"""Scorers of models that cannot be rolled back by a length: recurrent, convolutional and hybrid models, and models
+that need transformers' own cache.
 
-Every row has a state of its own, in whatever cache transformers makes for the model. Rows run together where they have
-read equally many tokens and get equally many, so that no padding ever touches a state. After a rollback a row's state
-from before the round is brought forward over the accepted tokens: by their recurrences alone (`rewinding`) where these
-are known, by one more pass otherwise.
+Every row has a state of its own, in the kind of cache that transformers makes for the model. Rows share a pass if they
+have read equally many tokens and get equally many, so that no padding ever reaches a state. After a rollback, a row's
+state from before the round is brought forward over the accepted tokens: by their recurrences alone (`rewinding`) if
+these are known, otherwise by one more pass.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from slipstream.models.rewinding import Rewind, RowState, Settled, Within, rewin
 from slipstream.models.states import apart, joined, size
 
 PREFILL_TOKENS = 512
-"""Tokens of one prefill pass: bounds the memory of activations for long prompts."""
+"""The tokens of one prefill pass, which bounds the memory of activations for long prompts."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model can be run exactly: with how many tokens at a time behind others (None: any number), with several
-    rows in one pass, with positions given, and whether one can go back within a pass. Found out by trying, since models
-    do not tell."""
+    """A way of running a model exactly, which is found by trying.
+
+    `width` is the number of tokens that a pass may add to a text (None: any number). The flags say whether rows share a
+    pass (`together`), whether `positions` are given, and whether the states within a pass can be computed (`rewinds`).
+    """
 
     width: int | None = None
     together: bool = True
@@ -61,14 +63,15 @@ WAYS = tuple(
     for together in (True, False)
     for positions in (True, False)
 )
-"""From the fastest to the slowest."""
+"""The ways that are tried, from the fastest to the slowest."""
 
 
 class StateScorer:
     """A causal language model with a state per row (see `core.protocols.Scorer` for the contract and the shapes).
 
-    Chains only: a state follows one line of tokens. Passes run eagerly. A state takes no part in the prefix cache (see
-    `StateCache`). Raises ValueError if the model is exact in no way that was tried.
+    It scores chains only, since a state follows one line of tokens. Passes run eagerly, except for layers with graphs
+    (`layer_graphs`). States are not stored in the prefix cache (see `StateCache`). Raises ValueError if the model is
+    exact in none of the `WAYS`.
     """
 
     execution = None
@@ -79,32 +82,32 @@ class StateScorer:
         self.device = input_device(model)
         self.vocab, self.context = vocabulary_of(model), longest_text(model.config.get_text_config())
         self._calls = calls_of(model)
-        self._alone = False  # whether every token is fed by itself, so that no bit depends on its company
+        self._alone = False  # whether every token is fed by itself, so that no bit depends on the rest of the pass
         self._costs: tuple[int, int] | None = None
         observe(model)
         self._steps_by_kernel = self.device.type == "cpu" and kernel_missing() is None
         self._records = Records()
-        self.layer_graphs: LayerGraphs | None = None  # which run the layers of passes that one can go back within
+        self.layer_graphs: LayerGraphs | None = None  # graphs of the layers, for passes that can be rolled back within
         self.clear()
         self.way = self._find_way()
 
     @property
     def source_form(self) -> SourceForm | None:
-        """The form of the sources that its encoder reads; None for a model without an encoder."""
+        """The form of the sources that the encoder reads; None for a model without an encoder."""
         return self._calls.form
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """What the model reads beside text."""
+        """The kinds of input besides text that the model can read."""
         return modalities_of(self.model)
 
     @property
     def windows(self) -> set[int]:
-        """How many tokens back some of its layers may look."""
+        """The numbers of tokens that layers with a limit may look back."""
         return windows_of(self.model.config.get_text_config())
 
     def _find_way(self) -> Way:
-        """The first way in which the model is exact."""
+        """Return the first way in which the model is exact. Raises ValueError if there is none."""
         self._refuse_stateless()
         faults = []
         for self.way in WAYS:
@@ -119,15 +122,15 @@ class StateScorer:
                 faults.append(error)
             finally:
                 self.clear()
-        raise faults[-1]  # of the plainest way, which says best what is wrong
+        raise faults[-1]  # that of the simplest way, which explains the fault best
 
     @torch.inference_mode()
     def _refuse_stateless(self) -> None:
-        """Raises ValueError for a model that cannot be called with tokens alone, or hands out nothing to go on with."""
+        """Raise ValueError for a model that cannot be called with tokens alone, or returns no state."""
         try:
             beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
             out = self._calls(torch.tensor([[self.vocab - 1]], device=self.device), None, beside)
-        except Exception as error:  # models for images, or for other purposes, fail in ways of their own
+        except Exception as error:  # of any type, for example from models that need images
             reason = f"{type(error).__name__}: {first_sentence(error)}"
             raise ValueError(f"{self.name} does not run on a text alone ({reason}); use another model.") from error
         if getattr(out, "logits", None) is None or self._calls.state(out) is None:
@@ -137,24 +140,24 @@ class StateScorer:
             )
 
     def clear(self) -> None:
-        """Begin anew, without rows."""
+        """Remove all rows."""
         self._cache: StateCache[RowState] = StateCache(
             lambda kept: size(kept.state), lambda kept, tokens: kept.shortened(tokens)
         )
-        self._texts: list[list[int]] = []  # of every row, to read again what a state has to forget
-        self._beside: list[Any] = []  # what an encoder has read for each
+        self._texts: list[list[int]] = []  # the tokens of every row, to read again those that a rolled-back state lacks
+        self._beside: list[Any] = []  # per row: the encoder's output, or media, or None
 
     shares_rows = False
 
     def sharing_rows(self, model: Any, name: str) -> StateScorer:
-        """Raises ValueError: what some layers of a model add to its states could not be taken back from the others."""
+        """Raise ValueError: a model with a state per row cannot share its rows with a part of its own layers."""
         raise ValueError(f"{self.name} keeps a state, which its own layers cannot draft on; use a model of its own.")
 
     # ---- rows ----
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
+        """The number of tokens in the cache, per row."""
         return self._cache.lengths
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
@@ -181,18 +184,18 @@ class StateScorer:
         self._beside = [each for row, each in enumerate(self._beside) if row not in gone]
 
     def attach(self, row: int, media: Media) -> None:
-        """Give an empty row the media of its text, all of which is then read in one piece."""
+        """Store the media of an empty row's text, which is then read in one piece."""
         self._beside[row] = RowMedia(media)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget everything after `lengths[r]` tokens of the first rows; rows behind them stay as they are."""
+        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
         self._cache.rollback(lengths)
         self._records.rollback(lengths)
         for text, length in zip(self._texts, lengths, strict=False):
             del text[length:]
 
     def scrub(self) -> None:
-        """Nothing is left of what was rolled back."""
+        """Do nothing: the states of tokens that were rolled back are dropped already."""
         self._cache.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -203,16 +206,16 @@ class StateScorer:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes that one more token takes, in layers that attend; 0 before it was measured."""
+        """The bytes that one more token takes, in layers that attend; 0 until `bytes_for` has measured it."""
         return self._costs[1] if self._costs else 0
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """What states of texts of these lengths take: two of each row, one from before the round."""
+        """Return the bytes of states of texts of these lengths: two per row, one of them from before the round."""
         fixed, each = self._measure()
         return sum(2 * (fixed + each * length) for length in lengths)
 
     def _measure(self) -> tuple[int, int]:
-        """The bytes of a state, and those that every token adds, by those of two short texts."""
+        """Return the bytes of a state without its tokens, and those per token, measured on two short texts."""
         if self._costs is None:
             with torch.inference_mode():
                 beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
@@ -225,21 +228,27 @@ class StateScorer:
         return sum(size(kept.state) for kept in self._run([], 0, tokens, 1, beside)[1])
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Keep the hidden states of some places (see `HiddenStates`) of every token that is read from now on, as long
-        as what is returned lives. Raises ValueError for places that there are not."""
+        """Record the hidden states at some places (see `HiddenStates`) of every token from now on.
+
+        It lasts as long as the result lives. Raises ValueError for places that the model does not have.
+        """
         return self._records.begin(self.model, self.name, places, self.lengths)
 
     # ---- passes ----
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Feed every token after the prefill by itself, so that no bit of the logits depends on its company; None: as
-        many at a time as there are, which is faster."""
+        """Feed every token after the prefill in a pass of its own; None: all tokens at hand at a time, which is faster.
+
+        In passes of their own no bit of a token's logits depends on the rows and tokens scored with it.
+        """
         self._alone = shape is not None
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed `counts[r]` of tokens (rows, n) to the rows from `first` on -> logits (rows, n, vocab). Padding is
-        not fed, and its logits are 0."""
+        """Feed `counts[r]` of tokens (rows, n) to the rows from `first` on -> logits (rows, n, vocab).
+
+        Padding is not fed, and its logits are 0. Raises ValueError for a tree.
+        """
         if tree is not None:
             raise ValueError(f"{self.name} keeps a state, which follows one line of tokens: draft chains, not trees.")
         fed = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
@@ -254,14 +263,14 @@ class StateScorer:
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts to the rows from `first` on, behind what they hold, in passes of bounded width."""
+        """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
         whole = [bool(text) and self._has_unread_media(row) for row, text in enumerate(texts, first)]
         if any(whole):
             self._feed([list(text) if now else [] for text, now in zip(texts, whole, strict=True)], first, keep=1)
             texts = [() if now else text for text, now in zip(texts, whole, strict=True)]
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             self._feed([list(text[start : start + PREFILL_TOKENS]) for text in texts], first, keep=1)
-        # Nobody goes back into a prompt by a few tokens, so its earlier states would lie there for nothing.
+        # A prompt is never rolled back by a few tokens, so its earlier states are dropped.
         self._cache.rollback(self._cache.lengths[: first + len(texts)])
 
     def _has_unread_media(self, row: int) -> bool:
@@ -269,7 +278,7 @@ class StateScorer:
         return isinstance(self._beside[row], RowMedia) and not self.lengths[row]
 
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
-        """Feed each row its tokens -> logits (count, vocab) of those that got some, by place."""
+        """Feed each row from `first` on its tokens -> logits (count, vocab), by place, of the rows that got some."""
         for place, tokens in enumerate(fed):
             if tokens:
                 self._bring_forward(first + place)
@@ -290,7 +299,7 @@ class StateScorer:
         return found
 
     def _bring_forward(self, row: int) -> None:
-        """Read again what a row kept of tokens that its state had to forget with others."""
+        """Read again the tokens of a row that its state lost in a rollback, though they were kept."""
         known = self._cache.known(row)
         if lost := self._texts[row][known:]:
             again = torch.tensor([lost], device=self.device)
@@ -298,11 +307,11 @@ class StateScorer:
             self._cache.bring_forward(row, state)
 
     def _states(self, rows: Sequence[int]) -> list[Any]:
-        """transformers' states of some rows; none if they have read nothing."""
+        """Return transformers' states of some rows; none of rows that have read nothing."""
         return [kept.state for row in rows if (kept := self._cache.state(row)) is not None]
 
     def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
-        """Places whose rows can share a pass: equally long, and fed equally many tokens."""
+        """Yield groups of places whose rows can share a pass: equally long, and fed equally many tokens."""
         groups: dict[tuple[int, ...], list[int]] = {}
         apart = self._alone or not self.way.together
         for place, tokens in enumerate(fed):
@@ -316,7 +325,7 @@ class StateScorer:
     def _run(
         self, states: Sequence[Any], known: int, tokens: Tensor, keep: int, beside: Any
     ) -> tuple[Tensor, list[RowState]]:
-        """Tokens (rows, n) behind states of `known` tokens -> logits (rows, n, vocab), and the states behind them."""
+        """Run tokens (rows, n) after states of `known` tokens -> logits (rows, n, vocab), and the states after them."""
         width = 1 if self._alone and not keep else self.way.width
         count = tokens.shape[1]
         if self.way.rewinds and not keep and known and width is None and (count > 1 or self._steps_by_kernel):
@@ -325,7 +334,7 @@ class StateScorer:
         state = joined(states) if known else None
         logits = []
         while tokens.shape[1]:
-            # What comes first can be read at once also where later tokens have to be fed one by one.
+            # The beginning of a text can be read in one pass, even if later tokens have to be fed one by one.
             step = tokens[:, : width if width and (known or (self._alone and beside is None)) else None]
             out = self._call(step, state, known, beside, keep)
             state = self._calls.state(out)
@@ -334,7 +343,7 @@ class StateScorer:
         return torch.cat(logits, 1), [Settled(each) for each in apart(state, len(out.logits))]
 
     def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, beside: Any) -> tuple[Any, Rewind]:
-        """A pass that one can go back within, by graphs if there are some -> what it returns, and the way back."""
+        """Run a pass that can be rolled back within, by graphs if possible -> the model's output, and its `Rewind`."""
         rows, count = tokens.shape
 
         def once() -> tuple[Any, Rewind]:
@@ -344,7 +353,7 @@ class StateScorer:
         return self.layer_graphs.run(rows, count, known, once) if self.layer_graphs else once()
 
     def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
-        """One pass over tokens (rows, n) behind a state of `known` tokens."""
+        """Run one pass over tokens (rows, n) after a state of `known` tokens, and return the model's output."""
         places = torch.arange(known, known + tokens.shape[1], device=self.device).repeat(len(tokens), 1)
         options = {"position_ids": places} if self.way.positions or beside is not None else {}
         with self._records.collecting():
@@ -352,5 +361,5 @@ class StateScorer:
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
-        """The logits (1, n, vocab) of one text by the model's own ways, without a state."""
+        """Return the logits (1, n, vocab) of one text by the model's own forward, without a state."""
         return self._calls.alone(text, source)

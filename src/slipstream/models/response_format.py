@@ -1,4 +1,4 @@
-"""How a model's family writes reasoning and calls of tools, as transformers knows it."""
+"""Parsing the reasoning and tool calls in a model's answers, in the form that transformers keeps for its family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 def response_parser(
     model: PreTrainedModel, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None
 ) -> Any:
-    """Transformers' own parser for what follows a prompt of these token ids; None if it knows no form for the model.
+    """Return transformers' parser for the answer to a prompt of these token ids; None if the model's form is not known.
 
     The form is the tokenizer's `response_template`, else the one that transformers keeps for the model's type.
     """
@@ -24,6 +24,6 @@ def response_parser(
 def _of_family(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any] | None:
     try:
         from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # older versions of transformers, or one without what its server needs
+    except ImportError:  # an older version of transformers, or one without the packages of its server
         return None
     return get_response_template(tokenizer, model)

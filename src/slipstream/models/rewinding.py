@@ -1,4 +1,4 @@
-"""Going back within a pass: states of hybrid models behind the first tokens of those that a pass has read."""
+"""Going back within a pass: the states of hybrid models after the first of the tokens that a pass has read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from slipstream.models.recurrences import Recurrence, recording
 from slipstream.models.states import joined, row_of, shared
 
 Place = tuple[int, int]
-"""A recurrent state: the number of its layer, and its own within that."""
+"""A recurrent state's place: the number of its layer, and its own number within that layer."""
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """A pass over `count` tokens of some rows, from which the state behind any number of them can be had.
+    """A pass over `count` tokens of some rows, from which the state after any number of them can be computed.
 
-    `state` is transformers' cache behind the pass, which keeps what its convolutions and windows would have dropped,
-    and the recurrent states from before the pass. `ends` are those behind it, as far as they were computed.
+    `state` is transformers' cache after the pass, which still has the inputs that its convolutions and windows would
+    have dropped, and the recurrent states from before the pass. `ends` are the recurrent states after the pass, as far
+    as they were computed.
     """
 
     state: Any
@@ -31,7 +32,7 @@ class Rewind:
     ends: dict[Place, Tensor]
 
     def state_after(self, row: int, count: int) -> Any:
-        """The state of a row behind the first `count` tokens, at least one; it shares tensors with others."""
+        """Return the state of a row after the first `count` tokens (at least 1); it shares tensors with others."""
         state = row_of(self.state, row)
         for layer in state.layers:
             layer.crop(count - self.count)
@@ -48,15 +49,15 @@ class Rewind:
 
 
 class RowState(Protocol):
-    """What is kept of one row behind a pass."""
+    """The state of one row after a pass, which may be shortened by some tokens."""
 
     @property
     def state(self) -> Any:
-        """transformers' cache of this row alone."""
+        """The transformers cache of this row alone."""
         ...
 
     def shortened(self, tokens: int) -> RowState | None:
-        """What was kept without the last so many tokens; None if it cannot be had."""
+        """Return the state without the last `tokens` tokens; None if it cannot be computed."""
         ...
 
 
@@ -72,9 +73,10 @@ class Settled:
 
 @dataclass(frozen=True)
 class Within:
-    """The state behind the first `count` tokens of a pass that one can go back within; `row` is its place there.
+    """The state after the first `count` tokens of a pass that can be rolled back within, in the pass's row `row`.
 
-    It is computed when it is first needed: of most passes only some tokens stand, which the next one has to know.
+    It is computed when it is first read, since most rounds accept only some of their tokens, and the count is not known
+    before.
     """
 
     rewind: Rewind
@@ -93,10 +95,10 @@ class Within:
 
 
 def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> tuple[Any, Rewind]:
-    """Run a pass over `count` tokens behind the states of some rows, which are not written to -> what it returns, and
-    the way back.
+    """Run a pass over `count` tokens after the states of some rows -> what `run` returns, and the `Rewind` of the pass.
 
-    Raises ValueError if the model's cache drops what would be needed, or if a recurrence is of no known kind.
+    The states are not written to. Raises ValueError if the model's cache drops what a rollback needs, or if a
+    recurrence is of no known kind.
     """
     state = joined(states) if len(states) > 1 else shared(states[0])
     if not hasattr(state, "activate_past_recording"):
@@ -105,13 +107,13 @@ def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> 
     ends = dict[Place, Tensor]()
 
     def keep(new: Tensor | None, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor | None:
-        """In place of copying the new state into the old one, which has to stay."""
+        """Store the new state in `ends`, where transformers would overwrite the old one, which has to stay."""
         if new is not None:
             ends[layer_idx, state_idx] = new
         return new
 
     def extend(new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Inputs (rows, channels, n) of a convolution behind those before; the channels of a token lie together."""
+        """Append inputs (rows, channels, n) of a convolution to those before, with a token's channels contiguous."""
         convolved = state.layers[layer_idx].conv_states
         convolved[state_idx] = torch.cat([convolved[state_idx].mT, new.mT], 1).mT
         return convolved[state_idx]
@@ -126,7 +128,7 @@ def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> 
 
 
 def _placed(state: Any, found: Sequence[Recurrence]) -> dict[Place, Recurrence]:
-    """The recurrences by the states that they began with. Raises ValueError if a state has none."""
+    """Return the recurrences by the places of their start states. Raises ValueError for a state without one."""
     by_start = {id(recurrence.start): recurrence for recurrence in found}
     places = {
         (number, each): start

@@ -1,4 +1,4 @@
-"""States of transformers' models, whatever is in them: copied, joined for rows that run together, and taken apart."""
+"""Copying the states of transformers' models, of any contents, joining them into a batch and splitting a batch."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from transformers import PreTrainedConfig
 
 
 def copied(state: Any) -> Any:
-    """A state of its own, which a pass may write to."""
+    """Return a copy of a state with tensors of its own, which a pass may write to."""
     return _rebuilt([state], lambda same: same[0].clone())
 
 
 def joined(states: Sequence[Any]) -> Any:
-    """One state of several rows, from those of each; all have read equally many tokens."""
+    """Join the states of single rows, which have read equally many tokens, into one state of a batch."""
     return _rebuilt(states, lambda same: torch.cat(list(same))) if len(states) > 1 else copied(states[0])
 
 
 def shared(state: Any) -> Any:
-    """A state of the same tensors, whose objects are its own: for passes that write to no tensor."""
+    """Return a copy of a state's objects that shares its tensors, for passes that write to no tensor."""
     return _rebuilt([state], lambda same: same[0])
 
 
 def row_of(state: Any, row: int) -> Any:
-    """The state of one of the rows that ran together, in the same memory."""
+    """Return the state of one row of a batch, as views of the batch's tensors."""
     return _rebuilt([state], lambda same: same[0][row : row + 1])
 
 
 def apart(state: Any, rows: int) -> list[Any]:
-    """The states of each of some rows that ran together."""
+    """Split the state of a batch into one state per row, with tensors of their own if there are several rows."""
     if rows == 1:
         return [state]
     return [_rebuilt([state], _of_row(row)) for row in range(rows)]
@@ -43,7 +43,7 @@ def _of_row(row: int) -> Callable[[Sequence[Tensor]], Tensor]:
 
 
 def _rebuilt(same: Sequence[Any], tensors: Callable[[Sequence[Tensor]], Tensor]) -> Any:
-    """An object like the first, where every tensor is what `tensors` makes of those that stand there in all."""
+    """Return an object like the first, with each tensor made by `tensors` from those at its place in all objects."""
     first = same[0]
     if isinstance(first, Tensor):
         return tensors(same) if first.dim() else first
@@ -60,13 +60,13 @@ def _rebuilt(same: Sequence[Any], tensors: Callable[[Sequence[Tensor]], Tensor])
 
 
 def _has_parts(thing: Any) -> bool:
-    """Whether this is an object of a cache, and none of a model, a configuration or Python itself."""
+    """Whether this is an object of a transformers cache, not of a model, a configuration or Python itself."""
     alien = isinstance(thing, nn.Module | PreTrainedConfig | type) or callable(thing)
     return not alien and hasattr(thing, "__dict__") and type(thing).__module__.startswith("transformers")
 
 
 def size(state: Any) -> int:
-    """The bytes of a state's tensors."""
+    """Return the number of bytes of a state's tensors."""
     return sum(tensor.nbytes for tensor in _tensors(state))
 
 
