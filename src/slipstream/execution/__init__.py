@@ -1,1 +1,1 @@
-"""How a model's pass runs: eagerly, compiled for the CPU, or captured for CUDA."""
+"""Running a model's passes: eagerly, compiled for the CPU, or captured for CUDA."""

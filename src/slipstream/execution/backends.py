@@ -13,7 +13,10 @@ from slipstream.kernels.placement import why_in_parts
 
 
 def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None:
-    """What makes passes of few tokens faster in this mode; None is eager. A device without one gives a warning."""
+    """Return what makes passes of few tokens faster in a mode, or None for eager passes.
+
+    Warns if the mode is compiled, but the model's device or placement allows only eager passes.
+    """
     if not mode.compiled:
         return None
     if why := why_in_parts(model):
@@ -26,4 +29,4 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
 
 
 KINDS: dict[str, type[Compiled] | type[Captured]] = {"cpu": Compiled, "cuda": Captured}
-"""What compiles a pass, by the type of the device."""
+"""The classes that compile passes, by the type of the device."""

@@ -20,7 +20,7 @@ BUCKET = 64  # slots of captured passes are rounded up to this
 
 @dataclass
 class Graph:
-    """A captured pass: the tensors it reads, the logits and hidden states it writes, and how to run it."""
+    """A captured pass: the tensors it reads, the logits and hidden states it writes, and a function that runs it."""
 
     work: Pass
     found: list[Tensor]
@@ -31,7 +31,7 @@ class Graph:
 class Captured:
     """Passes as CUDA graphs, one per number of rows, of new tokens, and of slots rounded up to `BUCKET`.
 
-    A replay has no cost of Python and of launches. Graphs know addresses: when the stores have moved, they are dropped.
+    A replay has no cost of Python and of launches. Graphs hold addresses: when the stores have moved, they are dropped.
     A model that cannot be captured runs eagerly, with one warning.
     """
 
@@ -39,11 +39,11 @@ class Captured:
     name: str
     progress: Callable[[str], object] | None = None
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
-    _stores: int = 0  # where the stores of the graphs lie
+    _stores: int = 0  # the address of the stores that the graphs use
     _failed: bool = False
 
     def width(self, rows: int, count: int) -> int:
-        """As many as there are."""
+        """Return `count`: no padding is needed."""
         return count
 
     def of(self, model: PreTrainedModel, name: str) -> Captured:
@@ -81,7 +81,7 @@ class Captured:
 
 
 def record(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Capture what a function does on the GPU -> the tensors it returns, and what does the same again."""
+    """Capture a function's work on the GPU -> the tensors it returns, and a function that repeats the work on them."""
     GRAPHS.captured += 1
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -96,7 +96,7 @@ def record(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable
 
 
 def _widened(work: Pass, end: int) -> Pass:
-    """Tensors of its own with masks over `end` slots; no token sees the added ones."""
+    """Return a pass with tensors of its own and masks over `end` slots; no token attends to the added ones."""
 
     def wide(mask: Tensor) -> Tensor:
         return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)

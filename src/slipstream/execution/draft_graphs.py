@@ -1,8 +1,8 @@
 """Drafting in graphs: passes of a draft, their laws and their draws, with no Python between them.
 
-A pass of a small draft costs less than what surrounds it: masks, positions, laws, draws, and entering the graph. Here
-all of that is inside: a whole chain for a single text if its length is known before, and one step per graph otherwise.
-It serves laws that are made by a temperature alone; all else is drafted token by token without it.
+A pass of a small draft costs less than the work around it: masks, positions, laws, draws, and entering the graph. Here
+all of that is inside the graph: a whole chain for a single text if its length is known before, otherwise one step per
+graph. Graphs serve laws that are made by a temperature alone; others are drafted token by token without graphs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from slipstream.execution.graphs import Frozen, equate, graph_progress, vary, wa
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
-FED = 2  # tokens that a draft's cache lacks at most when a round begins
+FED = 2  # the most tokens that a draft's cache lacks when a round begins
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
-"""The tokens fed (rows, fed), the states before them (rows, fed, width) where the network reads such, which of them is
-the last real one (rows,), how many stand before them (rows,), the numbers of the slots (end,), the cache, the source,
-the temperatures (rows, 1), and numbers in [0, 1) to draw by (rows, size)."""
+"""The inputs of a graph: the tokens fed (rows, fed), the states before them (rows, fed, width) for a network that reads
+states, the index of the last real one (rows,), the number of tokens before them (rows,), the numbers of the slots
+(end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to draw by (rows, size)."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where the tokens of a step stand: `last` is the last real one of each row (rows,), `start` how many tokens stand
-    before them (rows,), `places` the numbers of the slots (end,); and the cache and the source that they look at."""
+    """The places of the tokens of a step, with the cache (`stores`) and the source (`cross`) that they attend to.
+
+    `last` is the index of the last real token of each row (rows,), `start` the number of tokens before the step's
+    (rows,), `places` the numbers of the slots (end,).
+    """
 
     last: Tensor
     start: Tensor
@@ -41,27 +44,31 @@ class Seat:
     cross: Parts
 
     def slots(self, width: int) -> Tensor:
-        """The slots of the tokens (rows, width)."""
+        """Return the slots (rows, width) of the step's tokens."""
         return self.start[:, None] + torch.arange(width)
 
     def at_last(self, found: Tensor) -> Tensor:
-        """Of what was made of the tokens (rows, width, ...) that of the last real ones, (rows, ...)."""
+        """Select from the outputs (rows, width, ...) those of the last real tokens, (rows, ...)."""
         return found[:, 0] if found.shape[1] == 1 else found[torch.arange(self.last.shape[0]), self.last]
 
 
 class Network(Protocol):
-    """What drafts a token in a graph: a function of tensors, without any state of Python."""
+    """A network that drafts a token in a graph: a function of tensors, without any state in Python."""
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor | None]:
-        """Tokens (rows, fed), and the states before them -> the logits (rows, vocab) behind the last real ones, and
-        the states (rows, 1, width) there, for a network that goes on from what it made."""
+        """Run on tokens (rows, fed) and the states before them -> the logits (rows, vocab) after the last real ones.
+
+        The second result is the states (rows, 1, width) there, for a network that goes on from its own states.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ModelNetwork:
-    """A model that `forward` calls, which reads tokens alone. `kinds` are what layers see, by their type; `relative`:
-    the model asks how far back everything lies."""
+    """A model that reads tokens alone, as a `Network`.
+
+    `kinds` are the sights of its layers, by their type; `relative` models have a bias for distances to cached tokens.
+    """
 
     model: Any
     kinds: dict[str, Sight]
@@ -80,10 +87,12 @@ class ModelNetwork:
 
 @dataclass(frozen=True)
 class Wish:
-    """What to draft for every text: `gammas[r]` tokens behind `fed[r]`, one or two tokens (none for a text that is
-    drafted nothing, whose place in the batch is filled up), at a temperature (0: the likeliest tokens), among the
-    first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to draw by, if
-    any text is sampled."""
+    """A request to draft `gammas[r]` tokens after the tokens `fed[r]` for every text.
+
+    `fed[r]` are one or two tokens (none for a text that gets no draft, whose row is padding). The temperature 0 takes
+    the likeliest tokens. Tokens are among the first `vocab` ids. `chances` (rows, gamma) are the numbers in [0, 1) to
+    draw by, if any text is sampled.
+    """
 
     fed: Sequence[Sequence[int]]
     gammas: Sequence[int]
@@ -93,19 +102,21 @@ class Wish:
 
     @property
     def gamma(self) -> int:
-        """The most tokens that a text wants."""
+        """The greatest number of tokens to draft for a text."""
         return max(self.gammas)
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens of any text are sampled."""
         return any(self.temperatures)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where chains go: behind `lengths` tokens of the stores, looking at `end` slots, and at sources, if any. `states`
-    (rows, fed, width) are those before the tokens that are fed, for networks that read them."""
+    """The room of chains in the cache: after `lengths` tokens of the stores, attending to `end` slots, and to sources.
+
+    `states` (rows, fed, width) are those before the tokens that are fed, for networks that read states.
+    """
 
     lengths: Sequence[int]
     end: int
@@ -115,8 +126,10 @@ class Room:
 
 
 class GraphKind(NamedTuple):
-    """What one graph does: draft `size` tokens behind `width` fed ones, drawn or not, among `vocab` ids, for one text
-    or for any number of them."""
+    """A kind of graph: it drafts `size` tokens after `width` fed ones, `sampled` or greedy, among `vocab` ids.
+
+    It serves a `single` text or any number of texts.
+    """
 
     size: int
     width: int
@@ -127,17 +140,17 @@ class GraphKind(NamedTuple):
 
 @dataclass
 class DraftGraphs:
-    """Graphs that draft as many tokens as one of the `sizes` for a single text (a wish in between is served by the next
-    size and cut), and graphs of one step, for batches and for what no size serves.
+    """Graphs that draft chains of one of the `sizes` for a single text, and graphs of one step for all other drafts.
 
-    There is one for greedy and one for sampled tokens of each kind, made when it is first needed (it takes up to
-    minutes; `progress` is called then). Where that fails, one warning says why, and all is drafted token by token.
+    A wish between two sizes is drafted by the next larger one and cut. There is one graph for greedy and one for
+    sampled tokens of each kind, made when it is first needed (it takes up to minutes; `progress` is called then). If
+    that fails, one warning says why, and all is drafted token by token.
     """
 
     network: Network
     name: str
     sizes: tuple[int, ...]
-    most_fed: int = FED  # tokens that a network's cache lacks at most when a round begins
+    most_fed: int = FED  # the most tokens that a network's cache lacks when a round begins
     progress: Callable[[str], object] | None = None
     _graphs: dict[GraphKind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -149,18 +162,18 @@ class DraftGraphs:
         return frozenset(self._graphs)
 
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
-        """Tokens (rows, gamma) and the law each was drawn from; None if that has to be done without graphs."""
+        """Draft tokens (rows, gamma), with the law each was drawn from; None if graphs cannot do it."""
         steps = self.steps(wish)
         if self._failed or not room.stores:
             return None
         try:
             tokens, best, laws = self._drafted(wish, room, steps)
-        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+        except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
             return None
         if not math.isfinite(best.sum().item()):
-            return None  # drafting token by token says where
+            return None  # drafting token by token reports where the logits are not finite
         tokens = tokens[:, : wish.gamma]
         if laws is None:
             return tokens, Law(tokens=tokens)
@@ -168,17 +181,19 @@ class DraftGraphs:
         return tokens, Law(probs=laws, tokens=tokens, points=greedy) if any(greedy) else Law(probs=laws)
 
     def width(self, wish: Wish) -> int:
-        """Columns of the first step: a long graph, and one for a network that is fed many tokens, is made once, for
-        any number of them."""
+        """Return the number of columns of the first step.
+
+        A graph of several tokens, or of a network that is fed many, always has `most_fed`, so that it is made once.
+        """
         return self.most_fed if self.steps(wish)[0] > 1 or self.most_fed > FED else max(map(len, wish.fed))
 
     def steps(self, wish: Wish) -> list[int]:
-        """How many tokens each graph drafts, one after the other."""
+        """Return the number of tokens that each graph of a wish drafts, in their order."""
         whole = [size for size in sorted(self.sizes) if size >= wish.gamma] if len(wish.fed) == 1 else []
         return whole[:1] or [1] * wish.gamma
 
     def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens (rows, gamma or more), the greatest logits, and the laws of sampled tokens."""
+        """Draft tokens (rows, gamma or more) -> these, the greatest logits, and the laws of sampled tokens."""
         tokens, states, last, start, *seen = self._inputs(wish, room)
         parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for size, some in zip(steps, self._chances(wish, steps), strict=True):
@@ -194,8 +209,10 @@ class DraftGraphs:
         return torch.cat(drawn, 1), torch.cat(best), torch.cat(laws, 1) if wish.sampled else None
 
     def _chances(self, wish: Wish, steps: Sequence[int]) -> Iterator[Tensor]:
-        """The numbers to draw by (rows, size) of every graph, each in memory of its own with one layout: for another
-        one, or for a part that begins elsewhere in a table, torch would make a graph in the middle of a call."""
+        """Yield the numbers (rows, size) that each graph draws by, all in the same layout and in memory of their own.
+
+        For another layout, or a view into a table, torch would make a graph in the middle of a call.
+        """
         chances = torch.zeros(sum(steps), len(wish.fed), dtype=torch.float64)
         if wish.sampled:
             chances[: wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64).T
@@ -203,7 +220,7 @@ class DraftGraphs:
             yield some[0][:, None] if len(some) == 1 else some.T
 
     def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
-        """What the first graph is given, but for the numbers to draw by; see `Inputs`."""
+        """Return the inputs of the first graph, without the numbers to draw by; see `Inputs`."""
         if len(self._slots) < room.end:
             self._slots = torch.arange(2 * room.end)
         width = self.width(wish)
@@ -215,7 +232,7 @@ class DraftGraphs:
             self._slots[: room.end],
             room.stores,
             (room.cross.stores, room.cross.mask, None) if room.cross else None,
-            torch.tensor(wish.temperatures, dtype=torch.float32)[:, None],  # whole numbers would be given another graph
+            torch.tensor(wish.temperatures, dtype=torch.float32)[:, None],  # integers would need another graph
         )
 
     def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:
@@ -234,14 +251,16 @@ class DraftGraphs:
 
 @dataclass(frozen=True)
 class _Chain:
-    """What a graph computes, and all that it depends on."""
+    """The function that a graph computes, with all that it depends on."""
 
     network: Network
     kind: GraphKind
 
     def draft(self, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Tokens (rows, size), the greatest logits (size * rows,), the laws (rows, size, vocab) of sampled ones, and
-        the states behind the last token, where the network has such."""
+        """Draft tokens (rows, size) -> these, the greatest logits (size * rows,), the laws (rows, size, vocab), states.
+
+        Laws are None for greedy tokens; states are those of the last step, None for a network without them.
+        """
         equate(_sizes(given))
         tokens, states, last, start, places, stores, cross, temperatures, chances = given
         drawn: list[Tensor] = []
@@ -260,7 +279,7 @@ class _Chain:
 
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
-    """The law (rows, vocab) at each text's temperature, where 0 puts all on the `best` token (rows,)."""
+    """Return the law (rows, vocab) at each text's temperature; at 0 all probability is on the `best` token (rows,)."""
     greedy = temperatures == 0
     point = torch.arange(logits.shape[-1]) == best[:, None]
     return torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
@@ -276,23 +295,25 @@ class DraftsInGraphs(Protocol):
         ...
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """From now on draft by graphs, where that is possible: chains of these sizes by one."""
+        """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes."""
         ...
 
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for the first rows of the cache, one for each text of the wish -> tokens (rows, gamma) and the
-        law each was drawn from; None where that has to be done without graphs."""
+        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
+
+        None if that is not possible by graphs.
+        """
         ...
 
 
 def _describe(kind: GraphKind) -> str:
-    """Describe in words what a graph drafts."""
+    """Return a description of a graph's drafts in words."""
     how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"
 
 
 def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
-    """Name the dimensions of a graph's inputs whose sizes vary, by what they count."""
+    """Return a graph's inputs with names of their varying dimensions."""
     tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
     counted = (tokens, last, start, temperatures, chances, *([] if states is None else [states]))
     return [

@@ -1,4 +1,4 @@
-"""Reading sources by graphs: an encoder, and what makes its states into keys and values, for encoder-decoders."""
+"""Reading sources of encoder-decoders by graphs: the encoder, and the projections of its states to keys and values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, war
 from slipstream.execution.passes import EAGERLY, Stores, compare
 
 Reader = Callable[[Tensor, Tensor | None], Stores]
-"""Turns ids (rows, longest) and their attention mask, or features and None, into keys and values of cross-attention."""
+"""A function from ids (rows, longest) and their mask, or features and None, to keys and values of cross-attention."""
 
 
 @dataclass
 class CompiledReader:
     """A reader as graphs made by inductor: one for batches of sources of any length, and one for single sources.
 
-    A graph is made when it is first needed (`progress` is called), compared with the eager reader, and given up,
-    with one warning, if it cannot be made or reads something else. Audio is read eagerly: its passes are long, and
-    there arithmetic counts.
+    A graph is made when it is first needed (`progress` is called) and compared with the eager reader. If it cannot be
+    made or gives other keys and values, one warning says so, and sources are read eagerly from then on. Audio is read
+    eagerly: its passes are long, and bound by arithmetic.
     """
 
     eager: Reader
@@ -37,7 +37,7 @@ class CompiledReader:
         single = given.shape[0] == 1
         try:
             return self._graphs[single](given, mask) if single in self._graphs else self._make(single, given, mask)
-        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+        except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._failed = True
             warn(self.name, f"reads sources {EAGERLY}", error)
             return self.eager(given, mask)

@@ -17,14 +17,14 @@ from slipstream.execution.structure import Structure, Unknown
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 OnGraph = Callable[[bool], object]
-"""Is called with True before a graph is compiled, and with False when one of an earlier process is loaded."""
+"""A callback with True before a graph is compiled, and with False when one of an earlier process is loaded."""
 
-LEAST = 2  # of what varies: torch takes a size of one for a constant, and makes a graph of its own for it
+LEAST = 2  # the least size that varies: torch takes a size of one for a constant, and makes another graph for it
 
 
 @dataclass
 class GraphCounts:
-    """Counts the graphs that this process has compiled, loaded from earlier processes, and captured on a GPU."""
+    """The numbers of graphs that this process has compiled, loaded from earlier processes, and captured on a GPU."""
 
     compiled: int = 0
     loaded: int = 0
@@ -32,14 +32,14 @@ class GraphCounts:
 
 
 GRAPHS = GraphCounts()
-"""Counts of all models of this process. A warm server should not compile any more: each graph takes seconds."""
+"""The counts for all models of this process. A warm server should compile no more graphs, since each takes seconds."""
 
 
 class Frozen:
     """A function of tensors as a graph, made at its first call; weights in its closure become constants.
 
-    Sizes are constant but for those that `vary` names. A graph that another process made and kept is taken over, on the
-    weights of this one. Calls raise whatever dynamo, inductor or the machine's C++ compiler object to.
+    Sizes are constant, except those that `vary` names. A graph that another process made and stored is loaded and bound
+    to this process's weights. Calls raise any error of dynamo, inductor or the machine's C++ compiler.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Frozen:
         self._graph: Any = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the function returns."""
+        """Run the function by its graph, which the first call makes or loads."""
         if self._made:
             return self._graph(*inputs)
         named = self._named(inputs)
@@ -66,11 +66,11 @@ class Frozen:
         arguments = self._kept and self._kept.arguments(named)
         if arguments is not None:
             return self._kept.run(arguments)
-        self._kept = None  # these are not the inputs it was made for
+        self._kept = None  # the stored graph does not fit these inputs
         return self._make(structure, inputs)
 
     def _structure(self, inputs: Sequence[Any]) -> Structure | None:
-        """What the graph depends on; None if it cannot be kept."""
+        """Return the structure that the graph depends on; None if the graph cannot be stored."""
         if kept_graphs.folder() is None:
             return None
         try:
@@ -84,8 +84,8 @@ class Frozen:
         recorder = kept_graphs.Recorder()
         options: Any = {"guard_filter_fn": self._of_inputs}
         self._graph = torch.compile(own_code(self._function), fullgraph=True, backend=recorder, options=options)
-        # As `options` of compile they would come too late for freezing, and as its `dynamic=False`, STATIC would be set
-        # before every call. What torch warns of here is its own.
+        # `options` of compile would come too late for freezing, and its `dynamic=False` would set STATIC before every
+        # call. Torch's warnings here are about its own code.
         with (
             torch._dynamo.config.patch(STATIC),
             torch._inductor.config.patch(frozen_settings()),
@@ -102,14 +102,16 @@ class Frozen:
         return {self._inputs[0]: inputs} if self._starred else dict(zip(self._inputs, inputs, strict=True))
 
     def _of_inputs(self, guards: Sequence[Any]) -> list[bool]:
-        """Which guards of a graph to check before every pass: those on sizes and inputs. The other five hundred, on a
-        model that nobody changes, would cost as much as a small draft's pass."""
+        """Return which guards of a graph to check before every pass: those on sizes and inputs.
+
+        The other five hundred, on a model that does not change, would cost as much as a small draft's pass.
+        """
         return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith(self._inputs) for guard in guards]
 
 
 def frozen_settings() -> dict[str, Any]:
-    """How inductor compiles: weights are constants, C++ calls the kernels, and our own passes rewrite the graph."""
-    # Inductor takes longer to import than all of ours: only who compiles shall wait for it.
+    """Return inductor's settings: weights are constants, C++ calls the kernels, and our passes rewrite the graph."""
+    # Inductor takes longer to import than our whole package, so it is imported only for compiling.
     from slipstream.execution.rewrites import MergeLinear, TanhBySigmoid
 
     return {
@@ -121,11 +123,11 @@ def frozen_settings() -> dict[str, Any]:
 
 
 Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
-"""What the dimensions of inputs count, of those whose sizes vary."""
+"""Inputs, each with the names of the dimensions whose sizes vary."""
 
 
 def vary(sizes: Sizes, constant: Collection[str] = ()) -> None:
-    """These are symbols, but for `constant` ones: say so before the first call."""
+    """Mark the sizes of these dimensions as varying, except those named in `constant`, before a graph's first call."""
     for tensor, counted in sizes:
         for dim, what in counted.items():
             if what not in constant:
@@ -133,8 +135,10 @@ def vary(sizes: Sizes, constant: Collection[str] = ()) -> None:
 
 
 def equate(sizes: Sizes) -> None:
-    """What counts the same is one symbol, said inside the function: Python hands every symbol over at every call, and a
-    model's cache alone has two for each of its layers' tensors."""
+    """Declare, inside a traced function, that dimensions of the same name have the same size, one symbol.
+
+    Python passes every symbol at every call, and a model's cache alone has two for each of its layers' tensors.
+    """
     found: dict[str, Any] = {}
     for tensor, counted in sizes:
         for dim, what in counted.items():
@@ -142,7 +146,7 @@ def equate(sizes: Sizes) -> None:
 
 
 def graph_progress(progress: Callable[[str], object] | None, what: str) -> OnGraph:
-    """Return a callback that says that the graph of `what` is being compiled, which takes long, or was loaded."""
+    """Return a callback that reports that the graph of `what` is being compiled, which takes long, or was loaded."""
 
     def report(made: bool) -> None:
         if progress:
@@ -152,13 +156,13 @@ def graph_progress(progress: Callable[[str], object] | None, what: str) -> OnGra
 
 
 def own_code(function: Any) -> Any:
-    """The function with code of its own: dynamo counts recompilations by code object, and models must not share it."""
+    """Copy a function with its code: dynamo counts recompilations by code object, and models must not share one."""
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def warn(name: str, what: str, error: Exception) -> None:
-    """One warning that `name` runs another way, because `what` cannot be compiled, and why."""
+    """Warn that `name` runs another way, as `what` says, because it cannot be compiled, with the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     warnings.warn(f"{name} {what} cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)

@@ -34,18 +34,18 @@ class Compiled:
 
     The numbers of rows, new tokens and slots are symbols, so one graph serves every batch, another batches of one new
     token per text, and a third single texts. A graph is made when it is first needed (some ten seconds; `progress` is
-    told), compared with the eager pass, and given up for good, with one warning, if it cannot be made or gives other
-    logits.
+    called) and compared with the eager pass. If it cannot be made or gives other logits, one warning says so, and all
+    later passes run eagerly.
     """
 
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    _graphs: dict[tuple[str, Places], Any] = field(default_factory=dict)  # by what they serve, in words, and show
+    _graphs: dict[tuple[str, Places], Any] = field(default_factory=dict)  # by passes served, in words, and places
     _failed: bool = False
 
     def width(self, rows: int, count: int) -> int:
-        """At least two columns for a single text, which cost no more than one there."""
+        """Return at least two columns for a single text, where they cost no more than one."""
         return count if self._failed or rows > 1 else max(count, LEAST)
 
     def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
@@ -59,7 +59,7 @@ class Compiled:
             return self._make(served, work, stores, places)
         try:
             return _result(places, graph(*_inputs(work, stores)))
-        except Exception as error:  # dynamo has met something it had not seen when the graph was made
+        except Exception as error:  # the pass has something that dynamo did not see when the graph was made
             self._give_up(error)
             return None
 
@@ -73,7 +73,7 @@ class Compiled:
         except (AttributeError, IndexError, TypeError) as error:
             if not places:
                 raise
-            self._give_up(error)  # a model that shows no hidden states by itself
+            self._give_up(error)  # a model that cannot return hidden states
             return None
         graph = Frozen(
             _function(self.model, places), INPUTS, graph_progress(self.progress, f"{self.name} for {served}")
@@ -84,7 +84,7 @@ class Compiled:
             found = graph(*_inputs(work, stores))
             for what, ours, theirs in zip(("logits", *["hidden states"] * len(places)), found, eager, strict=True):
                 compare(theirs, ours, what)
-        except Exception as error:  # whatever dynamo, inductor or the machine's C++ compiler object to
+        except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._give_up(error)
             return _result(places, eager)
         self._graphs[served, places] = graph
@@ -96,17 +96,17 @@ class Compiled:
 
 
 def _result(places: Places, found: list[Tensor]) -> PassResult:
-    """Return what a graph gave, by name."""
+    """Return the outputs of a graph as a `PassResult`."""
     return PassResult(found[0], dict(zip(places, found[1:], strict=True)))
 
 
 def _inputs(work: Pass, stores: Stores) -> tuple[Any, ...]:
-    """Return what a graph is given, in the order of `INPUTS`."""
+    """Return the inputs of a graph, in the order of `INPUTS`."""
     return work.tokens, work.positions, work.slots, work.masks, stores, _parts(work)
 
 
 def _function(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
-    """The pass as a function of tensors alone."""
+    """Return a model's pass as a function of tensors alone."""
 
     def function(
         tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
@@ -119,8 +119,11 @@ def _function(model: PreTrainedModel, places: Places) -> Callable[..., list[Tens
 
 
 def _settled(work: Pass) -> Pass:
-    """Return the pass with integers made in inference mode, each in memory of its own and lying row behind row: torch
-    would make another graph in the middle of a call for a column of a wider tensor, or for one tensor in two places."""
+    """Return the pass with copies of its integers, made in inference mode, each contiguous in memory of its own.
+
+    Torch would make another graph in the middle of a call for a column of a wider tensor, or for one tensor passed
+    twice.
+    """
     parts = (work.tokens, work.positions, work.slots)
     tokens, positions, slots = (part.clone(memory_format=torch.contiguous_format) for part in parts)
     return Pass(tokens, positions, slots, work.masks, work.cross)
@@ -132,7 +135,7 @@ def _parts(work: Pass) -> Parts:
 
 
 def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
-    """Name the dimensions of a pass's tensors whose sizes vary, by what they count."""
+    """Return the tensors of a pass with names of their varying dimensions."""
     cross = [(work.cross.mask, {0: "rows", 3: "source"})] if work.cross else []
     if work.cross and work.cross.back is not None:
         cross.append((work.cross.back, {0: "rows", 1: "new", 2: "end"}))

@@ -1,4 +1,4 @@
-"""Graphs that were made, kept for other processes: the code around the kernels without the weights, bound anew."""
+"""Storing graphs for other processes: inductor's code without the weights, which each process binds to its own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from slipstream.execution.structure import Structure
 from slipstream.files import atomic_write
 from slipstream.text.jsontext import json_text
 
-PLACE = "SLIPSTREAM_GRAPHS"  # names the folder; "off" keeps nothing
-MOST_FILES = 256  # of some hundred kilobytes each; those used longest ago go first
-FORM = 1  # of the files
+PLACE = "SLIPSTREAM_GRAPHS"  # the environment variable with the folder; "off" stores nothing
+MOST_FILES = 256  # of some hundred kilobytes each; the least recently used are deleted first
+FORM = 1  # the version of the files' format
 
 
 class NotKept(Exception):
-    """A graph that another process could not take over, and why; it runs in this one all the same."""
+    """Raised for a graph that other processes could not use, with the reason; it still runs in this one."""
 
 
 # ---- a graph without its weights --------------------------------------------------------------------------------
@@ -34,36 +34,39 @@ class NotKept(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a graph out of weights: inductor's `source`, which of the weights its `constants` are, and Python
-    that makes its arguments out of the function's inputs (None for inputs it was not made for)."""
+    """A graph without its weights, as it is stored.
+
+    `source` is inductor's code, `constants` the index of the weight for each of its constants, and `arguments` Python
+    code that makes its arguments of the function's inputs (None for inputs that do not fit).
+    """
 
     source: str
     constants: dict[str, int]
     arguments: str
-    outputs: Any  # what the function returns, in lists whose first item says of what kind, with True for tensors
+    outputs: Any  # the form of the function's result: lists that begin with the name of their type, True for tensors
 
     def bind(self, weights: Sequence[Tensor]) -> BoundGraph:
-        """The graph on these weights, where they lie."""
+        """Return the graph bound to these weights, which are not copied."""
         from torch._inductor.codecache import PyCodeCache  # takes long to import
 
         key, path = PyCodeCache.write(self.source)
         constants = {name: weights[index] for name, index in self.constants.items()}
         code = PyCodeCache.load_by_key_path(key, path, None, constants)
         names: dict[str, Any] = {"torch": torch}
-        exec(self.arguments, names)  # ours, as the source beside it is torch's: a cache of code is trusted like code
+        exec(self.arguments, names)  # code that we wrote, like torch's source: a cache of code is trusted like code
         return BoundGraph(code.call, names["arguments"], self.outputs)
 
 
 @dataclass(frozen=True)
 class BoundGraph:
-    """A graph that another process made, or would take over, on the weights of this one."""
+    """A stored graph that is bound to the weights of this process."""
 
     call: Callable[[list[Any]], Sequence[Tensor]]
     arguments: Callable[[dict[str, Any]], list[Any] | None]
     outputs: Any
 
     def run(self, arguments: list[Any]) -> Any:
-        """What the function returns."""
+        """Run the graph, and return its result in the form of the function's."""
         return _filled(self.outputs, iter(self.call(arguments)))
 
 
@@ -71,7 +74,7 @@ KINDS: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {"list": list, "tupl
 
 
 def _form(found: Any) -> Any:
-    """What is returned without its tensors. Raises NotKept."""
+    """Return the form of a result without its tensors. Raises NotKept for other types than lists and tuples."""
     if found is None or isinstance(found, Tensor):
         return found is not None
     if type(found) not in KINDS.values():
@@ -80,21 +83,21 @@ def _form(found: Any) -> Any:
 
 
 def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """What `_form` was made of, with these tensors."""
+    """Return a result of this form with these tensors, the inverse of `_form`."""
     if not isinstance(form, list):
         return next(tensors) if form else None
     return KINDS[form[0]]([_filled(part, tensors) for part in form[1:]])
 
 
 class _Read(NamedTuple):
-    """What a graph reads of the inputs, in Python: tensors, and sizes by their symbols."""
+    """The inputs of a graph as Python expressions: tensors, and sizes by their symbols."""
 
     tensors: list[str]
     sizes: dict[str, str]
 
 
 class _Made(NamedTuple):
-    """A graph of inductor: what it reads, examples of it, the tensors it `held` before inductor's passes, and after."""
+    """A graph of inductor: its inputs, examples of them, tensors `held` before inductor's passes, and the graphs."""
 
     read: _Read
     examples: Sequence[Any]
@@ -104,7 +107,7 @@ class _Made(NamedTuple):
 
 
 class Recorder:
-    """Inductor as a backend of torch.compile that remembers what it made."""
+    """Inductor as a backend of torch.compile that stores the graphs it made."""
 
     def __init__(self) -> None:
         self.made: list[_Made] = []
@@ -126,7 +129,7 @@ class Recorder:
         return compile_fx(graph, inputs, inner_compile=inner)
 
     def recipe(self, weights: Sequence[Tensor], found: Any) -> Recipe:
-        """The recipe of the one graph that was made, and returned what was `found`. Raises NotKept."""
+        """Return the recipe of the one graph that was made, whose result was `found`. Raises NotKept if it has none."""
         if len(self.made) != 1:
             raise NotKept(f"{len(self.made)} graphs were made")
         read, examples, held, traced, made = self.made[0]
@@ -143,11 +146,11 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-# ---- what a graph is given --------------------------------------------------------------------------------------
+# ---- the arguments of a graph -----------------------------------------------------------------------------------
 
 
 def _arguments(read: _Read, examples: Sequence[Any]) -> str:
-    """Python for a graph's arguments, and for what it takes for granted of them. Raises NotKept."""
+    """Return Python code that makes a graph's arguments, and checks its assumptions about them. Raises NotKept."""
     tensors = [given for given in examples if isinstance(given, Tensor)]
     if len(tensors) != len(read.tensors) or not all(name.startswith("L[") for name in read.tensors):
         raise NotKept("torch reads more than the inputs")
@@ -167,7 +170,7 @@ def _arguments(read: _Read, examples: Sequence[Any]) -> str:
 
 
 def _needs(name: str, tensor: Tensor) -> str:
-    """Type, sizes and steps."""
+    """Return a Python condition on a tensor's dtype, sizes and strides."""
     shape, strides = (
         "(" + "".join(f"{_printed(part)}, " for part in parts) + ")" for parts in (tensor.shape, tensor.stride())
     )
@@ -179,7 +182,7 @@ def _printed(size: Any) -> str:
 
 
 def _relations(examples: Sequence[Any], symbols: dict[str, str]) -> list[str]:
-    """What torch found out or took for granted about sizes while it made the graph. Raises NotKept."""
+    """Return Python conditions for torch's assumptions about sizes in the graph. Raises NotKept for unknown sizes."""
     sizes = [size for given in examples for size in (given.shape if isinstance(given, Tensor) else [given])]
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     if symbolic is None:
@@ -201,7 +204,7 @@ def _relations(examples: Sequence[Any], symbols: dict[str, str]) -> list[str]:
 
 
 def folder() -> Path | None:
-    """Where graphs are kept; None if they are not."""
+    """Return the folder in which graphs are stored; None if they are not."""
     named = os.environ.get(PLACE)
     if named in {"", "off"}:
         return None
@@ -210,7 +213,7 @@ def folder() -> Path | None:
 
 
 def find(structure: Structure) -> BoundGraph | None:
-    """The graph that was kept for a function of this structure; a damaged or foreign file is as if not there."""
+    """Return the graph stored for a function of this structure; None if there is none, or its file is damaged."""
     place = folder()
     if place is None:
         return None
@@ -224,12 +227,12 @@ def find(structure: Structure) -> BoundGraph | None:
             return None
         os.utime(path)
         return Recipe(**found).bind(structure.weights)
-    except Exception:  # whatever is wrong with the file or with what it says: the graph is made anew
+    except Exception:  # whatever is wrong with the file or its contents: the graph is made again
         return None
 
 
 def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found: Any) -> bool:
-    """Keep the graph just made, if, bound as another process will, it gives the same bits. Whether that was done."""
+    """Store the graph just made if, bound as in another process, it gives the same bits -> whether it was stored."""
     place = folder()
     if place is None:
         return False
@@ -241,7 +244,7 @@ def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found
         with atomic_write(place / f"{structure.key}.json") as part:
             part.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         _clear(place)
-    except Exception:  # not kept, as by a full disk: the graph that was made serves all the same
+    except Exception:  # for example a full disk: the graph still serves this process
         return False
     return True
 
@@ -256,8 +259,8 @@ def _try(graph: BoundGraph, inputs: dict[str, Any], found: Any) -> None:
 
 
 def _clear(place: Path) -> None:
-    """Delete those used longest ago, beyond the most that are kept."""
-    with suppress(OSError):  # another process deletes too
+    """Delete the least recently used files beyond MOST_FILES."""
+    with suppress(OSError):  # another process may delete the same files
         files = sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in files[MOST_FILES:]:
             path.unlink()

@@ -1,4 +1,4 @@
-"""What the new tokens of a pass see: positions, and additive masks for layers with and without windows."""
+"""Positions of the new tokens of a pass, and their additive attention masks for layers with and without windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from slipstream.core.draft import Tree
 
 @dataclass(frozen=True)
 class Sight:
-    """What a layer sees of a text: all of it, its last `window` tokens and first `sinks` ones, or a token's `chunk`."""
+    """The tokens of a text that a layer attends to: all, its last `window` and first `sinks` ones, or those in a chunk.
+
+    `chunk` is the size of chunks, within which tokens attend to each other only.
+    """
 
     window: int | None = None
     chunk: int | None = None
@@ -21,12 +24,14 @@ class Sight:
 
     @property
     def limited(self) -> bool:
-        """Whether there are tokens that it does not see."""
+        """Whether the layer attends to a part of the text only."""
         return bool(self.window or self.chunk)
 
     def within(self, window: int, sinks: int) -> Sight:
-        """What the layer sees if the middle of a text is hidden from it: at most its last `window` tokens, and the
-        first `sinks` too unless the layer has a window of its own, which does not show them either."""
+        """Return the sight of a layer that attends to at most the last `window` tokens and the first `sinks` ones.
+
+        A layer with a window of its own does not attend to the first ones.
+        """
         if self.window:
             return replace(self, window=min(self.window, window))
         return replace(self, window=window, sinks=sinks)
@@ -34,8 +39,11 @@ class Sight:
 
 @dataclass(frozen=True)
 class PassMasks:
-    """What the new tokens of a pass see: `own` positions (rows, n), `others` (rows or 1, slots) positions of what is
-    in the cache, and `allowed` (rows, n, slots), before any window; None allows all `end` slots."""
+    """The positions of a pass, and which slots its new tokens may attend to before any window.
+
+    `own` (rows, n) are positions of the new tokens, `others` (rows or 1, slots) those of the slots in the cache, and
+    `allowed` is (rows, n, slots); None allows all `end` slots.
+    """
 
     own: Tensor
     others: Tensor
@@ -44,18 +52,18 @@ class PassMasks:
 
     @staticmethod
     def everything(slots: Tensor, end: int) -> PassMasks:
-        """Make the masks of a pass of one token per row, which sees all that stands before it."""
+        """Make the masks of a pass of one token per row, which attends to all tokens before it."""
         return PassMasks(slots, slots, None, end)
 
     @staticmethod
     def chain(slots: Tensor, end: int) -> PassMasks:
-        """Every token sees the slots up to its own; slot and position are the same."""
+        """Make the masks of chains: every token attends to the slots up to its own, and its position is its slot."""
         others = torch.arange(end, device=slots.device)[None]
         return PassMasks(slots, others, others[:, None] <= slots[:, :, None], end)
 
     @staticmethod
     def tree(slots: Tensor, end: int, tree: Tree) -> PassMasks:
-        """A token sees the text before the tree and its own line of ancestors."""
+        """Make the masks of a tree: a token attends to the text before the tree, its ancestors and itself."""
         rows, new = slots.shape
         held, depths, seen = (part.to(slots.device) for part in (tree.held, tree.depths, tree.seen))
         depths, seen = depths.expand(rows, -1), seen.expand(rows, -1, -1)
@@ -70,11 +78,11 @@ class PassMasks:
 
     @property
     def back(self) -> Tensor:
-        """How many positions back everything lies, (rows, n, slots); negative for what is not to be seen."""
+        """The number of positions (rows, n, slots) from each slot's token to each new one; negative for later slots."""
         return self.own[:, :, None] - self.others[:, None]
 
     def mask(self, sight: Sight, dtype: torch.dtype) -> Tensor:
-        """The additive mask (rows, 1, n, slots) of a layer."""
+        """Return the additive mask (rows, 1, n, slots) of a layer with this sight."""
         blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)
         if self.allowed is None:
             return blank.unsqueeze(1)
@@ -87,10 +95,10 @@ class PassMasks:
 
 
 def mask_kinds(config: Any) -> dict[str, Sight]:
-    """What layers see, by their type; one entry if all see the same."""
+    """Return the sight of each type of layers in a configuration; one entry if it names no types."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     named = getattr(config, "layer_types", None) or ()
-    types = list(dict.fromkeys(kind for kind in named if kind not in {"mlp", "moe"}))  # which look at nothing
+    types = list(dict.fromkeys(kind for kind in named if kind not in {"mlp", "moe"}))  # layers without attention
     if not types:
         return {"all": Sight(window)}
     rules = {

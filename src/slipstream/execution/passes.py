@@ -1,4 +1,4 @@
-"""What a forward pass reads, and the protocol of everything that runs one: `Pass`, `Cross`, `Mode`, `Execution`."""
+"""The inputs of a forward pass, and the protocol of everything that runs one: `Pass`, `Cross`, `Mode`, `Execution`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from transformers import Cache, PreTrainedModel
 from slipstream.kernels.quantization import Precision
 
 Stores = list[tuple[Tensor, Tensor]]
-"""Keys and values of every layer, (rows, heads, slots, head_dim)."""
+"""The keys and values of every layer, (rows, heads, slots, head_dim)."""
 
 Parts = tuple[Stores, Tensor, Tensor | None] | None
 """The fields of a `Cross`, as graphs take them."""
 
 EAGERLY = "eagerly, it"
-MOST_WIDTH = 64  # wider passes are prefills, where arithmetic counts and a graph gains nothing
+MOST_WIDTH = 64  # wider passes are prefills, which are bound by arithmetic, so that a graph gains nothing
 
 
 @dataclass(frozen=True)
 class Cross:
-    """What a decoder reads beside its text: keys and values of its rows' sources, (rows, heads, slots, head_dim) by
-    layer, and an additive mask (rows, 1, 1, source) for the first of the slots; the others are empty. `back`
-    (rows, n, end) is how many positions back everything in the cache lies, where a model has a bias for it.
+    """The inputs of a decoder's cross-attention: keys and values of the rows' sources, and their mask.
 
-    The slots are cut off in the pass, for graphs: a part of a tensor has steps of its own, which Python hands over at
-    every call, as it does sizes.
+    `stores` are (rows, heads, slots, head_dim) for every layer; the additive `mask` (rows, 1, 1, source) is for the
+    first of the slots, the others are empty. `back` (rows, n, end) is how many positions every cached token lies before
+    each new one, for models with a bias for it. The empty slots are cut off within the pass: a view of a tensor has
+    strides of its own, which Python would pass to a graph at every call, as it does sizes.
     """
 
     stores: Stores
@@ -39,15 +39,18 @@ class Cross:
 
     @property
     def seen(self) -> Stores:
-        """Keys and values of what the mask is for."""
+        """The keys and values of the slots that the mask covers."""
         source = self.mask.shape[-1]
         return [(keys[:, :, :source], values[:, :, :source]) for keys, values in self.stores]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass reads: tokens, positions and slots (rows, n), and additive masks (rows, 1, n, end) by
-    layer kind. Slots are where the new keys and values go. `cross` is for decoders that have an encoder."""
+    """The inputs of one forward pass.
+
+    `tokens`, `positions` and `slots` are (rows, n), additive `masks` (rows, 1, n, end) by kind of layer. New keys and
+    values go to the slots. `cross` is for decoders that have an encoder.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -57,7 +60,7 @@ class Pass:
 
     @property
     def mask(self) -> Tensor | dict[str, Tensor]:
-        """As models take it: one tensor if all layers see the same."""
+        """The mask as models take it: one tensor if all layers attend to the same tokens, else one per kind."""
         return self.masks if len(self.masks) > 1 else next(iter(self.masks.values()))
 
     @property
@@ -68,12 +71,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Mode:
-    """How models run.
+    """The settings of how models run.
 
     `packed` None packs the weights of models that are loaded by name, where that is possible; a loaded model would need
-    its weights twice. Compiled, a draft makes chains of the sizes `ahead` by one graph each and others by a graph per
-    step; None is no draft. `progress` is called when a graph is being made. A `precision` quantizes the weights, which
-    makes another model.
+    its weights twice. If `compiled`, a draft makes chains of the sizes `ahead` by one graph each and others by a graph
+    per step; `ahead` is None for a model that is not a draft. `progress` is called when a graph is being made. A
+    `precision` quantizes the weights, which makes another model.
     """
 
     compiled: bool = False
@@ -83,7 +86,7 @@ class Mode:
     precision: Precision | None = None
 
     def of_draft(self, ahead: tuple[int, ...]) -> Mode:
-        """The mode of a draft beside a target in this one: with chains of these sizes, and weights as they are."""
+        """Return the mode for the draft of a target in this mode: chains of these sizes, and weights not quantized."""
         return replace(self, ahead=ahead, precision=None)
 
 
@@ -92,26 +95,29 @@ EAGER = Mode()
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass gives: logits (rows, n, vocab), and the hidden states (rows, n, width) at the places asked for."""
+    """The outputs of a pass: logits (rows, n, vocab), and hidden states (rows, n, width) at the requested places."""
 
     logits: Tensor
     states: dict[int, Tensor]
 
 
 Places = tuple[int, ...]
-"""Places of hidden states as in transformers' `hidden_states`: 0 goes into the first layer, i comes out of the i-th,
-and -1 out of the norm behind the last."""
+"""Places of hidden states as in transformers' `hidden_states`: 0 is the input of the first layer, i the output of the
+i-th, and -1 the output of the norm after the last layer."""
 
 
 class Execution(Protocol):
-    """A faster way for passes of few tokens. None means that this pass has to run eagerly."""
+    """A faster way to run passes of few tokens."""
 
     def width(self, rows: int, count: int) -> int:
-        """How many columns a pass of `count` tokens for each of so many texts should have; the others are padding."""
+        """Return how many columns a pass of `count` tokens for each of `rows` texts should have, with padding."""
         ...
 
     def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
-        """The logits, and the hidden states at some places, with the new keys and values written to the stores."""
+        """Run a pass, and write new keys and values to the stores -> logits, and hidden states at some places.
+
+        None if this pass has to run eagerly.
+        """
         ...
 
     def of(self, model: PreTrainedModel, name: str) -> Execution:
@@ -123,7 +129,7 @@ class Execution(Protocol):
 
 
 class GivenSlots(Cache):
-    """transformers' Cache interface over given stores and slots: what a traced pass can do."""
+    """A transformers Cache over given stores and slots, for use in a traced pass."""
 
     def __init__(self, stores: Stores, slots: Tensor, end: int) -> None:
         super().__init__(layers=[])
@@ -146,12 +152,12 @@ class GivenSlots(Cache):
 
 
 def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
-    """One pass over stores, without any state of Python: eager, traced or captured -> logits (rows, n, vocab)."""
+    """Run a pass over stores, without any state in Python: eager, traced or captured -> logits (rows, n, vocab)."""
     return forward_showing(model, work, stores, ())[0]
 
 
 def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: Places) -> list[Tensor]:
-    """`forward` that shows hidden states -> logits (rows, n, vocab), and the states (rows, n, width) at each place."""
+    """Run `forward` -> logits (rows, n, vocab), then the hidden states (rows, n, width) at each place."""
     end = next(iter(work.masks.values())).shape[-1]
     out = model(
         input_ids=work.tokens,
@@ -166,13 +172,13 @@ def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: 
 
 
 def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:
-    """Name the dimensions of keys and values whose sizes vary, by what they count."""
+    """Return the tensors of stores with names of their varying dimensions: rows, and `slots`."""
     return [(store, {0: "rows", 2: slots}) for pair in stores for store in pair]
 
 
 def compare(eager: Tensor, compiled: Tensor, what: str = "logits") -> None:
-    """Raises ValueError if logits (or `what`) differ by more than another order of summation explains."""
-    possible = int((eager != -math.inf).sum(-1).min())  # a head that was cut gives all other tokens no chance
+    """Raise ValueError if logits (or `what`) differ by more than another order of summation explains."""
+    possible = int((eager != -math.inf).sum(-1).min())  # a cut head gives -inf to all other tokens
     best, places = eager.float().topk(max(1, min(64, possible)))
     gap = float((best - compiled.float().gather(-1, places)).abs().max() / best.std(-1).max().clamp(min=1e-6))
     allowed = 0.02 if eager.dtype in {torch.float32, torch.float64} else 1.0

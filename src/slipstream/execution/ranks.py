@@ -1,8 +1,8 @@
-"""Processes that run one model together, as torchrun starts them: rank 0 leads, and the others do what it tells them.
+"""Processes that run one model together, as torchrun starts them: rank 0 leads, and the others follow its messages.
 
-The model's own numbers go through torch.distributed (NCCL between GPUs, gloo between processors). What rank 0 decides
-goes through a connection of its own to each of the others, so that a rank that ends is noticed at once, whatever the
-others are doing: in a pass, between two, or waiting for work.
+The model's own tensors go through torch.distributed (NCCL between GPUs, gloo between processors). Rank 0 sends its
+decisions through a connection of its own to each of the others, so that a rank that ends is noticed at once, whatever
+the others are doing: in a pass, between two, or waiting for work.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = 10.0
-"""Seconds that a rank which failed waits for the others to say that they failed too."""
+"""The seconds that a failed rank waits for the others to report that they failed too."""
 
 GRACE = 15.0
-"""Seconds that a pass may still take after a rank has ended; then it never ends, and the process has to."""
+"""The seconds that a pass may still take after a rank has ended; after that, the process is ended."""
 
 CLOSING = 2.0
-"""Seconds in which the connections of a process that has ended are closed, after the first sign of it."""
+"""The seconds in which the connections of a process that has ended are closed, after the first sign of it."""
 
 SLOWEST = timedelta(minutes=30)
-"""How long one rank may lag behind another: weights are read at different speeds."""
+"""The longest time that one rank may lag behind another, since they may read weights at different speeds."""
 
 HANG_UP = getattr(select, "POLLRDHUP", 0) | getattr(select, "POLLHUP", 0)
-"""What `poll` reports of a connection whose other end is gone."""
+"""The events of `poll` for a connection whose other end is gone."""
 
 LOST = 2
 """The exit code of a process whose pass can never end."""
 
 
 class RankLost(ConnectionError):
-    """A rank has ended or failed, so that the ranks cannot go on together."""
+    """Raised when a rank has ended or failed, so that the ranks cannot go on together."""
 
 
 def started_by_torchrun() -> bool:
@@ -58,7 +58,7 @@ def started_by_torchrun() -> bool:
 
 
 def place() -> tuple[int, int]:
-    """This process's rank, and how many there are, by what torchrun says; (0, 1) if it did not start us."""
+    """Return this process's rank and the number of ranks, as torchrun set them; (0, 1) if it did not start us."""
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -67,9 +67,9 @@ def place() -> tuple[int, int]:
 
 @cache
 def join() -> Ranks:
-    """Meet the other ranks, once in a process -> the ranks.
+    """Connect with the other ranks, once in a process -> the ranks.
 
-    Raises ValueError, which says how to start them, if this process was started alone.
+    Raises ValueError, which explains how to start them, if this process was started alone.
     """
     rank, size = place()
     if size < 2:
@@ -87,7 +87,7 @@ def join() -> Ranks:
 
 
 def _begin() -> None:
-    """Begin torch.distributed, with gloo beside NCCL, as transformers would begin it."""
+    """Initialize torch.distributed as transformers would, with gloo besides NCCL if there are GPUs."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=SLOWEST)
         return
@@ -97,17 +97,17 @@ def _begin() -> None:
 
 
 def _lead(size: int) -> dict[int, Connection]:
-    """Wait for a connection from each of the other ranks; the key that they need comes to them by torch.distributed."""
+    """Wait for a connection from each of the other ranks; torch.distributed sends them the key that they need."""
     host, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), token_bytes(32)
     try:
         listener = Listener((host, 0), backlog=size, authkey=key)
-    except OSError:  # an address that others reach us by, and that is none of our own
+    except OSError:  # the others reach us by this address, but it is not one of this machine's own
         listener = Listener(("", 0), backlog=size, authkey=key)
     found: dict[int, Connection] = {}
     with listener:
         dist.broadcast_object_list([(host, listener.address[1], key)], src=0)
         while len(found) < size - 1:
-            with suppress(AuthenticationError, EOFError, OSError):  # a stranger
+            with suppress(AuthenticationError, EOFError, OSError):  # a connection that is not from a rank
                 connection = _at_once(listener.accept())
                 found[int.from_bytes(connection.recv_bytes())] = connection
     return dict(sorted(found.items()))
@@ -123,12 +123,12 @@ def _follow(rank: int) -> dict[int, Connection]:
 
 
 def _at_once(connection: Connection) -> Connection:
-    """Send short messages without waiting for more to send with them, and notice machines that vanish."""
+    """Set up a connection to send short messages without delay, and to notice machines that vanish."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):  # not on every system
+            if hasattr(socket, name):  # some systems lack these options
                 same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
 
@@ -141,18 +141,18 @@ class Ended:
 
 
 class Ranks:
-    """The ranks of a job as one of them sees them: rank 0 is connected with all others, these with rank 0."""
+    """The ranks of a job, from one of them: rank 0 is connected with all others, these with rank 0."""
 
     def __init__(self, rank: int, size: int, connections: dict[int, Connection], ours: bool = False) -> None:
-        """`ours` says that torch.distributed was begun for these ranks, and ends with them."""
+        """Start the thread that watches for lost ranks. `ours`: torch.distributed was begun, and ends, with them."""
         self.rank, self.size, self._ours = rank, size, ours
         self.on_loss: Callable[[], object] = lambda: None  # called by a thread as soon as a rank is lost
         self._connections = connections
-        self._failures: dict[int, str] = {}  # what ranks have said of themselves
+        self._failures: dict[int, str] = {}  # the faults that ranks have reported
         self._lost: str | None = None
         self._closed = self._inside = False
         self._passes = self._count = 0
-        self._reading = threading.RLock()  # the thread that watches reads what failed, too
+        self._reading = threading.RLock()  # the watching thread reads faults, too
         threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
 
     @property
@@ -162,7 +162,7 @@ class Ranks:
 
     @property
     def lost(self) -> str | None:
-        """Why the ranks cannot go on, in a sentence; None while they can."""
+        """The reason why the ranks cannot go on, in a sentence; None while they can."""
         return self._lost
 
     # ---- messages ----
@@ -188,8 +188,10 @@ class Ranks:
         return self._count
 
     def listen(self) -> Any:
-        """Wait for the next message of rank 0 -> it, or None if there will be no more. Raises RankLost if rank 0 is
-        gone, or has lost another rank."""
+        """Wait for the next message of rank 0, and return it, or None if there will be no more.
+
+        Raises RankLost if rank 0 is gone, or has lost another rank.
+        """
         try:
             message = loads(self._connections[0].recv_bytes())
         except (EOFError, OSError) as error:
@@ -203,15 +205,15 @@ class Ranks:
         return message
 
     def answer(self, fault: str = "") -> None:
-        """Tell rank 0 that its last message was obeyed, or why it could not be."""
-        with suppress(OSError):  # nobody listens any more, which `listen` will say
+        """Report to rank 0 that its last message was carried out, or the fault that prevented it."""
+        with suppress(OSError):  # rank 0 is gone, which `listen` will report
             self._connections[0].send_bytes(f"{self._count} {fault}".encode())
 
     def answers(self, number: int, seconds: float | None = None, cause: Exception | None = None) -> dict[int, str]:
-        """The fault that every other rank has with message `number`, or with a later one, in so many seconds (None:
-        however long it takes); empty for those that obeyed.
+        """Wait for every other rank's answer to message `number`, or to a later one -> their faults, empty for success.
 
-        Raises RankLost, by what was its `cause`, if one of them is gone before it answers, or does not in time.
+        `seconds` is the longest wait (None: no limit). Raises RankLost, from its `cause`, if one of them is gone before
+        it answers, or does not answer in time.
         """
         end, found = None if seconds is None else monotonic() + seconds, dict(self._failures)
         self._failures = {}
@@ -229,8 +231,10 @@ class Ranks:
         return found
 
     def agree(self, number: int, message: object, error: Exception) -> None:
-        """After an error of message `number` here: return if every rank had one, so that all stand at the same place
-        again. `message` tells them. Raises RankLost if not, for then ranks wait in the middle of a pass."""
+        """After an error with message `number` here, check that every rank had one, so that all are in step again.
+
+        `message` is sent to them to report it. Raises RankLost if one had none, since ranks then wait within a pass.
+        """
         if self._lost is not None:
             self.end(error)
         self._send(message)
@@ -238,7 +242,7 @@ class Ranks:
             self.end(error)
 
     def leader_agrees(self) -> bool:
-        """Wait a moment for a message of rank 0, after a fault that all ranks may have -> whether one comes."""
+        """Wait up to PATIENCE for a message of rank 0, after a fault that all ranks may have -> whether one comes."""
         with suppress(OSError):
             return self._connections[0].poll(PATIENCE)
         return False
@@ -246,14 +250,14 @@ class Ranks:
     # ---- losses ----
 
     def check(self) -> None:
-        """Raises RankLost if a rank is gone, or has said that it failed."""
+        """Raise RankLost if a rank is gone, or has reported a fault."""
         if self._lost is not None:
             raise RankLost(self._lost)
         if self.leads and self._reads_failures():
             self.end(None)
 
     def end(self, cause: BaseException | None) -> NoReturn:
-        """Raise RankLost with what is known of why the ranks cannot go on."""
+        """Raise RankLost with the known reason why the ranks cannot go on."""
         gone = self._wait_for_hang_up()
         if self._lost is None:
             self._lost = self._why(gone, cause)
@@ -269,7 +273,7 @@ class Ranks:
         return f"{what} before all was done{reason}, so this job cannot go on: start it again."
 
     def _reads_failures(self) -> bool:
-        """Read what ranks have said of failures since -> whether any has failed."""
+        """Read the faults that ranks have reported since the last call -> whether any has failed."""
         for rank, connection in self._connections.items() if self.leads else ():
             with suppress(EOFError, OSError), self._reading:
                 while connection.poll():
@@ -278,14 +282,14 @@ class Ranks:
         return bool(self._failures)
 
     def _wait_for_hang_up(self) -> list[int]:
-        """Which ranks are gone: one that the system has just ended closes its connections one after the other."""
+        """Return the ranks that are gone; waits up to CLOSING, since an ended process closes connections one by one."""
         end = monotonic() + CLOSING
         while not (gone := self._gone(0)) and monotonic() < end:
             sleep(0.02)
         return gone
 
     def _gone(self, milliseconds: int | None) -> list[int]:
-        """The ranks whose connections have been closed at the other end; waits so long for one (None: for ever)."""
+        """Wait for a rank to close its connection, at most so long (None: no limit) -> the ranks that have done so."""
         if self._closed:
             return []
         by_file = {connection.fileno(): rank for rank, connection in self._connections.items()}
@@ -295,7 +299,7 @@ class Ranks:
         return sorted(by_file[file] for file, _ in poll.poll(milliseconds) if file in by_file)
 
     def _watch(self) -> None:
-        """Wait for a rank to end, in a thread."""
+        """Wait for a rank to end, in a thread; then call `on_loss` on rank 0, and end a pass that cannot finish."""
         gone: list[int] = []
         with suppress(OSError, ValueError):  # the connections were closed here
             while not gone and not self._closed:
@@ -308,7 +312,7 @@ class Ranks:
         self._end_passes(self._lost or self._why(gone, None))
 
     def _end_passes(self, why: str) -> None:
-        """End this process when a pass has run for GRACE seconds since a rank was lost: without it, it never ends."""
+        """End this process when a pass has run for GRACE seconds since a rank was lost, since it can never finish."""
         running, since = 0, monotonic()
         while not self._closed:
             now = self._passes if self._inside else 0
@@ -323,8 +327,10 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within, this rank runs a pass that it shares with the others: signals of the keyboard and of SIGTERM wait
-        until it has ended, so that all ranks stop at the same place."""
+        """Mark the block as a pass that this rank shares with the others.
+
+        Ctrl-C and SIGTERM are delayed until it has ended, so that all ranks stop at the same place.
+        """
         self._passes += 1
         self._inside = True
         try:
@@ -334,7 +340,7 @@ class Ranks:
             self._inside = False
 
     def close(self) -> None:
-        """Hang up; rank 0 tells the others before that all is done, or why it is not."""
+        """Close the connections; before that, rank 0 sends the others the end of the job, with the reason of a loss."""
         if self._closed:
             return
         if self.leads:
@@ -346,24 +352,24 @@ class Ranks:
         for connection in self._connections.values():
             connection.close()
         if self._ours and self._lost is None:
-            with suppress(RuntimeError):  # what was lost is told elsewhere
+            with suppress(RuntimeError):  # a loss is reported elsewhere
                 dist.destroy_process_group()
 
 
 def _written(message: object) -> bytes:
-    """A message as it is sent. The connection's own pickles would lend tensors, to processes on this machine only."""
+    """Return a message as bytes. The connection's own pickles would share tensors' memory, on this machine only."""
     return dumps(message, protocol=HIGHEST_PROTOCOL)
 
 
 def _answer(connection: Connection) -> tuple[int, str]:
-    """The number of a message, and the fault that a rank had with it."""
+    """Receive the number of a message, and the fault that a rank had with it (empty for none)."""
     number, _, fault = connection.recv_bytes().decode().partition(" ")
     return int(number), fault
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM wait; what came is delivered at the end, unless that is an error already."""
+    """Delay Ctrl-C and SIGTERM within the block; the first one is delivered at its end, unless it raised an error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

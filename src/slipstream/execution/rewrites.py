@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class TanhBySigmoid(CustomGraphPass):
-    """1 + tanh(x) becomes 2 sigmoid(2 x), which is the same and has one exponential instead of a long polynomial."""
+    """Replaces 1 + tanh(x) by 2 sigmoid(2 x), which is equal and has one exponential instead of a long polynomial."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph."""
@@ -24,17 +24,17 @@ class TanhBySigmoid(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> None:
-        """Torch keeps no graph for other processes, as with `MergeLinear`."""
+        """Return None, so that torch stores no graph for other processes (see `MergeLinear`)."""
         return None
 
 
 def _under_tanh(node: Node) -> Node | None:
-    """x, if the node is 1 + tanh(x) in floating point; the tanh may have other readers."""
+    """Return x if the node is 1 + tanh(x) in floating point, else None; the tanh may have other readers."""
     tanh: Any = node.args[0]
     if node.kwargs or node.args[1] != 1 or not isinstance(tanh, Node) or tanh.target != aten.tanh.default:
         return None
     x: Any = tanh.args[0]
-    return x if x.meta["val"].is_floating_point() else None  # of whole numbers 2 x would be another type
+    return x if x.meta["val"].is_floating_point() else None  # for integers 2 x would have another dtype
 
 
 def _replace(graph: Graph, node: Node, x: Node) -> None:
@@ -47,12 +47,12 @@ def _replace(graph: Graph, node: Node, x: Node) -> None:
     graph.erase_node(node)
 
 
-MOST = 3  # layers of a product, as `slipstream::linears` takes them
-ABSENT = (None, None, 0)  # weight, bias and features of a layer that is not there
+MOST = 3  # the most layers that one `slipstream::linears` computes
+ABSENT = (None, None, 0)  # weight, bias and features of an absent layer
 
 
 class MergeLinear(CustomGraphPass):
-    """Calls of `slipstream::linear` on the same inputs become one of `slipstream::linears`."""
+    """Replaces calls of `slipstream::linear` on the same inputs by one of `slipstream::linears`."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph."""
@@ -60,12 +60,15 @@ class MergeLinear(CustomGraphPass):
             _merge(graph, nodes)
 
     def uuid(self) -> None:
-        """Torch keeps no graph for other processes: its cache holds weights by value. We do (`kept_graphs`)."""
+        """Return None, so that torch stores no graph for other processes: its cache would hold the weights' values.
+
+        `kept_graphs` stores graphs without weights.
+        """
         return None
 
 
 def _together(graph: Graph) -> Iterator[list[Node]]:
-    """Calls that can be one, two or three at a time, in their order."""
+    """Yield groups of two or three calls that can be merged into one, in their order."""
     if not hasattr(torch.ops.slipstream, "linear"):  # the kernel was not built
         return
     readers: dict[Any, list[Node]] = {}
@@ -78,7 +81,7 @@ def _together(graph: Graph) -> Iterator[list[Node]]:
 
 
 def _merge(graph: Graph, nodes: list[Node]) -> None:
-    """One call in place of several, and parts of what it returns in place of what they returned."""
+    """Replace several calls by one, and their results by parts of its result."""
     inputs: Any = nodes[0].args[0]
     layers = [*(node.args[1:] for node in nodes), *[ABSENT] * (MOST - len(nodes))]
     for constant in chain.from_iterable(map(_constants, nodes[1:])):
@@ -100,7 +103,7 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
 
 
 def _constants(node: Node) -> list[Node]:
-    """The weight and, where there is one, the bias."""
+    """Return the nodes of the weight and of the bias, if there is one."""
     return [given for given in node.args[1:3] if isinstance(given, Node)]
 
 

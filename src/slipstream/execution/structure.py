@@ -1,4 +1,4 @@
-"""What a graph of a function depends on: everything the function reaches but the values of large tensors, as a key."""
+"""A key of all that the graph of a function depends on: everything it reaches, except the values of large tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_flatten
 from slipstream.version import __version__
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
-KNOWN = ("torch", "transformers", "slipstream", "builtins")  # packages whose code their versions stand for
+KNOWN = ("torch", "transformers", "slipstream", "builtins")  # packages whose version stands for their code
 UNREAD = {"_name_or_path", "name_or_path", "_commit_hash", "generation_config", "transformers_version"}
-SMALL = 16  # values; inductor takes up to 8 for constants of the code
-MOST = 1_000_000  # things; whoever reaches more has reached what is no model
+SMALL = 16  # the most values of a small tensor; inductor writes up to 8 into its code as constants
+MOST = 1_000_000  # the most objects; a function that reaches more has reached something other than a model
 
 
 class Unknown(Exception):
-    """Something of which nobody can say whether it is the same in another process."""
+    """Raised for an object that cannot be recognized as the same in another process."""
 
 
 class Structure:
@@ -40,7 +40,7 @@ class Structure:
     def __init__(self, function: Any, inputs: Any) -> None:
         self.weights: list[Tensor] = []
         self._seen: dict[int, int] = {}
-        self._held: list[Any] = []  # so that no number of a thing is given twice
+        self._held: list[Any] = []  # keeps the objects alive, so that no id is used twice
         self._places: dict[tuple[int, int], int] = {}
         digest = hashlib.sha256(repr(_surroundings()).encode())
         for word in (*_signature(inputs), *self._words(function)):
@@ -93,8 +93,10 @@ class Structure:
             yield from self._words(part)
 
     def _tensor(self, tensor: Tensor) -> str:
-        """Its form, and which of those before lies in the same place; the values of small ones, for inductor writes
-        them into its code."""
+        """Return a tensor's form, the first tensor at the same address, and the values of a small one.
+
+        Inductor writes the values of small tensors into its code.
+        """
         self.weights.append(tensor)
         same = ""
         if tensor.layout is torch.strided:
@@ -106,13 +108,13 @@ class Structure:
 
 
 def _bound(thing: Any) -> bool:
-    """Whether a function written in C belongs to an object, of which it might tell something."""
+    """Whether a function written in C is bound to an object, whose state it might depend on."""
     owner = getattr(thing, "__self__", None)
     return isinstance(thing, types.BuiltinFunctionType) and not isinstance(owner, (types.ModuleType, type(None), type))
 
 
 def _signature(inputs: Any) -> list[str]:
-    """The form of inputs, but for sizes that vary."""
+    """Return the form of inputs, without sizes that vary."""
     leaves, form = tree_flatten(inputs)
     return [str(form), *(str(_form(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)]
 
@@ -123,7 +125,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _origin(thing: Any) -> str:
-    """The name of code, with a digest of its file where no version stands for it."""
+    """Return the name of code, with a digest of its file if no version stands for it."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or "builtins"
     stands = name.partition(".")[0] in KNOWN or name in sys.builtin_module_names
     digest = "" if stands else _file(name)
@@ -140,7 +142,7 @@ def _file(module: str) -> str:
 
 @cache
 def _sources() -> str:
-    """A digest of our own code, which changes more often than its version."""
+    """Return a digest of our own code, which changes more often than its version."""
     found = importlib.util.find_spec("slipstream")
     assert found is not None and found.origin is not None
     digest = hashlib.sha256()
@@ -152,7 +154,7 @@ def _sources() -> str:
 
 @cache
 def _processor() -> str:
-    """What the processor calls itself and can do."""
+    """Return the model and the features of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
