@@ -1,7 +1,7 @@
-"""Codes that are chosen for what a layer is given, one input after another (GPTQ, arXiv 2210.17323).
+"""Choosing codes for the inputs that a layer receives in a text, one input after another (GPTQ, arXiv 2210.17323).
 
-The error of a rounded weight is taken back by those that are not rounded yet, as far as their inputs go together in the
-text that a model reads. Scales and codes are stored as those of the nearest rounding are; only the choice differs.
+The error of a rounded weight is compensated by those that are not rounded yet, as far as their inputs are correlated in
+the text that a model reads. Scales and codes are stored as with nearest rounding; only the choice differs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from torch.nn.functional import pad
 from slipstream.kernels.quantization import Codes, Precision, quantize
 
 DAMPING = 0.01
-"""What is added to the products of every input with itself, as a part of their mean: text never shows all there is."""
+"""The number added to each input's product with itself, as a part of their mean, since no text shows all inputs."""
 
 
 def spreading(products: Tensor) -> Tensor:
-    """How an input's error is taken back by later ones: the upper factor (inputs, inputs) of the inverse of their
-    `products`, the sum of x x^T over the tokens of a text."""
+    """Return the factor (inputs, inputs) by which later inputs compensate the errors of earlier ones.
+
+    It is the upper Cholesky factor of the inverse of `products`, the sum of x x^T over the tokens of a text.
+    """
     full, diagonal = products.clone(), products.diagonal()
     full.diagonal().add_(DAMPING * float(diagonal.mean()) + (diagonal == 0).to(full.dtype))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
@@ -27,7 +29,7 @@ def spreading(products: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize_for(weight: Tensor, precision: Precision, factor: Tensor) -> Codes:
-    """Quantize a weight (features, inputs) group by group, with a `factor` by which errors spread."""
+    """Quantize a weight (features, inputs) group by group, with the `factor` of `spreading`."""
     left = pad(weight.float(), (0, -weight.shape[1] % precision.group))
     factor = _filled(factor, left.shape[1])
     parts, scales = list[Tensor](), list[Tensor]()
@@ -42,7 +44,7 @@ def quantize_for(weight: Tensor, precision: Precision, factor: Tensor) -> Codes:
 
 
 def _rounded(group: Tensor, scale: Tensor, factor: Tensor, middle: int) -> tuple[Tensor, Tensor]:
-    """The codes (features, inputs) of a group, whose weights change on the way, and the errors that spread from it."""
+    """Return the codes (features, inputs) of a `group`, which is changed, and the errors that later ones compensate."""
     codes, errors = torch.empty(group.shape, dtype=torch.uint8), torch.empty_like(group)
     inverse = torch.where(scale == 0, 0, 1 / scale)[:, 0]
     for place in range(group.shape[1]):
@@ -54,6 +56,6 @@ def _rounded(group: Tensor, scale: Tensor, factor: Tensor, middle: int) -> tuple
 
 
 def _filled(factor: Tensor, size: int) -> Tensor:
-    """The factor for inputs that fill up the last group: they are zero, and take nothing back."""
+    """Return the factor with further inputs that fill up the last group: these are zero, and compensate nothing."""
     more = size - len(factor)
     return torch.block_diag(factor, torch.eye(more)) if more else factor

@@ -1,7 +1,7 @@
-"""Weights as whole numbers of 8 or 4 bits, with a scale for each group of inputs of a feature.
+"""Weights as integers of 8 or 4 bits, with a scale for each group of inputs of a feature.
 
-A weight is scale * (code - zero). Reading it costs a half or a quarter of what bfloat16 costs, and reading is what a
-pass of a few tokens costs on a CPU.
+A weight is scale * (code - zero). It takes a half or a quarter of the bytes of bfloat16, and reading weights takes most
+of the time of a pass of a few tokens on a CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from slipstream.kernels.panels import PANEL
 
 QUAD = 4  # inputs that one instruction multiplies; quantized.cpp has the same number
 GROUPS = (32, 64, 128, 256)
-"""How many inputs of a feature may share a scale."""
+"""The possible numbers of inputs of a feature that share a scale."""
 GROUP = {8: 64, 4: 32}
-"""How many do unless told otherwise, by bits."""
+"""The default numbers of inputs that share a scale, by bits."""
 NEAREST, GPTQ = ROUNDINGS = ("nearest", "gptq")
-"""How codes are chosen; see `calibrated_rounding` for the second."""
+"""The ways of choosing codes; see `calibrated_rounding` for the second."""
 CUTS = (1.0, 0.94, 0.88, 0.82)
-"""Parts of the range of a group that codes of 4 bits may stand for: to cut off the greatest weight may cost less than
+"""The parts of a group's range that are tried for codes of 4 bits: to cut off the greatest weight may cost less than
 coarser steps for all others."""
-CHUNK = 1 << 22  # weights that are quantized at a time, which bounds the memory
+CHUNK = 1 << 22  # the weights that are quantized at a time, which bounds the memory
 
 QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
 """Codes (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL), as the kernel reads them."""
@@ -33,8 +33,11 @@ QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Precision:
-    """How weights are quantized: to codes of `bits`, with a scale for every `group` inputs of a feature, and by which
-    `rounding`: to the nearest codes, or ("gptq") for what layers are given in text that the model writes itself."""
+    """The precision of quantized weights: codes of `bits`, with a scale for every `group` inputs of a feature.
+
+    `rounding` is "nearest" for the nearest codes, or "gptq" for codes chosen for the inputs of layers in text that the
+    model writes itself. Raises ValueError for other values.
+    """
 
     bits: int
     group: int
@@ -55,7 +58,7 @@ class Precision:
 
     @staticmethod
     def named(name: str, group: int | None = None, rounding: str = NEAREST) -> Precision:
-        """ "int8" or "int4", with groups of the usual size unless it is given. Raises ValueError for other names."""
+        """Return the precision "int8" or "int4", by default with the usual group. Raises ValueError for other names."""
         bits = {"int8": 8, "int4": 4}.get(name)
         if bits is None:
             raise ValueError(f"{name!r} is no precision of weights: use int8 or int4.")
@@ -63,7 +66,7 @@ class Precision:
 
     @staticmethod
     def read(text: str) -> Precision:
-        """What `str` gives: "int8", or "int4?group=64&rounding=gptq". Raises ValueError for anything else."""
+        """Read a precision as `str` writes it: "int8", or "int4?group=64&rounding=gptq". ValueError for other texts."""
         name, mark, tail = text.partition("?")
         options = dict(pair.split("=", 1) for pair in tail.split("&") if "=" in pair)
         group = options.pop("group", None)
@@ -74,20 +77,22 @@ class Precision:
 
     @property
     def middle(self) -> int:
-        """The code of zero, unless another one is given."""
+        """The code of the weight zero, unless `Codes.zeros` gives another."""
         return 1 << (self.bits - 1)
 
     def bytes_of(self, features: int, inputs: int) -> int:
-        """What a quantized weight takes, in panels."""
+        """Return the bytes of a quantized weight (features, inputs) in panels."""
         groups = -(-inputs // self.group)
         return -(-features // PANEL) * PANEL * groups * (self.group * self.bits // 8 + 2)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantized weight: `codes` (features, groups * group), whole numbers from 0, and `scales` (features, groups) in
-    bfloat16. Zero is the middle of the range, or what `zeros` (features, groups) says. Inputs that fill up the last
-    group weigh nothing."""
+    """A quantized weight: integer `codes` (features, groups * group) from 0, bfloat16 `scales` (features, groups).
+
+    The code of zero is the middle of the range, or in `zeros` (features, groups). Inputs that only fill up the last
+    group have the weight zero.
+    """
 
     precision: Precision
     codes: Tensor
@@ -95,13 +100,13 @@ class Codes:
     zeros: Tensor | None = None
 
     def weight(self) -> Tensor:
-        """The weight (features, groups * group) in float32 that the codes stand for."""
+        """Return the dequantized weight (features, groups * group) in float32."""
         parts = self.codes.unflatten(1, (-1, self.precision.group)).int()
         zeros = self.precision.middle if self.zeros is None else self.zeros.int()[..., None]
         return ((parts - zeros) * self.scales.float()[..., None]).flatten(1)
 
     def into_panels(self) -> QuantizedPanels:
-        """The layout of the kernel; the last panel is filled up with scales of zero."""
+        """Return the weight in the layout of the kernel, with the last panel filled up with scales of zero."""
         codes = pad(self.codes, (0, 0, 0, -len(self.codes) % PANEL))
         parts = codes.view(len(codes) // PANEL, PANEL, -1, 8 // self.precision.bits, QUAD)
         low, *high = parts.unbind(3)
@@ -111,7 +116,7 @@ class Codes:
 
     @staticmethod
     def from_panels(precision: Precision, panels: QuantizedPanels, features: int) -> Codes:
-        """The codes that `into_panels` has laid out."""
+        """Return the codes of a weight of `features` in panels, the inverse of `into_panels`."""
         packed, *groups = panels
         parts = packed.transpose(1, 2)
         codes = parts[..., None, :] if precision.bits == 8 else torch.stack((parts & 15, parts >> 4), -2)
@@ -121,15 +126,17 @@ class Codes:
 
 
 def _groups_in_panels(tensor: Tensor) -> Tensor:
-    """(features, groups) -> (panels, groups, PANEL)."""
+    """Lay out numbers of groups in panels: (features, groups) -> (panels, groups, PANEL)."""
     full = pad(tensor, (0, 0, 0, -len(tensor) % PANEL))
     return full.view(-1, PANEL, tensor.shape[1]).transpose(1, 2).contiguous()
 
 
 @torch.no_grad()
 def quantize(weight: Tensor, precision: Precision) -> Codes:
-    """Quantize a weight (features, inputs) to the nearest codes about zero, each group with the scale that leaves the
-    least squared error of those that are tried."""
+    """Quantize a weight (features, inputs) to the nearest codes around zero.
+
+    Each group gets, of the scales that are tried, the one with the least squared error.
+    """
     parts = [_quantized(part, precision) for part in weight.split(max(1, CHUNK // weight.shape[1]))]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     return Codes(precision, codes, scales)
@@ -154,8 +161,10 @@ def _quantized(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
 
 
 def _scales(groups: Tensor, precision: Precision) -> Iterator[Tensor]:
-    """Scales (features, groups, 1) to try. Of 16 codes one more lies below zero than above it, which is worth having on
-    the side of the greatest weight."""
+    """Yield the scales (features, groups, 1) to try.
+
+    Of 16 codes one more lies below zero than above it; the sign of a scale puts it on the side of the greatest weight.
+    """
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     if precision.bits == 8:
         yield (extreme.abs() / (precision.middle - 1)).bfloat16()

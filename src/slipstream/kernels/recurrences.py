@@ -1,8 +1,8 @@
 """Recurrences of linear attention and state space layers over few tokens, and short convolutions, by our kernel.
 
-Tokens are taken one after the other, so whatever is computed for one has the same bits however many are read in one
-pass. Outputs and the state behind the tokens are computed apart: of a draft it is known only later how much of it
-stands, so that a pass would write a state for nothing. All recurrences are computed in float32.
+Tokens are processed one after the other, so the results for a token have the same bits however many are read in one
+pass. Outputs and the state after the tokens are computed separately: it is known only later how much of a draft is
+accepted, so a state written in the pass would often be wasted. All recurrences are computed in float32.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 FEW = 64
-"""Tokens up to which taking one after the other is faster than chunks, whose products grow with the square of them."""
+"""The most tokens for which one after the other is faster than chunks, whose products grow with their square."""
 
 
 def gated_delta_rule(
     queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor
 ) -> Tensor:
-    """The gated delta rule (equation 10 of arXiv 2412.06464), over queries and keys of length 1.
+    """Compute the gated delta rule (equation 10 of arXiv 2412.06464), over queries and keys of length 1.
 
     Queries and keys (rows, n, heads or fewer, size), values (rows, n, heads, width), log decays and strengths (rows, n,
     heads), and the state before them (rows, heads, size, width), all in float32 -> outputs (rows, n, heads, width).
-    Queries and keys are brought to length 1 here, and outputs divided by the root of the size.
+    Queries and keys are normalized to length 1 here, and outputs divided by the square root of the size.
     """
     found: Tensor = torch.ops.slipstream.gated_delta_rule(
         _dense(queries), _dense(keys), _dense(values), decays, strengths, state.contiguous()
@@ -32,7 +32,7 @@ def gated_delta_rule(
 
 
 def gated_delta_state(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor) -> Tensor:
-    """The state behind tokens, which are given as to `gated_delta_rule`."""
+    """Return the state (rows, heads, size, width) after the tokens, with arguments as for `gated_delta_rule`."""
     found: Tensor = torch.ops.slipstream.gated_delta_state(
         _dense(keys), _dense(values), decays, strengths, state.contiguous()
     )
@@ -42,7 +42,7 @@ def gated_delta_state(keys: Tensor, values: Tensor, decays: Tensor, strengths: T
 def state_space(
     inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, out_of: Tensor, skip: Tensor | None, state: Tensor
 ) -> Tensor:
-    """The recurrence of Mamba-2 (arXiv 2405.21060).
+    """Compute the recurrence of Mamba-2 (arXiv 2405.21060).
 
     Inputs x (rows, n, heads, width), steps d and d A (rows, n, heads), B and C (rows, n, heads or fewer, size), D
     (heads,), and the state before them (rows, heads, width, size), all in float32 -> outputs (rows, n, heads, width).
@@ -54,7 +54,7 @@ def state_space(
 
 
 def state_space_state(inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, state: Tensor) -> Tensor:
-    """The state behind tokens, which are given as to `state_space`."""
+    """Return the state (rows, heads, width, size) after the tokens, with arguments as for `state_space`."""
     found: Tensor = torch.ops.slipstream.state_space_state(
         _dense(inputs), steps, decays, _dense(into), state.contiguous()
     )
@@ -62,8 +62,11 @@ def state_space_state(inputs: Tensor, steps: Tensor, decays: Tensor, into: Tenso
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Inputs (rows, channels, places) and a weight (channels, taps) -> (rows, channels, places - taps + 1): each
-    channel by itself, at the places where all taps have an input. In memory the channels of a place lie together."""
+    """Convolve each channel of inputs (rows, channels, places) by itself, at the places where all taps have an input.
+
+    The weight is (channels, taps), the result (rows, channels, places - taps + 1). In memory the channels of a place
+    are contiguous.
+    """
     found: Tensor = torch.ops.slipstream.short_convolution(inputs, weight.contiguous(), bias)
     return found.mT
 
@@ -72,11 +75,11 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-# ---- what torch and the check of the kernels have to know -----------------------------------------------------------
+# ---- registration and the check of the kernels ----------------------------------------------------------------------
 
 
 def register_shapes() -> None:
-    """Tell torch the shapes of what the kernels return, for graphs."""
+    """Register the shapes of the kernels' results with torch, for graphs."""
     shapes: dict[str, Callable[..., Tensor]] = {
         "gated_delta_rule": lambda queries, keys, values, *_: values.new_empty(values.shape),
         "gated_delta_state": lambda *given: given[-1].new_empty(given[-1].shape),
@@ -91,7 +94,7 @@ def register_shapes() -> None:
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """What the kernels compute of two tokens, each beside what that has to be."""
+    """Run every kernel on two tokens -> pairs of its result and the expected one."""
     generator = torch.Generator().manual_seed(0)
     left, right, state = (torch.randn(*shape, generator=generator) for shape in ((2, 40), (2, 50), (40, 50)))
     tokens, beside = left[None, :, None], right[None, :, None]

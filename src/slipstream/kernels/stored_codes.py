@@ -1,5 +1,7 @@
-"""Quantized weights as checkpoints store them (GPTQ, AWQ, compressed-tensors), turned into our codes without rounding
-them again. Only scales become bfloat16, which is what the kernel reads."""
+"""Converting quantized weights of checkpoints (GPTQ, AWQ, compressed-tensors) to our codes, without rounding again.
+
+Only scales are rounded, to bfloat16, which the kernel reads.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from torch.nn.functional import pad
 from slipstream.kernels.quantization import GROUP, GROUPS, Codes, Precision
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word of AWQ holds its features: it stores 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first."""
+"""The places of the features 0 to 7 in a word of AWQ, which stores 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first."""
 
 
 class UnreadFormat(ValueError):
-    """Tells which variant of a method is not read here: what is stored, and what could be read."""
+    """Raised for a variant of a method that is not read here; the message names it, and what can be read."""
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A linear layer of a checkpoint. Its codes are for inputs as `order` lists them; None: as they stand."""
+    """A linear layer of a checkpoint, with codes for its inputs in the given `order`; None keeps their order."""
 
     codes: Codes
     in_features: int
@@ -32,7 +34,7 @@ class StoredLinear:
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How a checkpoint stores quantized layers: `mark` is the tensor that every one of them has, beside `parts`."""
+    """The format of quantized layers in a checkpoint: each has the tensor `mark`, and usually `parts`."""
 
     bits: int
     mark: str
@@ -41,21 +43,21 @@ class StoredFormat:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors of a layer that stand for its weight."""
+        """The names of the tensors that store a layer's weight."""
         return self.mark, *self.parts
 
 
 def stored_format(settings: Mapping[str, Any]) -> StoredFormat | None:
-    """What `quantization_config` describes; None for methods that are not read here.
+    """Return the format that a `quantization_config` describes; None for methods that are not read here.
 
-    Raises UnreadFormat, with what is wrong as its whole text, for variants of a method that are not read.
+    Raises UnreadFormat, whose message is only the fault, for variants of a method that are not read.
     """
     make = METHODS.get(str(settings.get("quant_method")))
     return make(settings) if make else None
 
 
 def _gptq(settings: Mapping[str, Any]) -> StoredFormat:
-    """GPTQ: codes packed along the inputs, zeros along the features; version 1 stores every zero less one."""
+    """Return GPTQ's format: codes packed along inputs, zeros along features; version 1 stores every zero minus one."""
     kind = settings.get("checkpoint_format", "gptq")
     _refuse_unless(kind in ("gptq", "gptq_v2"), f"its GPTQ weights are laid out as {kind!r}", "gptq or gptq_v2")
     less, size = int(kind == "gptq"), _inputs_of_group(settings.get("group_size"))
@@ -70,7 +72,7 @@ def _gptq(settings: Mapping[str, Any]) -> StoredFormat:
 
 
 def _awq(settings: Mapping[str, Any]) -> StoredFormat:
-    """AWQ: codes and zeros packed along the features, eight of them interleaved in a word."""
+    """Return AWQ's format: codes and zeros packed along the features, eight of them interleaved in a word."""
     kind, bits = settings.get("version", "gemm"), settings.get("bits", settings.get("w_bit"))
     _refuse_unless(str(kind).lower() == "gemm", f"its AWQ weights are laid out as {kind!r}", "gemm")
     _refuse_unless(bits == 4, f"its AWQ weights have {bits} bits", "4")
@@ -85,7 +87,7 @@ def _awq(settings: Mapping[str, Any]) -> StoredFormat:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> StoredFormat:
-    """compressed-tensors: codes packed along inputs, zeros along features, both about the middle of the range."""
+    """Return compressed-tensors' format: codes packed along inputs, zeros along features, both offset by the middle."""
     kind, schemes = settings.get("format"), list((settings.get("config_groups") or {}).values())
     _refuse_unless(kind == "pack-quantized", f"its weights are compressed as {kind!r}", "pack-quantized")
     weights = [scheme.get("weights") or {} for scheme in schemes]
@@ -125,21 +127,24 @@ def _refuse_unless(right: bool, what: str, allowed: str) -> None:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Codes of words of 32 bits (rows, words) -> (rows, words * 32 / bits), the lowest bits of a word first."""
+    """Unpack words of 32 bits (rows, words) -> codes (rows, words * 32 / bits), the lowest bits of a word first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.int()[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1).to(torch.uint8)
 
 
 def _inputs_of_group(size: Any) -> int | None:
-    """How many inputs share a scale; None: all of a feature."""
+    """Return how many inputs share a scale; None for all inputs of a feature."""
     return int(size) if size is not None and int(size) > 0 else None
 
 
 def _stored(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, groups: Tensor | None, size: int | None
 ) -> StoredLinear:
-    """A layer from codes (features, inputs), scales and zeros (features, groups), the group of each input where it is
-    told, and how many share one. Raises ValueError, with what is wrong as its whole text, for others than we read."""
+    """Make a layer from codes (features, inputs), scales and zeros (features, groups).
+
+    `groups` (inputs,) is the group of each input, if stored, and `size` the inputs of a group (None: all). Raises
+    ValueError, whose message is only the fault, for tensors that do not fit or cannot be read.
+    """
     inputs, middle = codes.shape[1], 1 << (bits - 1)
     size = size or inputs
     shape = (len(codes), -(-inputs // size))
@@ -157,7 +162,7 @@ def _stored(
 
 
 def _order(groups: Tensor, size: int) -> Tensor | None:
-    """The order of the inputs in which groups stand one behind another; None if they do, or -1 says so."""
+    """Return the order of inputs that makes groups contiguous; None if they are, or if all groups are negative."""
     plain = torch.arange(len(groups), device=groups.device) // size
     if bool((groups < 0).all()) or torch.equal(groups.long(), plain):
         return None
@@ -168,8 +173,10 @@ def _order(groups: Tensor, size: int) -> Tensor | None:
 
 
 def _width(size: int, count: int) -> int:
-    """The size of the kernel's groups for `count` stored ones of `size` inputs: theirs, or a part of it. A single one
-    may end within a group of ours."""
+    """Return the size of the kernel's groups for `count` stored groups of `size` inputs: the same, or a divisor.
+
+    A single stored group may end within a group of the kernel.
+    """
     if count == 1:
         return max(each for each in GROUPS if each <= max(size, GROUPS[0]))
     fitting = [each for each in GROUPS if size % each == 0]
