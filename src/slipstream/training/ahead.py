@@ -1,7 +1,7 @@
 """Training networks that draft from a target's hidden states: EAGLE-3 drafts, and heads of the target's own kind.
 
-The target is frozen. It reads a window of text once; the network learns the target's own law one token on, from the
-target's states, and then, as when drafting, further on from what it made itself (training-time test, arXiv 2503.01840).
+The target is frozen. It reads a window of text once; the network learns the target's own law one token later, from the
+target's states, and then, as when drafting, further laws from its own states (training-time test, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ KEPT = (
     *("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act"),
 )
-"""What the layer of a new draft takes over from a Llama-like target."""
+"""The settings that the layer of a new draft takes from a Llama-like target."""
 
 HELD_OUT = 0.02
-"""Share of the text, at its end, that is only measured on."""
+"""The share of the text, at its end, that is only used for measuring."""
 
 
 @dataclass(frozen=True)
 class AheadSettings:
-    """How a network is trained: `rows` windows of `length` tokens make a step; it drafts `unroll` tokens in a row.
+    """The settings of a training: a step reads `rows` windows of `length` tokens, and drafts `unroll` tokens in a row.
 
-    Raises ValueError for what is impossible.
+    Raises ValueError for impossible values.
     """
 
     steps: int = 300
@@ -65,7 +65,7 @@ class AheadSettings:
 
 
 def new_eagle3(model: Any, tokens: Sequence[int] | np.ndarray, draft_vocab: int, seed: int = 0) -> Eagle3:
-    """An untrained EAGLE-3 draft for a Llama-like model, which knows the tokens that are most frequent in a text.
+    """Make an untrained EAGLE-3 draft for a Llama-like model, with the `draft_vocab` most frequent tokens of a text.
 
     Raises ValueError for an impossible number of them.
     """
@@ -112,7 +112,7 @@ def save_eagle3(net: Eagle3, folder: str | Path) -> None:
         "transformer_layer_config": layer,
     }
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in net.state_dict().items()}
-    del tensors["embed_tokens.weight"]  # the target's
+    del tensors["embed_tokens.weight"]  # these are the target's
     if settings.draft_vocab < net.vocab:
         targets = net.targets.cpu()
         tensors["d2t"] = targets - torch.arange(len(targets))
@@ -124,8 +124,10 @@ def save_eagle3(net: Eagle3, folder: str | Path) -> None:
 
 
 class AheadTrainer:
-    """Trains a network that drafts from a frozen target's hidden states. `train` goes on after an interruption, also in
-    a new process."""
+    """Trains a network that drafts from a frozen target's hidden states.
+
+    `train` resumes after an interruption, also in a new process.
+    """
 
     def __init__(
         self,
@@ -136,9 +138,10 @@ class AheadTrainer:
         settings: AheadSettings,
         checkpoint: Checkpoint,
     ) -> None:
-        """`layers` hold the weights of the head that are trained; `tokens` is the whole text.
+        """Begin a training, or resume it from its checkpoint.
 
-        Raises ValueError if the text is shorter than four windows, or if the checkpoint belongs to another training.
+        `layers` have the weights of the head that are trained; `tokens` is the whole text. Raises ValueError if the
+        text is shorter than four windows, or if the checkpoint belongs to another training.
         """
         text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         cut = len(text) - max(settings.length, int(HELD_OUT * len(text)))
@@ -158,27 +161,29 @@ class AheadTrainer:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of steps that were taken."""
         return self._trainer.progress.steps
 
     def train(self, watch: Watch = lambda progress, loss: None) -> None:
-        """Take the steps that are left, and save the state; interrupted, it saves its state too.
+        """Take the steps that are left, and save the state, also if interrupted.
 
-        Raises FloatingPointError if the loss is no finite number.
+        Raises FloatingPointError if the loss is not finite.
         """
         self._trainer.train(self._loss, watch)
         self._trainer.save()
 
     @torch.inference_mode()
     def alpha(self, windows: int = 16) -> list[float]:
-        """The mean of sum_x min(p(x), q(x)) on the end of the text, kept aside, for each of the tokens drafted in a
-        row behind tokens of the text."""
+        """Measure the mean of sum_x min(p(x), q(x)) on the held-out end of the text, for each token drafted in a row.
+
+        Drafts follow tokens of the text.
+        """
         starts = np.linspace(0, len(self.held_out) - self.settings.length, windows).astype(int).tolist()
         tokens = torch.stack([self.held_out[start : start + self.settings.length] for start in starts])
         return [float(torch.minimum(p.exp(), q.exp()).sum(-1).mean()) for p, q in self._laws(tokens)]
 
     def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        """The loss on random windows. They depend on seed and step alone, so resuming changes nothing."""
+        """Return the loss on random windows, which depend on seed and step alone, so that resuming changes nothing."""
         settings, share = self.settings, torch.tensor(used)
         rng = np.random.default_rng([settings.seed, step])
         starts = torch.from_numpy(rng.integers(0, len(self.text) - settings.length + 1, settings.rows))
@@ -187,8 +192,11 @@ class AheadTrainer:
         return torch.stack(losses).mean(), settings.rows * settings.length
 
     def _laws(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """log p and log q (rows, positions, tokens that the draft knows) on windows (rows, length), for the first, the
-        second, ... token that is drafted in a row: behind the first one it reads what it made itself."""
+        """Return log p and log q on windows (rows, length), for the first, the second, ... token drafted in a row.
+
+        Each is (rows, positions, tokens of the draft's vocabulary). After the first token the network reads its own
+        states.
+        """
         tokens = tokens.to(self.model.device)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.settings.bfloat16):
             states, log_p = self._lesson(tokens)
@@ -206,8 +214,8 @@ class AheadTrainer:
 
     @torch.no_grad()
     def _lesson(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What the target says of windows (rows, length): its states at the places that are read, and log p."""
+        """Run the target on windows (rows, length) -> its states at the places that the head reads, and log p."""
         out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        # transformers' last hidden state is the normed one, and those before it are not
+        # Of transformers' hidden states only the last one is normed.
         states = [out.hidden_states[place if place != LAST else -1] for place in self.head.places]
         return torch.cat(states, -1), functional.log_softmax(out.logits.float(), -1)

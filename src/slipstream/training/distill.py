@@ -1,8 +1,8 @@
-"""Distillation: a draft model learns to say what a frozen target says, and is measured by what it gains.
+"""Distillation: a draft model learns the law of a frozen target, and is measured by its speed-up.
 
-The objectives (`objectives`) are taken at every position of texts (`lessons`): documents, and what the target itself
-wrote (`writing`). Now and then the draft, as it is, drafts for the target on prompts kept aside. By Theorem 3.8 these
-rounds tell its speed-up, from what drafting and verifying cost; when that stops growing, the training comes to its end.
+An objective (`objectives`) is computed at every position of texts (`lessons`): documents, and texts that the target
+itself wrote (`writing`). At intervals the draft, as it is, drafts for the target on held-out prompts. From these rounds
+and the costs of drafting and verifying, Theorem 3.8 gives its speed-up; when that stops growing, the training ends.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ from slipstream.training.optimizers import muon_and_adam, trapezoid
 from slipstream.training.trainer import Checkpoint, Diverged, Progress, Steps, Trainer
 
 STATE, MEASURED = "training.safetensors", "measured.json"
-"""The files of a training: weights and optimizers, and what was measured on the way."""
+"""The files of a training: weights and optimizers, and the measurements made during it."""
 
 TEMPERATURES = (0.0, 1.0)
-"""Where drafts are measured."""
+"""The temperatures at which drafts are measured."""
 
 WARM_UP, DECAY = 0.02, 0.40
-"""Shares of the budget in which the learning rate rises and falls."""
+"""The shares of the budget in which the learning rate rises and falls."""
 
 MUON = 5.0
-"""Learning rate of the matrices over that of all else."""
+"""The ratio of the learning rate of matrices to that of all other weights."""
 
 
-# ---- what a draft is worth -------------------------------------------------------------------------------------------
+# ---- measuring a draft -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """What rounds cost in target steps: `c` is a drafting step, and `verify[n]` the target's pass over n + 1 tokens."""
+    """The costs of a round in target steps: `c` of a drafting step, `verify[n]` of a target pass over n + 1 tokens."""
 
     c: float
     verify: tuple[float, ...]
 
     def curve(self, rows: int) -> float:
-        """T(rows) / T(1)."""
+        """Return T(rows) / T(1), the cost of a pass over so many tokens in target steps."""
         return self.verify[rows - 1]
 
     def gain(self, kept: Sequence[float]) -> tuple[int, float]:
-        """The best gamma and its speed-up over plain decoding (Theorem 3.8), where kept[i - 1] is the chance that at
-        least i drafted tokens stand. No gamma (0, 1.0) where none pays."""
+        """Return the best gamma and its speed-up over plain decoding (Theorem 3.8); (0, 1.0) if no gamma pays.
+
+        kept[i - 1] is the chance that at least i drafted tokens are accepted.
+        """
         kept = kept[: len(self.verify) - 1]
         gamma = best_gamma_by_position(kept, self.c, self.curve)
         return gamma, expected_tokens(kept[:gamma]) / round_cost(gamma, self.c, self.curve)
@@ -70,8 +72,11 @@ class DraftCosts:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How good a draft was after some `steps` on prompts kept aside, greedy and at temperature 1: `alpha`, the share of
-    rounds that kept at least 1, 2, ... tokens, the best `gammas` and the `gains` they promise."""
+    """The quality of a draft after `steps` steps on held-out prompts, at each of the TEMPERATURES.
+
+    It has `alpha`, the shares of rounds that `kept` at least 1, 2, ... tokens, the best `gammas`, and the speed-ups
+    (`gains`) that follow.
+    """
 
     steps: int
     alpha: tuple[float, ...]
@@ -86,14 +91,13 @@ class Measurement:
 
     @staticmethod
     def read(record: dict[str, Any]) -> Measurement:
-        """From JSON."""
+        """Make a measurement of its JSON object."""
         tuples = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
         return Measurement(record["steps"], **{**tuples, "kept": tuple(map(tuple, record["kept"]))})
 
 
 def stopped_growing(found: Sequence[Measurement], patience: int) -> int | None:
-    """The number of steps after which `patience` measurements in a row had brought no greater speed-up; None if that
-    did not happen."""
+    """Return the step at which `patience` measurements in a row had brought no greater speed-up; None if none did."""
     best, since = 0.0, 0
     for one in found:
         best, since = (one.gain, 0) if one.gain > best else (best, since + 1)
@@ -104,22 +108,24 @@ def stopped_growing(found: Sequence[Measurement], patience: int) -> int | None:
 
 @dataclass(frozen=True)
 class WhilePaying:
-    """A budget of steps that is cut where speed-ups have stopped growing: what is left then is the fall of the learning
-    rate, in which most drafts still gain. `found` grows while the training runs."""
+    """A budget of steps that is cut short when speed-ups have stopped growing.
+
+    Only the fall of the learning rate is left then, in which most drafts still gain. `found` grows during the training.
+    """
 
     steps: Steps
     patience: int
     found: Sequence[Measurement]
 
     def used(self, progress: Progress) -> float:
-        """The share of the steps, of those that are left over by a cut."""
+        """Return the share of the steps that has been taken, of fewer steps after a cut."""
         total, stopped = float(self.steps.total), stopped_growing(self.found, self.patience)
         if stopped is not None:
             total = min(total, stopped / (1 - DECAY))
         return progress.steps / total
 
     def saves(self, progress: Progress) -> int:
-        """As for all steps."""
+        """Return how many times `save_every` steps have been taken."""
         return self.steps.saves(progress)
 
 
@@ -128,11 +134,11 @@ class WhilePaying:
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """How a draft is trained: `rows` texts of `length` tokens make a step, of texts that the target wrote with chance
-    `written`; `rate` is the learning rate of all but matrices, whose is MUON times that.
+    """The settings of a distillation: a step reads `rows` texts of `length` tokens.
 
-    After every `measure_every` steps it drafts `gamma` tokens a round for `new_tokens` behind each of the prompts kept
-    aside. Raises ValueError for what is impossible.
+    With probability `written` these are texts of the target, else documents. `rate` is the learning rate of all but
+    matrices, whose rate is MUON times that. After every `measure_every` steps the draft is measured with `gamma` tokens
+    a round on `new_tokens` after each of the held-out prompts. Raises ValueError for impossible values.
     """
 
     steps: int = 2000
@@ -161,8 +167,10 @@ class DistillSettings:
 
 
 class Distiller:
-    """Trains a draft model for the target of an engine. `train` goes on after an interruption, also in a new process,
-    with the same weights as without one."""
+    """Trains a draft model for the target of an engine.
+
+    `train` resumes after an interruption, also in a new process, and ends with the same weights as without one.
+    """
 
     def __init__(
         self,
@@ -173,9 +181,9 @@ class Distiller:
         settings: DistillSettings,
         folder: Path,
     ) -> None:
-        """The student is trained in place, in float32; `folder` holds the state of the training.
+        """Begin a training, or resume it from its state in `folder`; the student is trained in place, in float32.
 
-        Raises ValueError if there is nothing to learn from, or if the folder holds another training.
+        Raises ValueError if there is nothing to learn from, or if the folder has another training.
         """
         if not len(material.read) + len(material.written):
             raise ValueError("there is no text to distil on: give documents of two tokens or more.")
@@ -185,7 +193,7 @@ class Distiller:
         self._objective = objective_of("kl" if settings.objective == SEQUENCE else settings.objective)
         known = {**asdict(settings), "parameters": student.num_parameters()}
         for name in ("patience", "measure_every"):
-            del known[name]  # a training may be resumed with others
+            del known[name]  # a training may be resumed with other values
         self.found: list[Measurement] = []
         self._trainer = Trainer(
             student,
@@ -198,7 +206,7 @@ class Distiller:
 
     @property
     def progress(self) -> Progress:
-        """How far the training is."""
+        """The progress of the training."""
         return self._trainer.progress
 
     def train(
@@ -206,10 +214,10 @@ class Distiller:
         watch: Callable[[Progress, float], object] = lambda progress, loss: None,
         measured: Callable[[Measurement], object] = lambda measurement: None,
     ) -> Measurement:
-        """Take the steps that are left -> the last measurement. `watch` is called after every step, `measured` with
-        every measurement. Interrupted, as by Ctrl-C, it saves its state first.
+        """Take the steps that are left -> the last measurement.
 
-        Raises FloatingPointError if the loss is no finite number.
+        `watch` is called after every step, `measured` with every measurement. If interrupted, as by Ctrl-C, it saves
+        its state first. Raises FloatingPointError if the loss is not finite.
         """
 
         def after(progress: Progress, loss: float) -> None:
@@ -229,7 +237,7 @@ class Distiller:
         return self.found[-1]
 
     def measure(self) -> Measurement:
-        """Let the draft, as it is, draft for the target, in the dtype in which it will be used, and remember it."""
+        """Measure the draft as it is, drafting for the target in the dtype of its later use, and store the result."""
         decoder = self.engine.decoder
         scorer = load_scorer(self.as_used())
         drafting = replace(
@@ -256,11 +264,11 @@ class Distiller:
         return measurement
 
     def as_used(self) -> PreTrainedModel:
-        """A copy of the student in the target's dtype, as it is saved and used."""
+        """Return a copy of the student in the target's dtype, in which it is saved and used."""
         return copy.deepcopy(self.student).eval().to(self._dtype)
 
     def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        """The loss on random rows. They depend on seed and step alone, so resuming changes nothing."""
+        """Return the loss on random rows, which depend on seed and step alone, so that resuming changes nothing."""
         settings, material = self.settings, self.material
         rng, device = np.random.default_rng([settings.seed, step]), self.student.device
         lessons = material.written if rng.random() < settings.written else material.read
@@ -274,7 +282,7 @@ class Distiller:
 
 
 def _read_measured(folder: Path) -> list[Measurement]:
-    """What was measured before an interruption. Raises ValueError if the file is damaged."""
+    """Read the measurements made before an interruption. Raises ValueError if the file is damaged."""
     file = folder / MEASURED
     if not file.exists():
         return []

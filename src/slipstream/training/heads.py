@@ -1,7 +1,7 @@
-"""Training parallel heads on a frozen target: text in, heads out, with progress, resuming after any interruption.
+"""Training parallel heads for a frozen target on a text, with progress, resuming after any interruption.
 
-Head k learns, at every position of the text, what the target itself says k tokens later: cross entropy against the
-target's law there, which carries more than the one token that follows in the text. The target runs once per batch.
+Head k learns, at every position of the text, the target's own law k tokens later: cross entropy against that law, which
+holds more information than the one token that follows in the text. The target runs once per batch.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from slipstream.training.optimizers import trapezoid
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch
 
 STATE = "training.safetensors"
-"""The file in the folder of the heads that keeps the state of their training."""
+"""The file with the state of the training, in the folder of the heads."""
 
 FILES = {FILE: HEADS, STATE: KIND}
-"""What a training writes to its folder."""
+"""The files that a training writes to its folder, with their kinds."""
 
 HELD_OUT = 0.02
-"""Share of the text, at its end, that is only measured on."""
+"""The share of the text, at its end, that is only used for measuring."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How heads are trained. `rows` windows of `length` tokens make a step; the learning `rate` warms up and decays.
+    """The settings of a training of heads: a step reads `rows` windows of `length` tokens.
 
-    Raises ValueError for what is impossible.
+    The learning `rate` warms up and decays. Raises ValueError for impossible values.
     """
 
     heads: int = 4
-    inner: int = 0  # hidden units of a head; 0: as many as a layer of the target
+    inner: int = 0  # the hidden units of a head; 0 takes those of a layer of the target
     pending: bool = True
     steps: int = 1000
     rows: int = 4
@@ -76,7 +76,7 @@ class TrainingSettings:
 
 
 class HeadTrainer:
-    """Trains heads for a target on a text. `train` goes on after an interruption, also in a new process."""
+    """Trains heads for a target on a text. `train` resumes after an interruption, also in a new process."""
 
     def __init__(
         self,
@@ -86,8 +86,11 @@ class HeadTrainer:
         folder: str | Path,
         settings: TrainingSettings,
     ) -> None:
-        """`tokens` is the whole text. Raises ValueError if it is too short, if `folder` holds another training, or if
-        the model cannot be taught on windows of this length."""
+        """Make new heads, or resume the training in `folder`; `tokens` is the whole text.
+
+        Raises ValueError if the text is too short, if `folder` has another training, or if heads cannot be trained for
+        the model on windows of this length.
+        """
         settings.check_target(model, name)
         self.model, self.folder, self.settings = model.eval(), Path(folder), settings
         text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
@@ -103,7 +106,7 @@ class HeadTrainer:
         rate = settings.rate
         optimizer = torch.optim.AdamW(self.heads.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
         known = {**asdict(settings), "text_tokens": len(self.text)}
-        del known["save_every"]  # a training may be resumed with another
+        del known["save_every"]  # a training may be resumed with another value
         self._trainer = Trainer(
             self.heads,
             [optimizer],
@@ -114,13 +117,14 @@ class HeadTrainer:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of steps that were taken."""
         return self._trainer.progress.steps
 
     def train(self, watch: Watch = lambda progress, loss: None) -> ParallelHeads:
-        """Take the steps that are left, save the heads with a report -> the heads. Interrupted, it saves its state.
+        """Take the steps that are left, and save the heads with a report -> the heads.
 
-        Raises FloatingPointError, and saves nothing, if target or heads compute what is no finite number.
+        If interrupted, it saves its state. Raises FloatingPointError, and saves nothing, if the target or the heads
+        compute numbers that are not finite.
         """
         try:
             self._trainer.train(self._loss, watch)
@@ -132,10 +136,10 @@ class HeadTrainer:
         return self.heads
 
     def report(self, windows: int = 16) -> dict[str, Any]:
-        """Figures on the end of the text, kept aside: `alpha` of each head, its mean of sum_x min(p(x), q(x)) against
-        the target's law.
+        """Measure the heads on the held-out end of the text -> `alpha` of each head, and the settings of the training.
 
-        Raises FloatingPointError if that is no finite number.
+        `alpha` is the mean of sum_x min(p(x), q(x)) against the target's law. Raises FloatingPointError if it is not
+        finite.
         """
         starts = np.linspace(0, len(self.held_out) - self.settings.length, windows).astype(int).tolist()
         kept = torch.zeros(self.settings.heads, dtype=torch.float64)
@@ -149,7 +153,7 @@ class HeadTrainer:
         return {"alpha": alpha, "steps": self.step, "lesson": asdict(self.settings), "text_tokens": len(self.text)}
 
     def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        """The loss on random windows. They depend on seed and step alone, so resuming changes nothing."""
+        """Return the loss on random windows, which depend on seed and step alone, so that resuming changes nothing."""
         settings = self.settings
         rng = np.random.default_rng([settings.seed, step])
         starts = torch.from_numpy(rng.integers(0, len(self.text) - settings.length + 1, settings.rows))
@@ -157,9 +161,10 @@ class HeadTrainer:
         return -(p * log_q).sum(-1).mean(), settings.rows * settings.length
 
     def _laws(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's laws p and the heads' log q on windows (rows, length): (rows, positions, heads, vocab) each.
+        """Return the target's laws p and the heads' log q on windows (rows, length).
 
-        Entry [t, k] is about the token k + 2 places behind t: the next one is pending when the heads are asked.
+        Both are (rows, positions, heads, vocab). Entry [t, k] is about the token k + 2 places after t: the next one is
+        pending when the heads draft.
         """
         tokens, count = tokens.to(self.model.device), self.settings.heads
         last = tokens.shape[1] - count
@@ -181,7 +186,7 @@ class HeadTrainer:
         return later, functional.log_softmax(ours.float(), -1)
 
     def _diverged(self) -> FloatingPointError:
-        """The error to raise when the heads led to what is no finite number."""
+        """Return the error to raise when the heads led to numbers that are not finite."""
         less = ", or leave out bfloat16" if self.settings.bfloat16 else ""
         fault = f"the heads diverged after {self.step} steps: give a rate below {self.settings.rate:g}"
         return FloatingPointError(f"{fault}{less}, and another folder.")

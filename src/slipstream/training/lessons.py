@@ -1,4 +1,4 @@
-"""Lessons: rows of tokens with what a target says at every position, asked for once and used many times."""
+"""Lessons: rows of tokens with the target's law at every position, computed once and used many times."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 TOP = 128
-"""Tokens whose probabilities are remembered one by one, at every position; the others count as one."""
+"""The number of likeliest tokens whose probabilities are stored at every position; the others count as one."""
 
 Tokens = Sequence[int] | np.ndarray
 """A text as token ids."""
 
 Ask = Callable[[Tensor], Tensor]
-"""Tokens (rows, n) -> the target's logits (rows, n, vocab)."""
+"""A function from tokens (rows, n) to the target's logits (rows, n, vocab)."""
 
 
 class Batch(NamedTuple):
-    """Rows of `tokens` (rows, n), of which `real` (rows, n - 1) says where a next token is; the target's likeliest
-    tokens there, `ids` (rows, n - 1, top), and the logarithms `log_p` of their probabilities."""
+    """A batch of rows with the target's laws.
+
+    `tokens` are (rows, n); `real` (rows, n - 1) is true where there is a next token. `ids` (rows, n - 1, top) are the
+    target's likeliest tokens there, and `log_p` the logarithms of their probabilities.
+    """
 
     tokens: Tensor
     real: Tensor
@@ -30,11 +33,14 @@ class Batch(NamedTuple):
 
 
 class Lessons:
-    """Rows of tokens, and the target's laws at each position, which it is asked for when a row is first picked."""
+    """Rows of tokens, and the target's laws at each position, which are computed when a row is first picked."""
 
     def __init__(self, texts: Sequence[Tokens], length: int, vocab: int, ask: Ask | None) -> None:
-        """Texts are cut at `length` tokens. Without `ask` the law at a position is the token that follows in the text,
-        which is sequence-level distillation on texts of the target."""
+        """Store texts, each cut at `length` tokens; `ask` computes the target's logits.
+
+        Without `ask` the law at a position is the next token of the text, which makes sequence-level distillation on
+        texts of the target.
+        """
         kept = [text[:length] for text in texts if len(text) > 1]
         self._ask, self._counts = ask, torch.tensor([len(text) for text in kept], dtype=torch.long)
         self.rows = torch.zeros(len(kept), length, dtype=torch.long)
@@ -46,16 +52,16 @@ class Lessons:
         self._ids = torch.empty(shape, dtype=torch.int16 if vocab <= 2**15 else torch.int32)
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return len(self.rows)
 
     @property
     def tokens(self) -> int:
-        """How many tokens the rows have."""
+        """The number of tokens in all rows, without padding."""
         return int(self._counts.sum())
 
     def pick(self, places: Sequence[int] | np.ndarray, device: torch.device) -> Batch:
-        """The rows at some places, with the target's laws."""
+        """Return the rows at some places, with the target's laws."""
         chosen = torch.as_tensor(np.asarray(places, dtype=np.int64))
         tokens = self.rows[chosen].to(device)
         real = torch.arange(tokens.shape[1] - 1)[None] < self._counts[chosen, None] - 1
@@ -68,7 +74,7 @@ class Lessons:
 
     @torch.no_grad()
     def _learn(self, places: Tensor, ask: Ask, device: torch.device) -> None:
-        """Ask the target about rows. Raises FloatingPointError if what it says is no finite number."""
+        """Compute and store the target's laws on rows. Raises FloatingPointError for logits that are not finite."""
         if not len(places):
             return
         log_p = ask(self.rows[places].to(device))[:, :-1].float().log_softmax(-1)
@@ -82,12 +88,12 @@ class Lessons:
         self._known[places] = True
 
     def real(self, places: Tensor) -> Tensor:
-        """At which positions (rows, length - 1) of some rows a next token is."""
+        """Return at which positions (rows, length - 1) of some rows there is a next token."""
         return torch.arange(self.rows.shape[1] - 1)[None] < self._counts[places, None] - 1
 
 
 def windows(tokens: Tokens, length: int, most: int, seed: int = 0) -> list[np.ndarray]:
-    """A long text in pieces of `length` tokens that do not overlap: all, or `most` of them at random."""
+    """Cut a long text into pieces of `length` tokens that do not overlap -> at most `most` of them, in random order."""
     text = np.asarray(tokens, dtype=np.int64)
     count = len(text) // length
     places = np.random.default_rng([seed, 11]).permutation(count)[:most]

@@ -1,4 +1,4 @@
-"""Material: documents divided into what a draft learns from and what it is measured on, and the target's own texts."""
+"""Material of a distillation: documents divided into texts to learn from and prompts, and texts of the target."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from slipstream.training.lessons import Lessons, Tokens, windows
 from slipstream.training.writing import WrittenTexts, openings
 
 SEQUENCE = "sequence"
-"""The objective of sequence-level distillation: the tokens of the target's texts, not its laws."""
+"""The name of sequence-level distillation, which learns the tokens of the target's texts instead of its laws."""
 
 WRITTEN = "written.safetensors"
-"""The file in the folder of a training that keeps what the target wrote."""
+"""The file with the texts that the target wrote, in the folder of a training."""
 
 HELD_OUT = 0.02
-"""Share of the text, at its end, that nothing is learnt from."""
+"""The share of the text, at its end, that is not used for training."""
 
 PROMPTS, PROMPT_TOKENS = 16, 48
-"""How many prompts a draft is measured on, and how long they are."""
+"""The number of prompts that a draft is measured on, and their length in tokens."""
 
 MOST_TOKENS = 1_000_000
-"""Tokens of documents that are learnt from at most: the target's laws are kept in memory, 1 GB for so many."""
+"""The most tokens of documents to learn from: the target's laws on them take 1 GB of memory."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a draft learns from: lessons on documents that were `read`, and on texts that the target has `written`; and
-    the `prompts` (token ids), kept aside, that it is measured on."""
+    """The material of a distillation: lessons on documents (`read`) and on texts that the target has `written`.
+
+    `prompts` (token ids) are held out for measuring.
+    """
 
     read: Lessons
     written: Lessons
@@ -42,7 +44,7 @@ class Material:
 
 
 def target_of(engine: Engine) -> HasModel:
-    """The target of an engine, whose model is asked for its laws. Raises ValueError for one that cannot be asked."""
+    """Return the target of an engine. Raises ValueError if it is not a causal model in one piece."""
     target = engine.decoder.target
     if not isinstance(target, HasModel) or isinstance(target, LiesOnRanks) or target.source_form is not None:
         raise ValueError(f"{target.name} is no causal model in one piece: no draft can be distilled for it.")
@@ -51,19 +53,19 @@ def target_of(engine: Engine) -> HasModel:
 
 @dataclass(frozen=True)
 class Divided:
-    """Documents as token ids: those to learn from, and the prompts kept aside."""
+    """Documents to learn from, as token ids, and the prompts held out for measuring."""
 
     documents: list[np.ndarray]
     prompts: tuple[tuple[int, ...], ...]
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are to learn from."""
+        """The number of tokens to learn from."""
         return sum(map(len, self.documents))
 
 
 def divide(documents: Sequence[Tokens]) -> Divided:
-    """Keep the end of all documents aside. Raises ValueError if that leaves too little."""
+    """Hold out the end of all documents, and take prompts from it. Raises ValueError if the text is too short."""
     arrays = [np.asarray(document, dtype=np.int64) for document in documents]
     total, least = sum(map(len, arrays)), PROMPT_TOKENS + PROMPTS
     kept = max(least, int(HELD_OUT * total))
@@ -81,8 +83,10 @@ def divide(documents: Sequence[Tokens]) -> Divided:
 
 @dataclass(frozen=True)
 class Amount:
-    """How much there is to learn from: texts of `length` tokens, as many `read` as that (tokens), and as many `written`
-    by the target. With `laws` the target is asked what it says at every position."""
+    """The amount of material: texts of `length` tokens, `read` tokens of documents, and `written` ones of the target.
+
+    With `laws` the target's law is computed at every position; otherwise the law is the next token.
+    """
 
     length: int
     read: int
@@ -98,8 +102,10 @@ def gather(
     folder: Path,
     watch: Callable[[int], object] = lambda tokens: None,
 ) -> Material:
-    """Let the target write, go on where it was stopped, and make lessons of it all; `watch` is called with the number
-    of tokens written so far. `folder` keeps what was written."""
+    """Let the target write its texts, resuming where it was stopped, and make lessons of these and of the documents.
+
+    `watch` is called with the number of tokens written so far. The texts are stored in `folder`.
+    """
     target = target_of(engine)
     settings = {"target": target.name, "length": str(amount.length), "text_tokens": str(divided.tokens)}
     written = WrittenTexts(folder / WRITTEN, settings)

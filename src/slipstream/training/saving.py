@@ -1,4 +1,4 @@
-"""Saving a distilled draft: a plain folder of Hugging Face with a card, that appears when it is whole."""
+"""Saving a distilled draft as a plain Hugging Face folder with a model card, which appears only when complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.training.distill import TEMPERATURES, DistillSettings, DraftCosts, Measurement
 
 REPORT = "distillation.json"
-"""The file in the folder of a draft that says how it was made, and by which the folder is known as ours."""
+"""The file in a draft's folder that describes its training, and marks the folder as written by us."""
 
 FORMAT = "slipstream distilled draft"
 KIND = JsonObject("distilled draft", {"format": FORMAT})
@@ -45,7 +45,7 @@ that trained it: a drafting step takes {c:.3f} of a step of the target.
 
 @dataclass(frozen=True)
 class Distilled:
-    """All that is told of a draft: of which `target`, from which `data`, how large, how long, and how good it is."""
+    """The facts of a distilled draft for its report and card: target, data, size, training and measurements."""
 
     target: str
     data: tuple[str, ...]
@@ -62,14 +62,14 @@ class Distilled:
     measured: tuple[Measurement, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         last = self.measured[-1]
         gain = dict(zip(map(str, TEMPERATURES), last.gains, strict=True))
         alpha = dict(zip(map(str, TEMPERATURES), last.alpha, strict=True))
         return {"format": FORMAT, **asdict(self), "alpha": alpha, "speed_up": gain}
 
     def card(self, name: str) -> str:
-        """The README of the folder."""
+        """Return the text of the folder's README, where the draft is called `name`."""
         last = self.measured[-1]
         columns = zip(TEMPERATURES, last.alpha, last.kept, last.gammas, last.gains, strict=True)
         rows = [
@@ -82,8 +82,10 @@ class Distilled:
 
 
 def check_draft_folder(out: Name) -> None:
-    """Ask before any work whether a draft may be written there: nowhere but to a new or empty folder, or to that of a
-    draft of ours. Raises ValueError in one sentence if not."""
+    """Check, before any work, that a draft may be written there: to a new or empty folder, or over a distilled draft.
+
+    Raises ValueError in one sentence if not.
+    """
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"cannot write {out}: it is a file; give a folder for the draft.")
@@ -97,7 +99,7 @@ def check_draft_folder(out: Name) -> None:
 
 
 def save_draft(model: PreTrainedModel, tokenizer: Any, about: Distilled, out: Name) -> None:
-    """Write the draft, its tokenizer, its card and its report, whole or not at all."""
+    """Write the draft, its tokenizer, its card and its report, all or nothing. Raises ValueError if it may not."""
     check_draft_folder(out)
     with atomic_folder(out) as folder:
         model.save_pretrained(folder)

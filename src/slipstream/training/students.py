@@ -11,19 +11,21 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from slipstream.models.families import first_sentence
 
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "d_ff")
-"""What families call the width inside a feed-forward layer."""
+"""The names of the width inside a feed-forward layer, in the configurations of model families."""
 
 OUTER = ("hidden_size", "word_embed_proj_dim", "embedding_size")
-"""What families call the width of a model; those behind the first are changed where they equal it."""
+"""The names of a model's width in configurations; those after the first are changed only if they equal it."""
 
 SHALLOW = 0.75
-"""Layers shrink with the share of the parameters to this power, and the width takes up the rest: a draft's steps come
-one after the other, so few wide layers are quicker than many narrow ones of as many parameters."""
+"""The power of the share of parameters by which the number of layers shrinks; the width makes up the rest.
+
+Drafting steps run one after the other, so few wide layers are faster than many narrow ones of as many parameters.
+"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a student: so many `layers` of a `width`. `heads` 0: in proportion to the width."""
+    """The size of a student: the number of `layers`, their `width`, and attention `heads` (0: in proportion to it)."""
 
     layers: int
     width: int
@@ -39,9 +41,9 @@ class Size:
 
 
 def student_config(target: PreTrainedConfig, size: Size) -> PreTrainedConfig:
-    """The configuration of a target with another size. Raises ValueError if heads do not fit the width."""
+    """Return the configuration of a target at another size. Raises ValueError if heads do not fit the width."""
     own: Any = target.get_text_config()
-    config: Any = type(own).from_dict(own.to_dict())  # without the attention that the target's packed twin runs with
+    config: Any = type(own).from_dict(own.to_dict())  # without the attention implementation of the target's packed twin
     layers, width = config.num_hidden_layers, config.hidden_size
     unit = getattr(config, "head_dim", None) or width // config.num_attention_heads
     heads = size.heads or max(1, round(size.width / width * config.num_attention_heads))
@@ -67,11 +69,11 @@ def student_config(target: PreTrainedConfig, size: Size) -> PreTrainedConfig:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """How many parameters a model of this configuration has, without making it. Raises ValueError if there is none."""
+    """Count the parameters of a model of this configuration, without allocating it. Raises ValueError if impossible."""
     try:
         with torch.device("meta"):
             return int(AutoModelForCausalLM.from_config(config).num_parameters())
-    except Exception as error:  # sizes that do not fit each other show as any error
+    except Exception as error:  # sizes that do not fit each other raise errors of any type
         kind = config.model_type
         raise ValueError(
             f"no {kind} model of this size can be made ({first_sentence(error)}): give --layers and --width that fit, "
@@ -80,7 +82,7 @@ def parameters(config: PreTrainedConfig) -> int:
 
 
 def size_for(target: PreTrainedConfig, share: float) -> Size:
-    """The size of a student with about this share of a target's parameters. Raises ValueError unless 0 < share < 1."""
+    """Return a size with about this share of a target's parameters. Raises ValueError unless 0 < share < 1."""
     if not 0 < share < 1:
         raise ValueError(f"size={share:g} is not possible: it is a share of the target, between 0 and 1.")
     config: Any = target.get_text_config()
@@ -94,10 +96,10 @@ def size_for(target: PreTrainedConfig, share: float) -> Size:
 
 
 def new_student(target: PreTrainedModel, size: Size, seed: int = 0) -> PreTrainedModel:
-    """An untrained student in float32 on the target's device.
+    """Make an untrained student in float32 on the target's device.
 
-    Its embeddings begin as the main directions of the target's, which are the slowest part to learn. Raises ValueError
-    if no model of this size can be made.
+    Its embeddings, the slowest part to learn, begin as the target's projected to their main directions. Raises
+    ValueError if no model of this size can be made.
     """
     config = student_config(target.config, size)
     parameters(config)

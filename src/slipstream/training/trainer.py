@@ -1,4 +1,4 @@
-"""`Trainer` trains a model on losses: schedule, clipping, optimizers, progress, and a state from which it resumes."""
+"""`Trainer`, which trains a model on a loss: schedule, clipping, optimizers, progress, and a state for resuming."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slipstream.text.jsontext import json_text
 KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin anew")
 
 
-# ---- how long, how fast ----------------------------------------------------------------------------------------------
+# ---- budgets and schedules -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is: steps taken, the seconds they took, and the tokens they read."""
+    """The progress of a training: the number of steps taken, their seconds, and the tokens they read."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -31,14 +31,14 @@ class Progress:
 
 
 class Budget(Protocol):
-    """Decides how long a training lasts and how often its state is saved."""
+    """The length of a training, and how often its state is saved."""
 
     def used(self, progress: Progress) -> float:
-        """The share of the budget that is used; at 1 the training ends."""
+        """Return the share of the budget that is used; at 1 the training ends."""
         ...
 
     def saves(self, progress: Progress) -> int:
-        """How often the state should have been saved by now."""
+        """Return how many times the state should have been saved by now."""
         ...
 
 
@@ -60,7 +60,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A budget of `total` seconds spent in steps, so that a training ends when promised; 0 trains nothing."""
+    """A budget of `total` seconds spent in steps, so that a training ends on time; 0 trains nothing."""
 
     total: float
     save_every: float = 120.0
@@ -75,29 +75,29 @@ class Seconds:
 
 
 Loss = Callable[[int, float], tuple[Tensor, int]]
-"""(step from 0, share of the budget used) -> the loss of that step's batch, and how many tokens it reads.
+"""A function (step from 0, share of the budget used) -> the loss of that step's batch, and the tokens it reads.
 
-It should depend on the step and a seed alone: then a training that was interrupted ends with the same weights.
+It should depend on the step and a seed alone: then an interrupted and resumed training ends with the same weights.
 """
 
 
 Schedule = Callable[[int, float], float]
-"""(step from 0, share of the budget used) -> the factor of every learning rate in that step."""
+"""A function (step from 0, share of the budget used) -> the factor of every learning rate in that step."""
 
 
 Watch = Callable[[Progress, float], object]
-"""(progress, loss): called after every step."""
+"""A function (progress, loss) that is called after every step."""
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------
 
 
 class Diverged(FloatingPointError):
-    """The error to raise when a training can never go on, since its loss or gradient is no finite number."""
+    """Raised when a training cannot go on, since its loss or gradient is not finite."""
 
 
 class Checkpoint:
-    """The file that keeps the state of a training, and the `settings` (for JSON) that it belongs to."""
+    """The file with the state of a training, and the `settings` (for JSON) of that training."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any] | None = None) -> None:
         self.file, self.settings = file, dict(settings or {})
@@ -109,7 +109,7 @@ class Checkpoint:
         save_tensors(self.file, KIND, {name: one.detach().cpu().contiguous() for name, one in tensors.items()}, about)
 
     def load(self) -> tuple[dict[str, Tensor], Progress] | None:
-        """The state, or None if there is no file. Raises ValueError if it is damaged or of other settings."""
+        """Read the state; None if there is no file. Raises ValueError if it is damaged or has other settings."""
         if not self.file.exists():
             return None
         tensors, about = load_tensors(self.file, KIND)
@@ -128,7 +128,7 @@ class Checkpoint:
 
 
 class Trainer:
-    """Trains a model for a budget. `train` goes on after an interruption, also in a new process."""
+    """Trains a model for a budget. `train` resumes after an interruption, also in a new process."""
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class Trainer:
         budget: Budget,
         checkpoint: Checkpoint,
     ) -> None:
-        """The optimizers' learning rates are what `schedule` multiplies. Weights of the model that require no gradient
-        stay as they are, and are not saved.
+        """Resume the training from its checkpoint, if there is one.
 
-        Raises ValueError if the checkpoint belongs to another training.
+        `schedule` multiplies the optimizers' learning rates. Weights of the model that require no gradient stay as they
+        are, and are not saved. Raises ValueError if the checkpoint belongs to another training.
         """
         self.model, self.optimizers = model, list(optimizers)
         self.schedule, self.budget, self.checkpoint = schedule, budget, checkpoint
@@ -151,10 +151,10 @@ class Trainer:
             self._resume(*state)
 
     def train(self, loss_of: Loss, watch: Watch = lambda progress, loss: None) -> Progress:
-        """Take the steps that are left in the budget. Interrupted, as by Ctrl-C, it saves its state first.
+        """Take the steps that are left in the budget. If interrupted, as by Ctrl-C, it saves its state first.
 
-        At the end of the budget `save` is the caller's, who may want to look at the model before. Raises `Diverged`,
-        and saves nothing, if a loss or its gradient is no finite number: to go on would end there again.
+        At the end of the budget the caller has to call `save`, perhaps after examining the model. Raises `Diverged`,
+        and saves nothing, if a loss or its gradient is not finite, since resuming would end there again.
         """
         try:
             while (used := self.budget.used(self.progress)) < 1:
@@ -179,13 +179,13 @@ class Trainer:
         self.checkpoint.save(tensors, self.progress)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The weights that are trained, with their names."""
+        """Return the weights that are trained, with their names."""
         return [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def _step(self, loss_of: Loss, used: float) -> float:
         began, weights = perf_counter(), [weight for _, weight in self._trained()]
         loss, tokens = loss_of(self.progress.steps, used)
-        loss.backward(inputs=weights)  # another model that takes part in the loss stays as it is
+        loss.backward(inputs=weights)  # other models in the loss get no gradient
         steepness = nn.utils.clip_grad_norm_(weights, 1.0)
         if not torch.isfinite(loss.detach() + steepness):
             fault = f"its loss is {loss.item():g} and the length of its gradient {steepness.item():g}"

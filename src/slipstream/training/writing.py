@@ -1,6 +1,6 @@
-"""Texts that a target writes, to distil on: continuations at several temperatures, kept in a file.
+"""Texts that a target writes, to distil on: continuations at several temperatures, stored in a file.
 
-A draft has to foresee what the target says, not what people wrote: it learns most from the target's own texts.
+A draft has to predict the target's texts, not people's, so it learns most from the target's own texts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slipstream.training.lessons import Tokens
 KIND = Kind("collection of written texts", "slipstream written texts", "1", "delete it to let the target write anew")
 
 TEMPERATURES, SHARES = (0.0, 0.6, 1.0), (0.3, 0.1, 0.6)
-"""Drafts are used at every temperature, so texts are written at several, in these shares."""
+"""The temperatures at which texts are written, with their shares, since drafts are used at any temperature."""
 
 OPENINGS = (4, 8, 16, 32, 64, 96)
-"""Lengths of what is taken out of documents for the target to continue."""
+"""The lengths, in tokens, of prompts that are taken from documents for the target to continue."""
 
 LONGEST = 0.75
-"""The longest part of a text, with its continuation, that a prompt may take up."""
+"""The greatest share of a text's length that its prompt may take."""
 
 
 class WrittenTexts:
@@ -35,7 +35,7 @@ class WrittenTexts:
     """
 
     def __init__(self, file: Path, settings: dict[str, str]) -> None:
-        """`settings` say who writes what; they must be the same when the file is opened again."""
+        """Read the file, if there is one; `settings` describe target and prompts, and must be those of the file."""
         self.file, self.settings = file, settings
         self.texts: list[list[int]] = []
         if file.exists():
@@ -48,7 +48,7 @@ class WrittenTexts:
 
     @property
     def tokens(self) -> int:
-        """How many tokens all texts have, prompts included."""
+        """The number of tokens in all texts, with their prompts."""
         return sum(map(len, self.texts))
 
     def write(
@@ -60,9 +60,9 @@ class WrittenTexts:
         rows: int = 64,
         seed: int = 0,
     ) -> None:
-        """Let an engine continue prompts (token ids) to texts of up to `length` tokens, `rows` at a time, as long as
-        there are to be `more`. Stopped and begun again, it writes what it would have written in one go.
+        """Let an engine continue prompts (token ids) to texts of up to `length` tokens, while `more` returns true.
 
+        It writes `rows` texts at a time. If it is stopped and resumed, it writes the same texts as without a stop.
         Raises ValueError if no prompt is short enough.
         """
         usable = sorted((list(prompt) for prompt in prompts if 0 < len(prompt) <= LONGEST * length), key=len)
@@ -71,7 +71,7 @@ class WrittenTexts:
         while more(self):
             rng = np.random.default_rng([seed, len(self.texts)])
             start = int(rng.integers(0, max(1, len(usable) - rows + 1)))
-            some = usable[start : start + rows]  # of about one length
+            some = usable[start : start + rows]  # prompts of about the same length
             temperature = float(rng.choice(TEMPERATURES, p=SHARES))
             new = length - len(some[-1])
             done = engine.generate(
@@ -88,7 +88,7 @@ class WrittenTexts:
 
 
 def openings(documents: Iterable[Tokens], count: int, seed: int = 0) -> list[list[int]]:
-    """Beginnings of documents (token ids), and pieces that begin anywhere in them: at most `count` prompts."""
+    """Return at most `count` prompts (token ids): beginnings of documents, and pieces from anywhere in them."""
     rng, found = np.random.default_rng([seed, 7]), list[list[int]]()
     known = [document for document in documents if len(document)]
     for place in range(count if known else 0):
