@@ -31,13 +31,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from slipstream.training.trainer import Progress
 
-# How the draft's minutes are spent: plain text first, then waiting for the target to write.
+# The shares of the draft's minutes for plain text, and for the target's writing of samples; the rest is distillation.
 ON_TEXT, ON_SAMPLES = 0.07, 0.175
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every part of the recipe needs."""
+    """The objects that all parts of the recipe share."""
 
     work: Path
     library: corpus.Library
@@ -51,7 +51,7 @@ def main() -> int:
     args = _arguments()
     args.work.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    # Started in the background, Python would ignore Ctrl-C's signal; a polite kill saves too.
+    # A process started in the background would ignore SIGINT; SIGTERM saves the state, too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     disable_progress_bar()  # of loading and saving: two bars would fight over one line
@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> None:
     setup = _prepare(args.work, fast)
     target, learned = _train_target(setup, args.minutes_target)
     models.save_pretrained(target, setup.tokenizer, args.out / "target")
-    # From here on the target is what users will load, rounding included.
+    # From here on the target is the saved model that users will load, with its rounding to bfloat16.
     target = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.bfloat16).to(DEVICE)
     draft, pool = _train_draft(setup, target.eval(), args.minutes_draft)
     models.save_pretrained(draft, setup.tokenizer, args.out / "draft")
@@ -105,7 +105,7 @@ def _prepare(work: Path, fast: bool) -> Setup:
 
 
 def _worth_compiling(minutes: float) -> bool:
-    """Compiled training is 1.4 times faster, after a minute of compiling and with a C++ compiler."""
+    """Whether to compile the training: it is 1.4 times faster, after a minute of compiling, with a C++ compiler."""
     if minutes < 5:
         return False
     torch._dynamo.config.suppress_errors = True  # a part that does not compile runs eagerly
@@ -143,7 +143,7 @@ def _device() -> str:
 
 
 def _describe(args: argparse.Namespace, setup: Setup, pool: Pool, timing: str) -> None:
-    """Measure what was saved and write the card."""
+    """Measure the saved models and write the model card."""
     target, draft = (measure.load_exact(args.out / name) for name in ("target", "draft"))
     held_out = setup.library.held_out
     sets = {"functions of held-out modules": corpus.function_headers(held_out)}
@@ -154,7 +154,7 @@ def _describe(args: argparse.Namespace, setup: Setup, pool: Pool, timing: str) -
     for name, found in alphas.items():
         print(f"alpha on {name}: T=0 {found.greedy:.3f}, T=1 {found.sampled:.3f}")
     print(f"held-out bits per byte: target {bits[0]:.3f}, draft {bits[1]:.3f}")
-    shown = args.out.name if args.out.is_absolute() else args.out  # the card says nothing of this machine
+    shown = args.out.name if args.out.is_absolute() else args.out  # the card names no folder of this machine
     facts = Facts(
         library=setup.library,
         target=target,

@@ -21,20 +21,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.training.trainer import Checkpoint, Progress, Steps, Trainer
 
 KEPT = 297
-"""Pictures that are kept for measuring."""
+"""The number of pictures that are held out for measuring."""
 SIZES = {"target": (96, 3), "draft": (32, 1)}
-"""Hidden units and layers."""
+"""The hidden units and layers of both models."""
 
 
 def texts() -> Tensor:
-    """All pictures as tokens (pictures, 65)."""
+    """Return all pictures as tokens (pictures, 65)."""
     digits = load_digits()
     pixels = torch.from_numpy(digits.images).long().clamp(max=15).flatten(1)
     return torch.cat([16 + torch.from_numpy(digits.target).long()[:, None], pixels], 1)
 
 
 def new_model(hidden: int, layers: int) -> LlamaForCausalLM:
-    """A small Llama over 26 tokens."""
+    """Make a small Llama model with 26 tokens."""
     config = LlamaConfig(
         vocab_size=26,
         hidden_size=hidden,
@@ -49,7 +49,7 @@ def new_model(hidden: int, layers: int) -> LlamaForCausalLM:
 
 
 def train(name: str, out: Path, steps: int, batch: int = 64) -> LlamaForCausalLM:
-    """Train one of the pair, or go on training it, and save it to its folder under `out`."""
+    """Train one of the two models, or resume its training, and save it to its folder under `out`."""
     torch.manual_seed(0)
     model, pictures = new_model(*SIZES[name]), texts()[:-KEPT]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
@@ -75,13 +75,13 @@ def train(name: str, out: Path, steps: int, batch: int = 64) -> LlamaForCausalLM
 
 @torch.no_grad()
 def bits_per_pixel(model: LlamaForCausalLM) -> float:
-    """What a pixel of the kept pictures costs."""
+    """Return the bits that the model needs per pixel of the held-out pictures."""
     kept = texts()[-KEPT:]
     return float(model(input_ids=kept, labels=kept).loss) / math.log(2)
 
 
 def main() -> int:
-    """Train both, and print what they are worth on the kept pictures."""
+    """Train both models, and print their bits per pixel on the held-out pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where both models go")
     parser.add_argument("--steps", type=int, default=400)

@@ -2,8 +2,8 @@
 
     python recipes/eagle3.py --out build/eagle3 --steps 300
 
-Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules kept for measuring,
-and as much again of what the target writes. An interrupted run continues where it stopped.
+Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules held out for
+measuring, and about as many tokens of texts that the target writes. An interrupted run continues where it stopped.
 The draft stays outside the repository; `slipstream generate --draft eagle3:build/eagle3` uses it.
 """
 
@@ -25,7 +25,7 @@ from slipstream.training.writing import WrittenTexts
 
 
 def main() -> int:
-    """Train, and write the draft."""
+    """Train the draft, or resume its training, and save it."""
     args = _arguments()
     library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
     stream = corpus.Stream(library.train, tokenizer)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _written(stream: corpus.Stream, library: corpus.Library, tokenizer: Any, args: argparse.Namespace) -> list[Any]:
-    """What the target writes: half of what the draft reads."""
+    """Return texts that the target writes, repeated to about as many tokens as the library has."""
     texts = WrittenTexts(args.out / "written.safetensors", {"target": "embedded"})
     prompts = corpus.prompts(library.train, stream, tokenizer)
     texts.write(load(EMBEDDED / "target", batch_size=64), prompts, lambda texts: texts.tokens < args.written, 160)

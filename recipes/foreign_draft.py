@@ -1,9 +1,9 @@
 """Train a draft that has another tokenizer than the embedded target.
 
-It is the embedded draft with another vocabulary, and goes on reading the files of the embedded pair and
-continuations that the target wrote, as text. `bytes` is a
-byte-level BPE with GPT-2's pieces; `words` a Unigram vocabulary in which a space is written as a mark and unknown
-characters as their bytes, as in sentencepiece. An interrupted run continues where it stopped.
+It is the embedded draft with another vocabulary, trained further on the files of the embedded pair and on
+continuations that the target wrote, as text. `bytes` is a byte-level BPE with GPT-2's pieces; `words` a Unigram
+vocabulary in which a space is written as a mark and unknown characters as their bytes, as in sentencepiece. An
+interrupted run continues where it stopped.
 
     python recipes/foreign_draft.py --out DIR --kind bytes --minutes 10
 """
@@ -33,7 +33,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_tokenizer() -> tuple[Tokenizer, trainers.Trainer]:
-    """GPT-2's kind: any text is a row of bytes."""
+    """Return a byte-level BPE tokenizer like GPT-2's, and its trainer."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_tokenizer() -> tuple[Tokenizer, trainers.Trainer]:
 
 
 def word_tokenizer() -> tuple[Tokenizer, trainers.Trainer]:
-    """Sentencepiece's kind, without its dummy space before a text."""
+    """Return a Unigram tokenizer like sentencepiece's, without its dummy space before a text, and its trainer."""
     core = Tokenizer(models.Unigram())
     core.normalizer = normalizers.Replace(" ", "▁")
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁*\p{L}+|▁*\p{N}|▁*[^\s▁\p{L}\p{N}]+|\n+|▁+"), "isolated")
@@ -56,10 +56,10 @@ def word_tokenizer() -> tuple[Tokenizer, trainers.Trainer]:
 
 
 def train_tokenizer(kind: str, sources: list[corpus.Source]) -> PreTrainedTokenizerFast:
-    """The other tokenizer, learned on the training files."""
+    """Train a tokenizer of this kind on the training files."""
     core, trainer = {"bytes": byte_tokenizer, "words": word_tokenizer}[kind]()
     core.train_from_iterator((source.text for source in sources), trainer)
-    if kind == "words":  # the trainer knows no byte fallback: switch it on, and let bytes be no special tokens
+    if kind == "words":  # the trainer lacks byte fallback: switch it on, and make bytes ordinary tokens
         core = _with_byte_fallback(core)
     end = corpus.END
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=end, eos_token=end, model_max_length=CONTEXT)
@@ -73,7 +73,7 @@ def _with_byte_fallback(core: Tokenizer) -> Tokenizer:
 
 
 def new_draft(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The embedded draft with other tokens: each begins as the mean of the embedded ones that write the same."""
+    """Return the embedded draft with the tokens of `ours`; each begins as the mean of the old tokens for its text."""
     draft = AutoModelForCausalLM.from_pretrained(EMBEDDED / "draft", dtype=torch.float32)
     known = draft.get_input_embeddings().weight.detach().clone()
     draft.resize_token_embeddings(len(ours), mean_resizing=False)
@@ -86,7 +86,7 @@ def new_draft(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) ->
 
 
 def main() -> None:
-    """Tokenizer, the target's writing, training."""
+    """Train the tokenizer, let the target write texts, and train and save the draft."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the draft goes")
     parser.add_argument("--kind", choices=("bytes", "words"), default="bytes")

@@ -2,8 +2,8 @@
 
     python recipes/heads.py --out build/heads --steps 600
 
-Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules kept for measuring.
-An interrupted run continues where it stopped when the same command is given again. The heads stay outside the
+Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules for measuring. An
+interrupted run continues where it stopped when the same command is given again. The heads stay outside the
 repository; `slipstream generate --draft heads:build/heads` uses them.
 """
 
@@ -24,7 +24,7 @@ from slipstream.training.trainer import Progress
 
 
 def main() -> int:
-    """Train, or go on training, and print what the heads are worth on the end of the text."""
+    """Train the heads, or resume their training, and print their alpha on the end of the text."""
     args = _arguments()
     library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
     stream = corpus.Stream(library.train, tokenizer)

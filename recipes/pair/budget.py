@@ -1,4 +1,4 @@
-"""Training against the clock: schedules follow elapsed time, so a run ends when promised."""
+"""Training for a given time: schedules follow elapsed time, so that a run ends on time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ LossOf = Callable[[float, np.random.Generator], tuple[torch.Tensor, int]]
 
 
 class Interrupted(Exception):
-    """The run was stopped by the user after its state was saved."""
+    """Raised when the user has stopped the run, after its state was saved."""
 
 
 def bf16() -> torch.autocast:
-    """Mixed precision on whichever device is in use."""
+    """Return a context of mixed precision in bfloat16 on the device in use."""
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
 def clock(name: str, seconds: float, elapsed: float) -> tqdm:
-    """A progress bar that counts seconds of the budget."""
+    """Return a progress bar that counts seconds of the budget."""
     form = "{desc} {percentage:3.0f}% |{bar}| {n}/{total} s{postfix}"
     return tqdm(total=round(seconds), initial=min(round(seconds), round(elapsed)), desc=name, bar_format=form)
 
@@ -49,7 +49,7 @@ def train(
     trainer = Trainer(model, optims, trapezoid(WARMUP, DECAY), Seconds(60.0 * minutes), Checkpoint(file))
 
     def seeded(step: int, used: float) -> tuple[torch.Tensor, int]:
-        # Seeding by step keeps a resumed run on the data it would have seen.
+        # The seed depends on the step alone, so a resumed run reads the same data.
         return loss_of(used, np.random.default_rng([SEED, step]))
 
     def watch(progress: Progress, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""The model card, written from what was measured."""
+"""Writing the model card of the demo pair from its measurements."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ On {device}: {timing}.
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the card states."""
+    """All facts that the card states."""
 
     library: Library
     target: LlamaForCausalLM
@@ -87,7 +87,7 @@ def _shapes(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> str:
 
 
 def write_card(file: Path, facts: Facts) -> None:
-    """Fill in the template."""
+    """Write the card: the template filled in with the facts."""
     train = facts.library.train
     file.write_text(
         _TEMPLATE.format(

@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Library:
-    """The modules to train on and those kept for measuring."""
+    """The modules to train on, and those held out for measuring."""
 
     train: list[Source]
     held_out: list[Source]
@@ -127,7 +127,7 @@ class Stream:
         self.line_starts = np.array(line_starts)
 
     def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
-        """Random windows: most start anywhere, some where a prompt would start."""
+        """Return random windows (rows, length): most start anywhere, some where a prompt would start."""
         kinds = rng.random(rows)
         starts = rng.integers(0, len(self.tokens), rows)
         starts = np.where(kinds < 0.30, rng.choice(self.line_starts, rows), starts)
@@ -137,14 +137,14 @@ class Stream:
 
 
 def _top_level_tokens(text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """Indices of the tokens that begin a top-level import, def, class or decorator."""
+    """Return the indices of the tokens that begin a top-level import, def, class or decorator."""
     index = {start: i for i, (start, _) in enumerate(offsets)}
     starts = (match.start() for match in _TOP_LEVEL.finditer(text))
     return [index[start] for start in starts if start in index]
 
 
 def function_headers(sources: list[Source]) -> list[str]:
-    """Top-level functions and methods cut after their docstring, dedented: prompts to complete."""
+    """Return prompts to complete: functions and methods cut after their docstring, dedented."""
     return [header for source in sources for header in _headers_of(source.text)]
 
 
@@ -166,7 +166,7 @@ def _headers_of(text: str) -> list[str]:
 
 
 def prompts(sources: list[Source], stream: Stream, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """What the target is asked to continue: functions to complete and openings of all lengths."""
+    """Return prompts, as token ids, for the target to continue: functions, and openings of several lengths."""
     rng = np.random.default_rng(0)
     headers = function_headers(sources)
     imports = sorted({line for s in sources for line in _IMPORT_LINE.findall(s.text)})

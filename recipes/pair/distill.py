@@ -1,4 +1,4 @@
-"""Teaching the draft to predict what the target would say, by the package's lessons and objectives."""
+"""Distillation of the draft on the target's laws, with the package's lessons and objectives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .sampling import Pool
 
 FROM_POOL = 0.75
 TEXT_TOKENS = 200_000
-TOKENS = 4096  # of a batch, about
+TOKENS = 4096  # the approximate number of tokens of a batch
 
 
 def distillation_loss(
     draft: LlamaForCausalLM, tokens: torch.Tensor, ids: torch.Tensor, log_p: torch.Tensor, used: torch.Tensor
 ) -> torch.Tensor:
-    """Forward KL turning into total variation, which is exactly the rejection rate."""
+    """Return the loss of a batch: forward KL that turns into total variation, which is exactly the rejection rate."""
     log_q = functional.log_softmax(logits_of(draft, tokens)[:, :-1].float(), -1).gather(-1, ids)
     return kl_then_tv(log_p, log_q, used).mean()
 

@@ -1,4 +1,4 @@
-"""What the pair is worth: held-out bits per byte and how often a guess is accepted."""
+"""Measuring the pair: held-out bits per byte, and acceptance rates of the draft."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_PROMPT = 512
 
 @dataclass(frozen=True)
 class Alpha:
-    """Acceptance rates on one set of prompts."""
+    """The acceptance rates on one set of prompts, at temperatures 0 (`greedy`) and 1 (`sampled`)."""
 
     prompts: int
     greedy: float
@@ -32,14 +32,14 @@ class Alpha:
 
 
 def load_exact(folder: Path) -> LlamaForCausalLM:
-    """The saved model as users get it, computing in float32 so rounding does not blur ties."""
+    """Load the saved model as users do, but in float32, so that rounding does not blur ties."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(DEVICE).eval()
 
 
 @torch.inference_mode()
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sources: list[Source]) -> float:
-    """Bits the model needs per byte of text, in windows of its context with no overlap."""
+    """Return the bits that the model needs per byte of text, in windows of its context without overlap."""
     bits = torch.zeros((), dtype=torch.float64)
     for source in sources:
         tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(source.text, verbose=False).input_ids])
@@ -52,7 +52,7 @@ def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, s
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Prompts of a gzipped JSON-lines file."""
+    """Read the prompts of a gzipped JSON-lines file."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         return [json.loads(line)["prompt"] for line in lines]
 
@@ -63,7 +63,7 @@ def alpha(
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
 ) -> Alpha:
-    """Acceptance rates at temperatures 0 and 1 on the target's own continuations."""
+    """Measure acceptance rates at temperatures 0 and 1 on the target's own continuations."""
     batches = list(_padded(tokenizer, prompts))
     greedy, sampled = (
         torch.cat([_agreement(target, draft, *batch, temperature) for batch in batches]) for temperature in (0.0, 1.0)
@@ -72,7 +72,7 @@ def alpha(
 
 
 def _padded(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of similar lengths, padded on the left; a prompt's end matters more than its start."""
+    """Yield batches (tokens, mask) of prompts of similar length, padded on the left; long ones lose their start."""
     rows = sorted((tokenizer(p, verbose=False).input_ids[-LONGEST_PROMPT:] for p in prompts), key=len)
     for begin in range(0, len(rows), AT_ONCE):
         some = rows[begin : begin + AT_ONCE]
@@ -90,7 +90,7 @@ def _agreement(
     mask: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Chance that the draft's guess is kept, at each position up to the end of the text."""
+    """Return the chance that the draft's token is accepted, at each position up to the end of the text."""
     torch.manual_seed(SEED)
     temperatures = torch.full((len(prompts),), temperature, device=DEVICE)
     rows = continue_rows(target, prompts, mask, NEW, temperatures)
@@ -104,7 +104,7 @@ def _agreement(
 
 
 def _next_token_logits(model: LlamaForCausalLM, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits that predicted each of the last ``NEW`` tokens."""
+    """Return the logits that predicted each of the last ``NEW`` tokens."""
     mask = torch.cat([mask, mask.new_ones(len(rows), NEW)], dim=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     out = model(input_ids=rows, attention_mask=mask, position_ids=positions, logits_to_keep=NEW + 1)

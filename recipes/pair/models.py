@@ -1,4 +1,4 @@
-"""The two models: their shapes, how the target is trained and how both are saved."""
+"""The two models: making them, training them on text, and saving them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> Lla
 
 
 def new_target() -> LlamaForCausalLM:
-    """The model to be sped up: about 10 M parameters."""
+    """Make an untrained target of about 10 M parameters."""
     return _llama(hidden=256, layers=12, heads=4, kv_heads=2, ffn=704)
 
 
 def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The model that guesses: a tenth of the target, two layers deep to be quick per step.
+    """Make an untrained draft: a tenth of the target, with two layers for fast steps.
 
-    It starts from the main directions of the target's embedding, the slowest part to learn.
+    Its embedding, the slowest part to learn, starts as the target's projected to its main directions.
     """
     draft = _llama(hidden=128, layers=2, heads=2, kv_heads=1, ffn=352)
     wide = target.get_input_embeddings().weight.detach().float()
@@ -61,14 +61,14 @@ def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Next-token logits at every position."""
+    """Return the next-token logits at every position."""
     with bf16():
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
 def text_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of a window's tokens given those before them."""
+    """Return the cross-entropy of a window's tokens given those before them."""
     logits = logits_of(model, tokens[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -94,7 +94,7 @@ def train_on_text(
 
 
 def save_pretrained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save a model in bfloat16 with its tokenizer beside it."""
+    """Save a model in bfloat16, with its tokenizer, to a folder."""
     twin = LlamaForCausalLM(model.config).to(torch.bfloat16)
     twin.load_state_dict(model.state_dict())
     twin.save_pretrained(folder)
