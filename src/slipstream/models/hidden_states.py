@@ -85,7 +85,7 @@ class HiddenStates:
 
     @property
     def last_layer(self) -> int:
-        """The place between the last layer and the norm behind it."""
+        """The place between the last layer and the norm after it."""
         return len(self._layers)
 
     @property

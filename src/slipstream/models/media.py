@@ -84,7 +84,7 @@ def read_with_media(model: Any, text: Sequence[int], media: Media) -> tuple[Laye
 # ---- processors ----
 
 TokensAndMedia = tuple[tuple[int, ...], Media | None]
-"""Token ids, and the media that some of them stand for."""
+"""Token ids, and the media for their placeholder tokens (None: no media)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a model comes from: a hub name, a folder, or a .gguf file in one, and whether its own code may run."""
+"""The origin of a model: a hub name, a folder, or a .gguf file in one, and whether its own code may run."""
 
 from __future__ import annotations
 

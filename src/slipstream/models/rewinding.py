@@ -63,7 +63,7 @@ class RowState(Protocol):
 
 @dataclass(frozen=True)
 class Settled:
-    """A state that one cannot go back from."""
+    """A state that cannot be shortened."""
 
     state: Any
 
