@@ -1,4 +1,4 @@
-"""Images and sounds beside a text: what a model's processor has made of them, and which tokens stand for them."""
+"""Images and sounds of a prompt: the arguments that a model's processor makes of them, and their placeholder tokens."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.nn.functional import pad
 
 
 class Modality(StrEnum):
-    """What a model may read beside text; the value is what several of them are called in messages."""
+    """A kind of input beside text; the value is its plural noun for messages."""
 
     IMAGE = "images"
     AUDIO = "sounds"
 
 
 def named(modalities: frozenset[Modality]) -> str:
-    """The modalities as words, for messages."""
+    """Return the names of modalities joined by "and", for messages."""
     return " and ".join(each.value for each in Modality if each in modalities)
 
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """The images and sounds of one prompt as a model reads them.
+    """The images and sounds of one prompt as arguments of a model.
 
     `inputs` are the model's arguments beside the tokens, such as pixel values; `along` are those with a number for
     every token of the prompt, (1, n). `placeholders` are the token ids that stand for each kind of media, and `digest`
-    tells media apart by their content.
+    is a hash of the content, by which media are compared.
     """
 
     inputs: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class Media:
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor], along: Mapping[str, Tensor], placeholders: Mapping[Modality, int]) -> Media:
-        """The media, with the digest of all that is read of them."""
+        """Create media, with the digest computed from `inputs` and `along`."""
         content = blake2b(digest_size=16)
         for name, tensor in sorted([*inputs.items(), *along.items()]):
             content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -50,11 +50,11 @@ class Media:
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """The kinds of media that there are."""
+        """The kinds of media in the prompt."""
         return frozenset(self.placeholders)
 
     def arguments(self, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The model's arguments beside the first `length` tokens; what was written behind the prompt is text."""
+        """Return the model's arguments for the first `length` tokens, those after the prompt being text."""
         per_token = {name: pad(each, (0, length - each.shape[1])) for name, each in self.along.items()}
         return {
             name: each.to(device, dtype) if each.is_floating_point() else each.to(device)
@@ -62,17 +62,17 @@ class Media:
         }
 
     def text(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens without those that stand for media."""
+        """Return the tokens without placeholders of media."""
         return [token for token in tokens if token not in self.placeholders.values()]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Integers that name the media."""
+        """The digest as integers, to derive keys of random numbers from."""
         return tuple(self.digest)
 
 
 def same_media(left: Media | None, right: Media | None) -> bool:
-    """Whether two prompts have the same media, or none."""
+    """Return whether two prompts have the same media, or both have no media."""
     return (left and left.digest) == (right and right.digest)
 
 
@@ -82,11 +82,11 @@ class ReadsMedia(Protocol):
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """What the model reads beside text."""
+        """The kinds of media that the model reads beside text."""
         ...
 
     def attach(self, row: int, media: Media) -> None:
-        """Give an empty row the media of its text, all of which is then read in one piece."""
+        """Attach the media of its prompt to an empty row; the whole prompt must then be prefilled in one piece."""
         ...
 
 
@@ -108,5 +108,5 @@ def check_media(scorer: object, media: Media | None, prompt: Sequence[int], wher
 
 
 def only(modalities: frozenset[Modality]) -> str:
-    """What a model reads that reads these beside text, for messages."""
+    """Say what a model reads that supports these modalities, such as "text and images only", for messages."""
     return f"text and {named(modalities)} only" if modalities else "text only"

@@ -1,4 +1,4 @@
-"""The texts of a call that asks for beam search: several for each prompt, each with a score."""
+"""`BeamTexts` runs the beam searches of a call and returns several texts for each prompt, each with a score."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from slipstream.engine.job import Job
 
 
 class BeamTexts:
-    """Searches for the prompts of a job; text i is number i % width of prompt i // width, where `width` texts are asked
-    for. Those at the indices `skip` are left out; a prompt is searched if any of its texts is wanted.
+    """Runs a beam search for each prompt of a job and collects the completions.
 
-    Raises ValueError for what the target or the draft cannot search.
+    Text i is number i % width of prompt i // width, where `width` is `num_return_sequences`. Texts at the indices
+    `skip` are left out; a prompt is searched if any of its texts is wanted. Raises ValueError for requests that the
+    target or the draft cannot search.
     """
 
     def __init__(self, job: Job, skip: Collection[int] = ()) -> None:
@@ -35,8 +36,8 @@ class BeamTexts:
         on_completion: Callable[[int, Completion], object] | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Search to the end, or as long as it is `wanted`; the listener is told of each text as soon as its search is
-        over."""
+        """Search to the end, or while `wanted()` is true; call `on_completion(index, completion)` for each text as soon
+        as its search has ended."""
         with closing(BeamDecoder(self._job.decoder, self._searches).rounds()) as rounds:  # type: ignore[type-var]
             for running in rounds:
                 for search in running:
@@ -47,7 +48,7 @@ class BeamTexts:
 
     @property
     def completions(self) -> list[Completion]:
-        """All texts, in order; of searches that have not ended, the best so far, "interrupted"."""
+        """All completions, in order; unfinished searches give their best texts so far, with reason "interrupted"."""
         return [self._done.get(index, now) for search in self._searches for index, now in self._of(search)]
 
     def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
@@ -60,7 +61,7 @@ class BeamTexts:
         return range(place * self._width, (place + 1) * self._width)
 
     def _of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
-        """The texts of a search that are wanted, with their indices. The first has the counts of all."""
+        """Yield the wanted completions of a search with their indices; the first text has the search's statistics."""
         generation, found = self._job.generations[search.index], search.hypotheses()
         for rank, index in enumerate(self._texts_of(search.index)):
             stats = search.stats if not rank else Stats()
@@ -88,7 +89,7 @@ def _completion(generation: Generation, search: BeamSearch, found: Hypothesis, s
 
 
 def _nothing(generation: Generation, stats: Stats) -> Completion:
-    """The completion of a prompt without a text."""
+    """Return the completion of a prompt without any generated text."""
     request = generation.request
     length = len(request.prompt if request.source is None else request.source)
     return Completion(generation.echo, (), "interrupted", stats, length)

@@ -1,4 +1,4 @@
-"""Files that are written into a text: `data:` URLs, and base64."""
+"""Decodes files that are embedded in text, as `data:` URLs or base64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import unquote_to_bytes
 
 
 def data_url(url: str, where: str) -> bytes:
-    """What a `data:` URL holds. Raises ValueError for one that is damaged."""
+    """Return the content of a `data:` URL. Raises ValueError, in which `where` names it, for one that is damaged."""
     head, comma, body = url.partition(",")
     if not comma:
         raise ValueError(f"{where} is no data: URL, which has a comma before its content.")
@@ -17,7 +17,7 @@ def data_url(url: str, where: str) -> bytes:
 
 
 def base64_content(text: str | bytes, where: str) -> bytes:
-    """What is written in base64. Raises ValueError for what is not."""
+    """Decode base64. Raises ValueError, in which `where` names the text, for anything else."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`load` builds an engine from what users name: target, draft, gamma, rule, plan and device."""
+"""`load` builds an engine from the target, draft, gamma, rule, plan and device that a user names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.models.media_trial import try_media
 from slipstream.models.origin import source_name
 
 GAMMA = 5
-"""Tokens drafted per round, unless told otherwise."""
+"""The default number of tokens drafted per round."""
 
 
 def load(
@@ -53,39 +53,42 @@ def load(
     progress: Callable[[str], object] | None = None,
     **from_pretrained: Any,
 ) -> Engine:
-    """A target and a draft -> an Engine. The target is a hub name, a folder or a loaded model; none: the embedded pair.
+    """Load a target and a draft -> an Engine that generates text with them.
 
-    The draft is a model too, another specification ("lookup", "ngram:FILE", ...: `slipstream.drafters.specification`)
-    or a Drafter. Without one the engine decodes plainly. `gamma` tokens (5) are drafted per round, with "auto" as many
-    as pay by the time measured, or as a controller says; or the `tree` of candidates per level, e.g. (3, 2, 1).
-    `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma tokens. A `plan`, or its
-    file, gives what is not given here: target, draft, gamma by the number of rows that run together, rule and dtype.
-    `exact_shape` runs every pass of the target in one shape, so that plain and speculative decoding see the same bits
-    (slower; chains only).
+    The target is a hub name, a folder or a loaded model; without one, the embedded pair is loaded. The draft is a model
+    too, another specification ("lookup", "ngram:FILE", ...: `slipstream.drafters.specification`) or a Drafter; without
+    one, the engine decodes plainly. `gamma` tokens (5) are drafted per round; "auto" chooses the number by measured
+    times, and a controller may choose it too. Instead of `gamma`, a `tree` gives the candidates per level, e.g.
+    (3, 2, 1). `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma tokens. A `plan`
+    (or its file) supplies what is not given here: target, draft, gamma by the number of rows in the batch, rule and
+    dtype. `exact_shape` runs every pass of the target in one shape, so that plain and speculative decoding compute
+    bit-identical logits (slower; chains only).
 
-    An encoder-decoder reads its prompts as sources; `task` is one that it knows by name ("translation_en_to_de"), two
-    languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a `tasks.Task`.
+    An encoder-decoder reads its prompts as sources; `task` is the name of a task in its configuration
+    ("translation_en_to_de"), two languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a
+    `tasks.Task`.
 
-    A model of several modalities reads images or sounds too if its processor lies with it, or is given as `processor`;
-    a draft beside it reads the texts without them.
+    A multimodal model also reads images or sounds if its processor is stored with it, or is given as `processor`; its
+    draft reads the text without them.
 
-    `compile` makes graphs of the models' passes before it returns (minutes; `progress` is called with a line for
-    each); a model that cannot be compiled runs eagerly, with one warning.
+    `compile` compiles the models' passes into graphs before `load` returns (minutes; `progress` is called with a line
+    for each); a model that cannot be compiled runs eagerly, with one warning.
 
     `quantize` ("int8", "int4", "int4?group=128&rounding=gptq") quantizes the target's weights: the quantized model then
-    is the target, whose law the texts have (CPUs only). To keep the law of the weights as they are, quantize the draft:
-    draft="int4".
+    is the target, and texts follow its law (CPUs only). To keep the law of the unquantized weights, quantize the draft
+    instead: draft="int4".
 
-    `dtype` ("auto", "float32", "bfloat16", "float16") and `device` hold for both models; load them yourself to place
-    them apart. `from_pretrained` goes to transformers' `from_pretrained` of the target: `device_map="auto"` spreads it
-    over devices, and `trust_remote_code=True` runs code that comes with it.
+    `dtype` ("auto", "float32", "bfloat16", "float16") and `device` apply to both models; to place them on different
+    devices, pass loaded models. `from_pretrained` goes to transformers' `from_pretrained` of the target:
+    `device_map="auto"` spreads it over devices, and `trust_remote_code=True` runs code that comes with it.
 
     `tp_plan` ("auto", or changes to transformers' plan of the model) divides the weights of the target among the
-    processes that torchrun started, one for each device. Rank 0 loads; the others call `slipstream.follow()` before.
+    processes that torchrun started, one for each device. Rank 0 calls `load`; the others call `slipstream.follow()`
+    before that.
 
-    A draft may have another tokenizer (`Engine.notes` then tell how it drafts). Raises ValueError if a model cannot be
-    loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is for
-    another target.
+    A draft may have another tokenizer (`Engine.notes` then describe how it drafts). Raises ValueError if a model cannot
+    be loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is
+    for another target.
     """
     made = _read_plan(plan)
     if made:
@@ -114,21 +117,21 @@ def load(
     engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, media)
     if compile:
         engine.warm_up()
-    release_threads()  # another thread may be the one that generates
+    release_threads()  # generation may run in another thread
     return engine
 
 
 def _tokenizer(target: Any, given: Any, trust_remote_code: bool) -> Any:
-    """The tokenizer that was given, else the one that lies with the target; None if there is none."""
+    """Return the given tokenizer, else the one that is stored with the target; None if there is none."""
     return find_tokenizer(target, trust_remote_code) if given is None else given
 
 
 def _with_paths(
     shape: tuple[int, ...] | None, chosen: Rule, steering: Controller, draft: Any
 ) -> tuple[int, ...] | None:
-    """The tree of a draft: the independent paths of the rule, as long as the controller asks for, if it has any.
+    """Return the tree to draft: the paths of a rule of several paths, at the controller's largest gamma; else `shape`.
 
-    Raises ValueError for a rule of paths beside another tree.
+    Raises ValueError if a rule of several paths is combined with another tree.
     """
     if chosen.paths is None or draft is None:
         return shape
@@ -136,8 +139,10 @@ def _with_paths(
 
 
 def _media(target: Any, scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str]]:
-    """What reads images and sounds for a target, and a sentence where it could but cannot. Raises ValueError for a
-    processor that the target has no use for, or does not work with."""
+    """Return the processor of images and sounds for a target (None: text only), and notes about media it cannot read.
+
+    Raises ValueError if `processor` is given and the target reads text only, or does not work with it.
+    """
     if not scorer.modalities:
         if processor is not None:
             raise ValueError(f"{scorer.name} reads text only, so it has no use for a processor: leave it out.")
@@ -162,14 +167,14 @@ def _media(target: Any, scorer: Any, processor: Any) -> tuple[MediaProcessor | N
 
 
 def _notes(context: BuildContext, decoder: Decoder, reads_media: bool, proposes: bool) -> list[str]:
-    """List what was chosen for the draft, what each model cannot do here, and a draft that would be possible."""
+    """List notes for the user: choices about the draft, limits of each model, and a draft that would be possible."""
     proposed = self_draft_proposal(decoder.target) if proposes else []
     limits = _text_only(decoder) if reads_media else []
     return [*context.notes, *limits, *as_they_are(decoder.target, context.mode), *proposed]
 
 
 def _text_only(decoder: Decoder) -> list[str]:
-    """A sentence for each model that drafts."""
+    """Return a sentence for each draft model, saying that it reads text only."""
     models = decoder.scorers[1:]
     return [f"{each.name} reads no images and sounds, but the texts around them." for each in models]
 
@@ -179,7 +184,7 @@ def _precision(quantize: str | Precision | None) -> Precision | None:
 
 
 def _read_plan(plan: Any) -> Plan | None:
-    """A plan, or what its file holds. Raises ValueError for anything else."""
+    """Return the plan, read from its file if a path is given. Raises ValueError for anything else."""
     if plan is None or isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str | Path):
@@ -203,14 +208,17 @@ def _check_settings(
 
 
 def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:
-    """A target and its dtype, where no target means the embedded one: in float32, for it is stored small."""
+    """Return the target and its dtype; without a target, the embedded one, in float32 unless a dtype is given."""
     if target is not None:
         return target, dtype
     return EMBEDDED / "target", "float32" if dtype == "auto" else dtype
 
 
 def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> Frame | None:
-    """What stands around the sources of an encoder-decoder; None for a causal model, which has no tasks."""
+    """Return the frame (text and tokens around sources) of an encoder-decoder; None for a causal model.
+
+    Raises ValueError for a task with a causal model, and for `exact_shape` with an encoder-decoder.
+    """
     if scorer.source_form is None:
         if task is not None:
             raise ValueError(f"{scorer.name} is no encoder-decoder, so it has no tasks: write it into the prompt.")
@@ -221,7 +229,7 @@ def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bo
 
 
 def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None, plan: Plan | None) -> Controller:
-    """What was asked for comes before what is planned; a tree has its own depth."""
+    """Return the controller of gamma; an explicit gamma or tree takes precedence over the plan."""
     if plan is not None and gamma is None and not tree:
         return Planned(plan.gammas)
     if tree and gamma is None:
@@ -230,7 +238,7 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
 
 
 def _ahead(steering: Controller) -> tuple[int, ...]:
-    """How many tokens a draft's graph makes at once: none where the number is found out on the way."""
+    """Return the gammas for which graphs of whole drafts are compiled; empty if gamma is chosen while decoding."""
     return (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()
 
 

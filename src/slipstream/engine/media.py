@@ -1,4 +1,4 @@
-"""Images and sounds as users pass them: beside a text, or as parts of the messages of a chat."""
+"""Reads images and sounds that users pass with a text, or as parts of the messages of a chat."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PART_TYPES = {
     **dict.fromkeys(("image", "image_url", "input_image"), Modality.IMAGE),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), Modality.AUDIO),
 }
-"""How OpenAI and transformers call parts of messages."""
+"""The kind of media by the "type" of a message part, in the names of OpenAI and of transformers."""
 
 NAMES = {Modality.IMAGE: "image", Modality.AUDIO: "audio"}
-"""How templates of transformers call a part, and the field that holds its content."""
+"""The "type" of a part in transformers' chat templates, which is also the field that holds its content."""
 
 EXAMPLES = {
     Modality.IMAGE: '{"type": "image_url", "image_url": {"url": "data:..."}}',
     Modality.AUDIO: '{"type": "input_audio", "input_audio": {"data": "(base64)", "format": "wav"}}',
 }
-"""What a part looks like, for messages."""
+"""An example of a part of each kind, for error messages."""
 
 FIELDS = {Modality.IMAGE: "images", Modality.AUDIO: "audio"}
-"""The fields of `TextWithMedia`, and of a mapping in its place."""
+"""The field of `TextWithMedia` (or of a mapping in its place) that holds each kind of media."""
 
 
 @dataclass(frozen=True)
 class TextWithMedia:
-    """A text and the images and sounds that it is about, in their order.
+    """A text prompt with images and sounds, in order.
 
-    Placeholders in the text say where they stand; without any, they stand before it.
+    Placeholders in the text mark the positions of the media; without any, they are placed before the text.
     """
 
     text: str
@@ -43,14 +43,14 @@ class TextWithMedia:
 
     @property
     def media(self) -> dict[Modality, Sequence[Any]]:
-        """What there is of each kind."""
+        """The images and sounds by kind; kinds without any are left out."""
         return {modality: given for modality, name in FIELDS.items() if (given := getattr(self, name))}
 
 
 def open_medium(modality: Modality, given: Any, rate: int) -> Any:
-    """What a user gave for an image or a sound -> an image in RGB, or samples (n,) `rate` per second.
+    """Open an image or a sound in any form that users pass -> an RGB image, or samples (n,), `rate` per second.
 
-    Raises ValueError for what is none.
+    Raises ValueError for anything else.
     """
     return read_sound(given, rate) if modality is Modality.AUDIO else open_image(given)
 
@@ -59,13 +59,13 @@ def open_medium(modality: Modality, given: Any, rate: int) -> Any:
 
 
 def part_modality(part: Any) -> Modality | None:
-    """The kind of media that a part of a message is; None for a text, and for what is no part."""
+    """Return the kind of media of a message part; None for text, and for a value that is not a part."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return PART_TYPES.get(kind) if isinstance(kind, str) else None
 
 
 def part_content(part: Mapping[str, Any], where: str) -> Any:
-    """What a part of a message gives as its image or sound. Raises ValueError if it gives nothing."""
+    """Return the image or sound in a message part: bytes, a URL, or an object. Raises ValueError if it has none."""
     modality = PART_TYPES[part["type"]]
     name = NAMES[modality]
     fields = (f"{name}_url", f"input_{name}", name, "url", "path")
@@ -80,12 +80,12 @@ def part_content(part: Mapping[str, Any], where: str) -> Any:
 
 
 def media_part(modality: Modality, content: Any) -> dict[str, Any]:
-    """A part of a message as templates of transformers know it, without anything else in it."""
+    """Return a message part in the form of transformers' chat templates, without other fields."""
     return {"type": NAMES[modality], NAMES[modality]: content}
 
 
 def media_in(messages: Sequence[Any]) -> Iterator[Modality]:
-    """The kinds of the parts of messages that are no text, in order; what is no message has none."""
+    """Iterate over the kinds of all media parts of messages, in order; values that are no messages are skipped."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return (modality for part in parts if (modality := part_modality(part)))

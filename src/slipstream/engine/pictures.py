@@ -1,4 +1,4 @@
-"""Images as users pass them (opened ones, files, `data:` URLs, arrays) -> opened ones, with one sentence for others."""
+"""Opens images that users pass: Pillow images, files, `data:` URLs, bytes or arrays; errors are one sentence each."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PIXELS = 1 << 26
-"""The most pixels of an image that is opened: small files can hold very many."""
+"""The greatest number of pixels of an image that is opened, because small files can hold very large images."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is opened; others have decoders that few use."""
+"""The file formats that are opened; Pillow's decoders of other formats are left out because they are rarely used."""
 
 
 def open_image(given: Any, where: str = "an image") -> Image:
-    """An image of Pillow, a file, a `data:` URL, bytes, or an array (height, width, 3) of 8 bits -> in RGB.
+    """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
 
-    Raises ValueError for anything else, for what is damaged, and for more than `PIXELS` pixels.
+    Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels.
     """
     _needed()
     from PIL import Image as pillow
@@ -49,7 +49,10 @@ def open_image(given: Any, where: str = "an image") -> Image:
 
 
 def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
-    """The image in the bytes of a file. Raises ValueError if there is none, or one of more than so many pixels."""
+    """Decode the bytes of an image file -> an RGB image.
+
+    Raises ValueError if it is no image, damaged, or has more than `pixels` pixels.
+    """
     _needed()
     from PIL import Image as pillow
     from PIL import UnidentifiedImageError
@@ -58,7 +61,7 @@ def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
         image = pillow.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"{where} is none that can be opened: take one of {', '.join(FORMATS)}.") from None
-    except Exception as error:  # of any kind, depending on what is damaged
+    except Exception as error:  # Pillow raises errors of any type for damaged files
         raise ValueError(f"{where} is damaged: {error}.") from error
     if image.width * image.height > pixels:
         raise ValueError(
@@ -81,7 +84,7 @@ def _from_array(array: np.ndarray, where: str) -> Image:
 
 
 def _needed() -> None:
-    """Raises ValueError, which tells how to install it, without Pillow."""
+    """Raises ValueError with the command to install Pillow if it is missing."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a user is told about a target that is loaded without a draft: how it could draft for itself."""
+"""The note for a user who loads a target without a draft: how the target could draft for itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from slipstream.core.protocols import HasModel, LiesOnRanks
 from slipstream.kernels.packing import layer_bytes, lowest_bits, quantizing_fault
 
 WORTHWHILE = 1 << 26
-"""Bytes of linear layers from which reading less of them saves time: fewer lie in the caches of processors."""
+"""The size of linear layers, in bytes, above which reading fewer bits saves time: smaller ones fit processor caches."""
 
 
 def self_draft_proposal(scorer: Any, least: int = WORTHWHILE) -> list[str]:
-    """A sentence that proposes the target's own weights in 4 bits as its draft; none where that is not possible, or
-    where the linear layers take fewer than `least` bytes or have 4 bits already."""
+    """Return a sentence that proposes the target's own weights in 4 bits as its draft, in a list.
+
+    The list is empty where that is not possible, and where the linear layers take fewer than `least` bytes or have
+    4 bits already.
+    """
     if not isinstance(scorer, HasModel) or isinstance(scorer, LiesOnRanks) or quantizing_fault(scorer.model):
         return []
     if lowest_bits(scorer.model) == 4 or layer_bytes(scorer.model) < least:

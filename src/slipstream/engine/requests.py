@@ -1,4 +1,4 @@
-"""What users pass to a call -> prompts that can be worked with, or one sentence, before any work."""
+"""Reads and checks the prompts that users pass to a call, before any work; errors are one sentence each."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Message: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """The messages of a chat with what else its template takes: tools that may be called, and variables of its own.
+    """The messages of a chat, with the tools that may be called and further variables for the chat template.
 
     `template_kwargs` such as `{"enable_thinking": False}` go to the template, with `tools`, by transformers'
-    `apply_chat_template`; what decides about anything but the text is not allowed among them.
+    `apply_chat_template`; parameters that change anything but the text (`WITHHELD`) are not allowed among them.
     """
 
     messages: Sequence[Message]
@@ -50,7 +50,7 @@ ALLOWED = (
 )
 
 MOST = 1 << 32
-"""Above all token ids."""
+"""An exclusive upper bound of token ids; larger ids in a prompt are refused."""
 
 WITHHELD = (
     *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
@@ -63,7 +63,7 @@ WITHHELD = (
 
 
 def read_prompts(given: Any) -> list[Prompt]:
-    """One prompt or several, in any form that transformers' users pass -> the prompts, in order.
+    """Read one prompt or several, in any form that users of transformers pass -> the prompts, in order.
 
     A prompt is a text; token ids as a list, a range, a 1-D array or tensor; a chat; a text with images or sounds; or
     audio features as a 2-D tensor of floats. Several come as an iterable, as the rows of an array or tensor, or as a
@@ -83,7 +83,7 @@ def read_prompts(given: Any) -> list[Prompt]:
 
 
 def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
-    """A single prompt. Raises ValueError, which names it by `where`, for what is none."""
+    """Read a single prompt. Raises ValueError, in which `where` names the prompt, for anything that is not one."""
     if isinstance(given, str):
         return _text(given, where)
     if isinstance(given, Chat):
@@ -112,7 +112,7 @@ def _is_with_media(value: Any) -> bool:
 
 
 def _with_media(given: TextWithMedia | Message, where: str) -> Prompt:
-    """A text with its images and sounds; a text alone where there are none."""
+    """Read a text with its images and sounds; return the text alone if there are no media."""
     fields = given if isinstance(given, Mapping) else vars(given)
     text = fields["text"]
     if not isinstance(text, str):
@@ -127,7 +127,7 @@ def _with_media(given: TextWithMedia | Message, where: str) -> Prompt:
 
 
 def modalities(prompt: Prompt) -> frozenset[Modality]:
-    """What belongs to a prompt that was read, beside its text."""
+    """Return the kinds of media (images, sounds) in a prompt that `read_prompt` returned."""
     if isinstance(prompt, TextWithMedia):
         return frozenset(prompt.media)
     messages = prompt.messages if isinstance(prompt, Chat) else prompt if isinstance(prompt, list) else ()
@@ -143,7 +143,7 @@ def _text(text: str, where: str) -> str:
 
 
 def _chat(chat: Chat, where: str) -> Chat:
-    """The chat, if a template can be given it."""
+    """Check a chat and return it with its messages read. Raises ValueError for what a chat template cannot take."""
     messages = listed(chat.messages, f"messages of {where}", "they are a list of messages")
     if alien := [message for message in messages if not _is_message(message)]:
         raise ValueError(f"messages of {where} holds {shown(alien[0])}, but a message is a dict.")
@@ -168,7 +168,7 @@ def _is_message(value: Any) -> bool:
 
 
 def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
-    """The items of an iterable with an order."""
+    """Return the items of an ordered iterable as a list. Raises ValueError for sets, bytes and what is not iterable."""
     if isinstance(given, Set):
         raise ValueError(f"{where} is {shown(given)}, which has no order: pass a list.")
     if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
@@ -177,7 +177,7 @@ def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
-    """A message of a chat, with its text parts as one text; where media are among them, all parts stay apart."""
+    """Return a message with its text parts joined into one text; if media are among the parts, keep them separate."""
     content = message.get("content")
     in_parts = isinstance(content, list | tuple) and all(part_modality(each) or _is_text_part(each) for each in content)
     if in_parts and any(map(part_modality, content or ())):
@@ -195,7 +195,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
 
 
 def _part(part: Message, where: str) -> dict[str, Any]:
-    """A part of a message as transformers' templates know it, without anything else in it."""
+    """Return a part of a message in the form of transformers' chat templates, without other fields."""
     if modality := part_modality(part):
         return media_part(modality, part_content(part, where))
     return {"type": "text", "text": part["text"]}
@@ -206,7 +206,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _encoded(given: Message, where: str) -> list[Prompt]:
-    """The prompts of what a tokenizer or a feature extractor returns."""
+    """Return the prompts in the output of a tokenizer or a feature extractor."""
     if "input_features" in given:
         return _from_array(torch.as_tensor(np.asarray(given["input_features"])))
     if "input_ids" not in given:
@@ -223,7 +223,7 @@ def _encoded(given: Message, where: str) -> list[Prompt]:
 
 
 def _unpadded(ids: tuple[int, ...], mask: tuple[int, ...], where: str) -> tuple[int, ...]:
-    """The ids without padding on the left or on the right."""
+    """Return the token ids without the padding on the left or right. Raises ValueError for a mask with holes."""
     kept = [place for place, seen in enumerate(mask) if seen]
     if kept != list(range(kept[0], kept[-1] + 1) if kept else ()):
         raise ValueError(
@@ -233,7 +233,7 @@ def _unpadded(ids: tuple[int, ...], mask: tuple[int, ...], where: str) -> tuple[
 
 
 def _matrix(given: Any, where: str) -> list[tuple[int, ...]]:
-    """Rows of token ids; a single row may come without the list around it."""
+    """Return rows of token ids; a single row may be given without a list around it."""
     rows = [given] if isinstance(given, str | Mapping) else read_prompts(given) or [()]
     wrong = next((row for row in rows if not isinstance(row, tuple)), None)
     if wrong is not None:
@@ -252,7 +252,11 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _from_array(given: Any) -> list[Prompt]:
-    """The prompts of an array: of ids one or its rows, of features one (bins, frames) or several; or its items."""
+    """Return the prompts in an array or tensor.
+
+    Token ids may be (n,) or (rows, n), audio features (bins, frames) or (rows, bins, frames); an array of strings or
+    objects is read item by item.
+    """
     if not isinstance(given, Tensor):
         array = np.asarray(given)
         if array.dtype.kind in "OUST" and array.ndim:
@@ -270,7 +274,7 @@ def _from_array(given: Any) -> list[Prompt]:
 
 
 def shown(value: Any) -> str:
-    """What something is, in a few words."""
+    """Describe a value in a few words, for error messages."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return f"a {kind} with the keys {reprlib.repr(list(value))}"
@@ -281,8 +285,11 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns prompts into what a model reads: its `name`, its tokenizer (None: ids only), what stands around sources,
-    and its `media`, which reads images and sounds."""
+    """Turns prompts into token ids or audio features, the input of a model.
+
+    `name` is the model's, for messages; without a `tokenizer` only token ids are read. `frame` is the text around the
+    sources of an encoder-decoder, and `media` is the processor that reads images and sounds.
+    """
 
     name: str
     tokenizer: Any = None
@@ -290,7 +297,7 @@ class Encoder:
     media: MediaProcessor | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, Media | None]:
-        """Token ids or audio features, as `__call__` gives them, and the media that ids stand for."""
+        """Return token ids or audio features, as `__call__` does, and the media that some of the ids stand for."""
         processor, chats = self.media, isinstance(prompt, Chat | list)
         if processor is None or not (isinstance(prompt, TextWithMedia) or (chats and processor.chats)):
             return self(prompt), None
@@ -305,7 +312,7 @@ class Encoder:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _check(self, given: frozenset[Modality]) -> None:
-        """Raises ValueError for media that are not read here."""
+        """Raises ValueError for media that the model does not read."""
         read = self.media.modalities if self.media else frozenset[Modality]()
         if given - read:
             raise ValueError(
@@ -314,7 +321,10 @@ class Encoder:
             )
 
     def __call__(self, prompt: Prompt) -> tuple[int, ...] | Tensor:
-        """Token ids, or audio features as they are. Raises ValueError without a tokenizer, or a chat template."""
+        """Return the token ids of a prompt; audio features are returned unchanged.
+
+        Raises ValueError if a tokenizer or a chat template is needed and missing.
+        """
         if isinstance(prompt, Tensor | tuple):
             return prompt
         self._check(modalities(prompt))
@@ -332,7 +342,7 @@ class Encoder:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def text(self, prompt: Prompt, ids: Source) -> str:
-        """The text of a prompt and what was made of it, for `echo`. Raises ValueError for audio, which has none."""
+        """Return the text of a prompt, decoded from its `ids` if need be, for `echo`. Raises ValueError for audio."""
         prompt = prompt.text if isinstance(prompt, TextWithMedia) else prompt
         if isinstance(ids, Tensor):
             raise ValueError("echo is not possible for audio features, which have no text: leave it out.")
@@ -341,13 +351,13 @@ class Encoder:
         return self.needed().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def needed(self) -> Any:
-        """The tokenizer. Raises ValueError if there is none."""
+        """Return the tokenizer. Raises ValueError if there is none."""
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer; pass tokenizer=... to load(), or prompts as token ids.")
         return self.tokenizer
 
     def spellings(self, word: Any) -> list[list[int]]:
-        """A banned word, at the beginning of a line and after a space; or its token ids."""
+        """Return the token ids of a banned word, with and without a space before it; given ids are one spelling."""
         if not isinstance(word, str):
             return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
@@ -356,7 +366,7 @@ class Encoder:
 
 
 def _opened(prompt: TextWithMedia, processor: MediaProcessor) -> dict[Modality, list[Any]]:
-    """The images and sounds of a text, open."""
+    """Return the opened images and sounds of a text, by kind."""
     return {
         modality: [open_medium(modality, each, processor.rate) for each in given]
         for modality, given in prompt.media.items()
@@ -364,7 +374,7 @@ def _opened(prompt: TextWithMedia, processor: MediaProcessor) -> dict[Modality, 
 
 
 def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:
-    """A message as templates of processors take it: all content in parts, with images and sounds that are open."""
+    """Return a message in the form of processors' chat templates: content in parts, images and sounds opened."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}

@@ -1,4 +1,4 @@
-"""Sound as users pass it (files, their bytes, `data:` URLs, arrays) -> samples.
+"""Reads sounds that users pass (files, their bytes, `data:` URLs, arrays) into samples.
 
 WAV is read here; other formats need soundfile.
 """
@@ -16,13 +16,14 @@ from torch import Tensor
 from slipstream.engine.data_urls import data_url
 
 WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
-"""The number format of samples of so many bytes."""
+"""The numpy dtype of WAV samples, by their width in bytes."""
 
 
 def read_sound(given: Any, rate: int, longest: float | None = None) -> np.ndarray:
-    """A file, the bytes of one, a `data:` URL, or samples (n,) at `rate` -> samples (n,) in -1 .. 1, `rate` per second.
+    """Read a sound: a file, its bytes, a `data:` URL, or samples (n,) at `rate`.
 
-    Raises ValueError for what holds no sound, or takes more than `longest` seconds.
+    Returns float32 samples (n,) in -1 .. 1, `rate` per second. Raises ValueError for anything that holds no sound, and
+    for an encoded sound longer than `longest` seconds.
     """
     if isinstance(given, Tensor):
         given = given.numpy(force=True)
@@ -57,7 +58,10 @@ def _content(given: str | Path) -> bytes:
 
 
 def _check_length(count: int, rate: int, longest: float | None) -> None:
-    """Raises ValueError for more samples than may be, before they are read: small files can hold very many."""
+    """Raises ValueError for a sound longer than `longest` seconds before its samples are read.
+
+    Small files can hold very long sounds.
+    """
     if longest is not None and count > longest * rate:
         raise ValueError(f"the sound takes {count / rate:.0f} s, and at most {longest:g} s are taken: cut it.")
 
@@ -85,13 +89,13 @@ def _read_other(content: bytes, longest: float | None) -> tuple[np.ndarray, int]
             samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
     except ValueError:
         raise
-    except Exception as error:  # libsndfile's own kinds
+    except Exception as error:  # soundfile raises its own error types
         raise ValueError(f"the file holds no sound that can be read: {error}") from None
     return samples.mean(1), rate
 
 
 def _resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
-    """The same sound at another rate, limited to the band of both: by cutting or padding its spectrum."""
+    """Resample a sound from rate `own` to `rate` by truncating or zero-padding its spectrum."""
     if own == rate:
         return samples
     count = max(1, round(len(samples) * rate / own))
