@@ -1,16 +1,17 @@
 """Drafting ahead in one process: while the target verifies a draft on its device, the model drafts the next on another.
 
-The model goes on as if everything stood. It guesses the token after its draft and drafts what the next round will ask
-for behind that. If draft and guess come true, the next draft is ready, or begun; what the text contradicts is thrown
-away by position.
+The model continues on the assumption that the whole draft is accepted. It guesses the token after its draft and then
+drafts the tokens of the next round. If draft and guess are right, the next draft is complete or begun; tokens that the
+text contradicts are discarded by position.
 
-Why exact. What is drafted ahead is drawn with the numbers of the round that it is for (`Since`), which nothing in this
-round depends on, so whether it is used says nothing about its tokens. These are the numbers that a draft without
-going ahead would use for the same text: drafts, and so texts, are the same ones however far the model got in time.
+Why exact. Tokens drafted ahead are drawn with the random numbers of the round in which they are used (`Since`). Nothing
+in the present round depends on those numbers, so whether the tokens are used is independent of their values. A draft
+without drafting ahead would use the same numbers for the same text: drafts, and therefore texts, do not depend on how
+far the model got in time.
 
-The model runs in a thread of its own, from `propose` to `observe`; between rounds that thread does nothing, and whoever
-runs the rounds may touch the model's cache. On CUDA devices its passes are queued on the stream of the draft's device,
-which the target's device does not wait for.
+The model runs in a thread of its own, from `propose` to `observe`; between rounds that thread is idle, and the thread
+that runs the rounds may use the model's cache. On CUDA devices its passes are queued on the stream of the draft's
+device, which the target's device does not wait for.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from slipstream.drafters.model import ModelDrafter
 
 @dataclass(frozen=True)
 class Since:
-    """The draws outside, as of a round that begins when the rows' texts have the lengths `origins`.
+    """An `Rng` that draws with the keys of a round that begins when the rows' texts have the lengths `origins`.
 
-    A draft that is drawn in several pieces, before or in its round, has the numbers of one that is drawn at once.
+    A draft that is drawn in several pieces, before or during its round, gets the same random numbers as one that is
+    drawn at once.
     """
 
     outer: Rng
@@ -45,40 +47,40 @@ class Since:
 
     @property
     def coupled(self) -> bool:
-        """As the draws outside."""
+        """Whether the draws of `outer` are coupled."""
         return self.outer.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions), drawn outside under another key."""
+        """Draw tokens (rows, positions) by `outer`, with `origins` in the key."""
         return self.outer(law, replace(key, origins=self.origins))
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """See `Rng`."""
+        """Return the random numbers behind draws with that key; see `Rng`."""
         return self.outer.chances(replace(key, origins=self.origins), positions)
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`."""
+        """Return the draws of the rows at these places; see `Rng`."""
         return Since(self.outer.select(places), tuple(self.origins[place] for place in places))
 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """No draws: the likeliest token of every law, as the guess at a token that somebody else will draw."""
+    """An `Rng` that returns the most probable token of every law, to guess tokens that the target will draw."""
 
     coupled = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (rows, positions)."""
+        """Return the most probable tokens (rows, positions)."""
         if law.probs is None:
             assert law.tokens is not None
             return law.tokens
         return law.probs.argmax(-1)
 
     def chances(self, key: Key, positions: int) -> None:
-        """See `Rng`: these are no inversions."""
+        """Return None: these tokens are not drawn from numbers by inversion; see `Rng`."""
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`: all rows do alike."""
+        """Return itself, because all rows are treated alike; see `Rng`."""
         return self
 
 
@@ -87,11 +89,12 @@ LIKELIEST = Likeliest()
 
 @dataclass
 class ExpectedText:
-    """A row, and its text as the model has it: `shadow.tokens` are the row's first `base` tokens, then `drafted` tokens
-    of this round's draft, a guess at the token after it, and what was drafted for the next round, by `law` (1, n).
+    """A row, and the text that the model expects it to have.
 
-    When the row has come to the end of the guess, the tokens behind it are the beginning of its draft: `ready` of them.
-    `goal` is how many tokens the next round should find.
+    `shadow.tokens` are the row's first `base` tokens, then `drafted` tokens of this round's draft, a guess at the token
+    after it, and the tokens drafted for the next round, which were drawn from `law` (1, n). Once the row's text reaches
+    the end of the guess, those `ready` tokens are the beginning of its draft. `goal` is the number of tokens to draft
+    ahead for the next round, and `unread` holds tokens of the text that were cut from `shadow`.
     """
 
     row: Row
@@ -104,12 +107,12 @@ class ExpectedText:
 
     @staticmethod
     def of(row: Row) -> ExpectedText:
-        """The text of a row, behind which nothing is expected."""
+        """Create the record of a row for which nothing has been drafted ahead."""
         return ExpectedText(row, Row(row.request, row.index, list(row.tokens)), len(row.tokens))
 
     @property
     def ready(self) -> int:
-        """How many tokens were drafted for the round after the guess."""
+        """The number of tokens drafted for the next round, behind the guess."""
         return 0 if self.law is None else self.law.positions
 
     @property
@@ -119,12 +122,12 @@ class ExpectedText:
 
     @property
     def lacks_draft(self) -> bool:
-        """Whether there is a guess, and more to be drafted behind it."""
+        """Whether there is a guess, and fewer than `goal` tokens are drafted behind it."""
         return self.goal > self.ready and not self.lacks_guess
 
     def settle(self) -> None:
-        """Keep what was drafted ahead if all that was expected has come; else cut the text where it is wrong, down to
-        the first token that the model has not read."""
+        """Keep the tokens drafted ahead if draft and guess were right; else cut the expected text at the first wrong
+        token. `complete` then appends the rest of the row's text."""
         text, expected = self.row.tokens, self.shadow.tokens
         self.shadow.finish_reason = self.row.finish_reason
         if len(text) == self.base and not self.drafted:
@@ -138,41 +141,41 @@ class ExpectedText:
             self.unread = text[kept + 1 :]
 
     def complete(self) -> None:
-        """Append the rest of a text that was cut."""
+        """Append the rest of the row's text after `settle` has cut the expected one."""
         self.shadow.tokens += self.unread
         self.unread = []
 
     def cut(self, gamma: int) -> None:
-        """Forget what was drafted beyond `gamma` tokens."""
+        """Drop tokens drafted ahead beyond the first `gamma`."""
         if self.law is not None and self.ready > gamma:
             self.law = self.law.first(gamma) if gamma else None
             del self.shadow.tokens[self.base + gamma :]
 
     def take(self, tokens: Sequence[int], law: Law) -> None:
-        """Append tokens, with the law (1, positions) that they were drawn from."""
+        """Append drafted tokens, with the law (1, positions) that they were drawn from."""
         self.shadow.tokens += tokens
         law = law.first(len(tokens))
         self.law = law if self.law is None else Law.join([self.law, law], 1)
 
 
 def _alike(expected: Sequence[int], text: Sequence[int], known: int) -> int:
-    """How many tokens two texts begin with alike, which have the first `known` in common."""
+    """Return the length of the common prefix of two texts whose first `known` tokens are known to be equal."""
     end = min(len(expected), len(text))
     return next((place for place in range(known, end) if expected[place] != text[place]), end)
 
 
 class AheadDrafter:
-    """Drafts with a model as `ModelDrafter` does, the same tokens, and goes on while the target verifies them.
+    """Drafts the same tokens as `ModelDrafter`, and drafts the next round while the target verifies them.
 
-    Rows whose sampling calls code of the user's, or a grammar, are not drafted ahead: that code may be running for the
-    target. Statistics count the tokens that were ready (`Stats.ahead`). What the model raises is raised by `propose`
-    or `observe`.
+    Rows whose sampling calls a user's code or a grammar are not drafted ahead, because that code may be running for the
+    target at the same time. Statistics count the tokens that were ready (`Stats.ahead`). Errors of the model are raised
+    by `propose` or `observe`.
     """
 
     on_target_rows = False
 
     def __init__(self, model: ModelDrafter, executor: Executor | None = None) -> None:
-        """`executor` runs the model, one call at a time; none: a thread of our own."""
+        """`executor` runs the model, one call at a time; without one, the drafter starts its own thread."""
         self.model = model
         self._executor = executor or ThreadPoolExecutor(1, "slipstream draft")
         self._texts: list[ExpectedText] = []
@@ -181,22 +184,23 @@ class AheadDrafter:
 
     @property
     def scorer(self) -> Scorer:
-        """The model."""
+        """The Scorer of the draft model."""
         return self.model.scorer
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The model."""
+        """All Scorers of the draft: the model's alone."""
         return self.model.scorers
 
     def release(self) -> None:
-        """Forget all rows."""
+        """Free all rows of the model's cache."""
         self._stop()
         self._texts = []
         self.model.release()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens per row, of which some may be ready; then go ahead, until `observe`."""
+        """Draft up to `gammas[r]` tokens per row, some of which may be ready; then start to draft ahead, until
+        `observe`."""
         self._stop()
         self._settle()
         if not any(gammas):
@@ -208,21 +212,21 @@ class AheadDrafter:
         return draft
 
     def observe(self, round: Round) -> None:
-        """Throw away what was guessed wrong."""
+        """Stop drafting ahead, and discard tokens that the round contradicts."""
         self._stop()
         self._settle()
 
     # ---- in the thread that runs the rounds ----
 
     def _stop(self) -> None:
-        """Wait until the model has done the step that it is at."""
+        """End drafting ahead, and wait until the model has finished its present step."""
         if self._going is not None:
             going, self._going = self._going, None
             self._enough.set()
             going.result()
 
     def _settle(self) -> None:
-        """Compare what was expected with the rows' texts; the model forgets what it has read in vain."""
+        """Compare the expected texts with the rows' texts, and remove wrong tokens from the model's cache."""
         for text in self._texts:
             text.settle()
         self.model.trim()
@@ -233,7 +237,7 @@ class AheadDrafter:
 
     @torch.inference_mode()
     def _draft(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """This round's draft: what is ready, and what is lacking of it."""
+        """Return this round's draft: the tokens that are ready, and the missing ones drafted now."""
         known = {id(text.row): text for text in self._texts}
         self._texts = [known.get(id(row)) or ExpectedText.of(row) for row in context.rows]
         whole = self._fit([text.base + max(gammas) for text in self._texts])
@@ -256,15 +260,15 @@ class AheadDrafter:
 
     @torch.inference_mode()
     def _go_ahead(self, context: Context) -> None:
-        """Guess and draft token by token, until `_stop` or until the next draft is whole."""
-        context = replace(context, watch=Stopwatch())  # that of the round belongs to the other thread now
+        """Guess and draft token by token, until `_stop` or until the next draft is complete."""
+        context = replace(context, watch=Stopwatch())  # the round's own stopwatch is used by the other thread now
         while not self._enough.is_set() and (self._guess(context) or self._draft_next(context)):
             pass
 
     def _guess(self, context: Context) -> bool:
-        """Guess the token after the draft for all rows that lack it -> whether any did.
+        """Guess the token after the draft for all rows that lack it -> whether there were any.
 
-        Coupled draws are known before the target has made them; of others, the likeliest token may come.
+        Coupled draws are made with the target's own random numbers; for others, the most probable token is the guess.
         """
         lacking = [int(text.lacks_guess) for text in self._texts]
         rows = [context.rng.select([place]) for place in range(len(lacking))] if context.rng.coupled else []
@@ -275,7 +279,7 @@ class AheadDrafter:
         return any(guess.lengths)
 
     def _draft_next(self, context: Context) -> bool:
-        """Draft one token more for the next round, for all rows that lack one -> whether any did."""
+        """Draft one more token of the next round for all rows that lack one -> whether there were any."""
         lacking = [int(text.lacks_draft) for text in self._texts]
         rng = Since(context.rng, tuple(text.base + text.drafted + 1 for text in self._texts))
         draft = self._one_more(context, rng, lacking)
@@ -291,12 +295,15 @@ class AheadDrafter:
         return replace(context, rows=tuple(text.shadow for text in self._texts), rng=rng)
 
     def _fit(self, lengths: Sequence[int]) -> bool:
-        """Whether the model can hold texts of these lengths. Of longer ones it reads the end, from a place that depends
-        on the room it is asked for: that must be the room that a draft which waits would ask for."""
+        """Return whether texts of these lengths fit the model's context.
+
+        Longer texts are read in a window whose start depends on the number of tokens to draft; so nothing is drafted
+        ahead there, to keep the window that a draft without drafting ahead would have.
+        """
         return self.scorer.context is None or max(lengths) <= self.scorer.context
 
     def _joined(self, fresh: Draft, ready: Sequence[int]) -> Draft:
-        """One draft of the tokens that are ready and those that are fresh, row by row."""
+        """Join the tokens that are ready and the freshly drafted ones, row by row, to one draft."""
         lengths = tuple(count + more for count, more in zip(ready, fresh.lengths, strict=True))
         laws = [self._law(text, fresh, place) for place, text in enumerate(self._texts)]
         drafted = [text.shadow.tokens[text.base :] for text in self._texts]
@@ -306,7 +313,7 @@ class AheadDrafter:
         return Draft(tokens, law, lengths, fresh.windowed, ahead=tuple(ready))
 
     def _law(self, text: ExpectedText, fresh: Draft, place: int) -> Law:
-        """The law of a row's tokens; of a row without any, some law of its kind."""
+        """Return the law of a row's tokens; for a row without tokens, a placeholder law of the same kind."""
         pieces = [] if text.law is None else [text.law]
         if fresh.lengths[place]:
             pieces.append(_of_row(fresh, place).first(fresh.lengths[place]))
@@ -319,11 +326,10 @@ class AheadDrafter:
 
 
 def ahead_or_waiting(drafter: Drafter, target: Scorer | None, ahead: bool | None) -> Drafter:
-    """The drafter of a target, which goes on while the target verifies if that was asked for, or if nothing was said
-    and the two have devices of their own.
+    """Return the drafter, wrapped to draft ahead if `ahead` is true, or if it is None and the devices differ.
 
-    No `target`: it cannot go on, because it drafts for another draft or its passes are graphs, whose making knows one
-    thread only. Raises ValueError if it was asked for and cannot be.
+    `target` is None where drafting ahead is not possible: the model drafts for another draft, or its passes are
+    compiled graphs, which are made for one thread only. Raises ValueError if `ahead` is true and not possible.
     """
     able = isinstance(drafter, ModelDrafter) and target is not None
     if ahead and not able:
@@ -337,7 +343,10 @@ def ahead_or_waiting(drafter: Drafter, target: Scorer | None, ahead: bool | None
 
 
 def _goal(text: ExpectedText, gamma: int) -> int:
-    """How many tokens to draft ahead: as many as now, where the text has room for them."""
+    """Return how many tokens to draft ahead: as many as in this round, limited by the room left in the text.
+
+    It is 0 for rows without a draft, and for sampling with a grammar or a user's processors.
+    """
     sampler = text.row.request.sampler
     if not text.drafted or not isinstance(sampler, Sampling) or sampler.grammar or sampler.processors:
         return 0
@@ -345,6 +354,6 @@ def _goal(text: ExpectedText, gamma: int) -> int:
 
 
 def _of_row(draft: Draft, place: int) -> Law:
-    """The law (1, positions) of one row of a draft that has tokens."""
+    """Return the law (1, positions) of one row of a draft."""
     assert draft.law is not None
     return draft.law.select(torch.tensor([place], device=draft.law.device))

@@ -1,4 +1,4 @@
-"""`BuildContext`: where a draft has to work, as those who build drafts are told."""
+"""`BuildContext`: the target and the settings for which a draft is built."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slipstream.execution.passes import EAGER, Mode
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Where a draft has to work: its target, and how models are loaded beside it. `notes` are for the user to read.
+    """The target for which a draft is built, and how models are loaded beside it. `notes` collects notes for the user.
 
-    With `drafted`, another draft stands before the one that is built. With `independent`, siblings of the `tree` are
-    drawn without regard to each other, as rules of several paths want them. With `waits`, nothing is drafted ahead,
-    because no target of this process verifies the draft.
+    `drafted`: another draft drafts for the one that is built. `independent`: siblings of the `tree` are drawn
+    independently of each other, as rules of several paths require. `waits`: nothing is drafted ahead, because no target
+    in this process verifies the draft.
     """
 
     target: Scorer
@@ -35,8 +35,10 @@ class BuildContext:
     waits: bool = False
 
     def kept_tokens(self, wanted: FrequentTokens | None) -> Tensor | None:
-        """The ids (n,) of the tokens that a draft is cut to; None: it is not cut. Raises ValueError if there are no
-        counts for this target, or too few tokens for the tree."""
+        """Return the ids (n,) of the tokens to which a draft's head is cut; None if it is not cut.
+
+        Raises ValueError if there are no counts for this target, or too few tokens for the tree.
+        """
         if wanted is None:
             return None
         kept, note = wanted.choose(self.target.name, self.target.vocab, self.tokenizer)
@@ -46,7 +48,7 @@ class BuildContext:
         return kept
 
     def drafting(self, scorer: Scorer) -> Drafter:
-        """A drafter that samples from a model with a cache of its own: the tree that is asked for, or a chain."""
+        """Return a drafter that samples from a model with its own cache: the tree of the context, or a chain."""
         if self.tree:
             return TreeDrafter(scorer, self.tree, self.target.vocab, self.independent)
         return ModelDrafter(scorer, self.target.vocab)

@@ -19,18 +19,18 @@ from slipstream.models.dflash import DFlashScorer
 from slipstream.models.head_scorer import Head, HeadScorer, RecordsStates
 
 AT_ONCE = 64
-"""Tokens that are read with the first drafting step: all that a round accepted, since each is read again."""
+"""The number of missing tokens fed with the first drafting step: accepted tokens are all read again."""
 
 
 class HeadDrafter:
-    """Samples chains from a network on the target's hidden states, token by token, as from a model of its own.
+    """Samples chains from a network on the target's hidden states, token by token, like `ModelDrafter` from a model.
 
-    It serves the decoder whose target it was made for. Rows of which that target shows no states get no draft: those
-    of one token, before which there is none, and those of others.
+    It works only in the decoder of the target it was made for. Rows without recorded states of that target get no
+    draft: rows of one token, and rows that the target has not read.
     """
 
     def __init__(self, target: HasModel, head: Head, name: str) -> None:
-        """Raises ValueError if the target shows no hidden states, or not those that the head reads."""
+        """Raises ValueError if the target records no hidden states, or not those that the head reads."""
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.head, self._target, self.scorer = head, target, HeadScorer(target, head, name)
@@ -42,22 +42,22 @@ class HeadDrafter:
         return self._drafter.scorers
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` tokens per row, each from the law given all before it."""
+        """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
         return self._drafter.propose(context, read_by_target(self._target, context, gammas))
 
     def observe(self, round: Round) -> None:
-        """Forget what was drafted: where it stands, it is read again with the target's states."""
+        """Roll back all drafted tokens; accepted ones are read again with the target's hidden states."""
         self._drafter.observe(round)
 
 
 class DFlashDrafter:
     """Drafts up to a block of tokens from one call of a DFlash network; their laws do not depend on each other.
 
-    As `HeadDrafter`, it serves one target, and gives no draft to rows of which that shows no states.
+    Like `HeadDrafter`, it works for one target, and rows without recorded states of that target get no draft.
     """
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
-        """Raises ValueError if the target shows no hidden states, or not those that the network reads."""
+        """Raises ValueError if the target records no hidden states, or not those that the network reads."""
         self._target, self.scorer = target, DFlashScorer(target, net, name)
         self._follower = Follower(self.scorer, AT_ONCE)
 
@@ -67,7 +67,7 @@ class DFlashDrafter:
         return (self.scorer,)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """At most `gammas[r]` tokens per row, and a block less the pending token."""
+        """Sample at most `gammas[r]` tokens per row, and at most `block_size` - 1."""
         gammas = read_by_target(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
@@ -78,7 +78,7 @@ class DFlashDrafter:
         missing = self._follower.lacking(0)
         logits = self.scorer.block(padded(missing, self.scorer.device), [len(tokens) for tokens in missing])
 
-        def law_after(tokens: Tensor) -> Law:  # samplers may look at the tokens before; the network does not
+        def law_after(tokens: Tensor) -> Law:  # samplers may depend on the earlier tokens; the logits do not
             return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, self.scorer.name)
 
         return sample_chain(context, law_after, gammas, self.scorer.device)

@@ -1,10 +1,10 @@
-"""Self-speculation with fewer layers: the target drafts with some of them, its own head and its own cache.
+"""Self-speculation with fewer layers: the target drafts with some of its layers, its own head and its own cache.
 
-With the first layers only this is how LayerSkip checkpoints are meant to be used (arXiv 2404.16710); leaving out layers
-in the middle needs no training (Draft & Verify, arXiv 2309.08168). Both work on any target; how well is a question of
-its layers, which `slipstream.plan.layers` answers by measuring.
+Drafting with the first layers only is how LayerSkip checkpoints are meant to be used (arXiv 2404.16710); leaving out
+layers in the middle needs no training (Draft & Verify, arXiv 2309.08168). Both work on any target; how well depends on
+its layers, and `slipstream.plan.layers` measures it.
 
-Keys of the first layers are the target's own; behind a skipped layer, those of drafted tokens are approximations.
+Keys of the first layers are the target's own; behind a skipped layer, the keys of drafted tokens are approximations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ExitDrafter(SameRowsDrafter):
     """Samples a chain from some layers of the target, on the rows of its cache."""
 
     def __init__(self, target: HasModel, layers: int | Sequence[int]) -> None:
-        """`layers`: how many of the first ones, or which ones, counted from 0.
+        """`layers`: the number of first layers to run, or the numbers of the layers, counted from 0.
 
         Raises ValueError if the target has no such layers or cannot run with some of them.
         """

@@ -1,8 +1,8 @@
-"""The tokens that a target writes most often: a draft whose head knows only these reads and multiplies less.
+"""Counts the tokens that a target writes most often, so that a draft's head can be cut to them and run faster.
 
-Most of a large vocabulary is hardly ever written, while the projection to it is a good part of a small model (FR-Spec,
-arXiv 2502.14856; VocabTrim, arXiv 2506.22694). Text that the target itself wrote is counted, for that is what a draft
-has to guess. The law of a cut draft gives the other tokens no chance, and is the law that tokens are really drawn from.
+Most tokens of a large vocabulary are rarely written, while the projection to it is a large part of a small model
+(FR-Spec, arXiv 2502.14856; VocabTrim, arXiv 2506.22694). The counted text is written by the target itself, because a
+draft has to predict that. A cut draft's law q is zero at the other tokens, and is the law its tokens are drawn from.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ KIND = Kind("counts of tokens", "slipstream token counts", "1", "make it with `s
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How often a target wrote each of its tokens: `counts` (vocab,), in so many `texts`. `tokenizer` is the
-    fingerprint of the target's, or empty."""
+    """How often a target wrote each of its tokens: `counts` (vocab,) over the number `texts` of texts.
+
+    `target` is the model's name, and `tokenizer` the fingerprint of its tokenizer, or empty.
+    """
 
     counts: Tensor
     texts: int
@@ -42,25 +44,27 @@ class TokenCounts:
 
     @property
     def total(self) -> int:
-        """How many tokens were counted."""
+        """The number of tokens that were counted."""
         return int(self.counts.sum())
 
     @property
     def different(self) -> int:
-        """How many tokens were written at least once."""
+        """The number of different tokens that were written at least once."""
         return int((self.counts > 0).sum())
 
     def most_frequent(self, size: int) -> Tensor:
-        """The ids (size,) of the most frequent tokens in ascending order; of equal ones the lowest, which tokenizers
-        give to the most frequent pieces of their own training text."""
+        """Return the ids (size,) of the most frequent tokens, in ascending order.
+
+        Ties go to the lowest ids, which tokenizers give to the most frequent pieces of their own training text.
+        """
         return self.counts.argsort(descending=True, stable=True)[:size].sort().values
 
     def share(self, kept: Tensor) -> float:
-        """What share of the counted text some tokens make up."""
+        """Return the share (0 to 1) of the counted tokens whose ids are in `kept`."""
         return float(self.counts[kept].sum()) / max(1, self.total)
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the counts to a file, atomically."""
         about = {"target": self.target, "tokenizer": self.tokenizer, "texts": str(self.texts)}
         save_tensors(path, KIND, {"counts": self.counts}, about)
 
@@ -77,7 +81,7 @@ class TokenCounts:
 
 
 def kept_counts(target: str, vocab: int, tokenizer: Any) -> Path:
-    """The file in which the counts of a target are kept, unless they are written elsewhere: in $XDG_CACHE_HOME."""
+    """Return the default file for the counts of a target, in $XDG_CACHE_HOME or ~/.cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(repr((target, vocab, fingerprint(tokenizer))).encode()).hexdigest()[:16]
     return cache / "slipstream" / "token_counts" / f"{name}.safetensors"
@@ -85,15 +89,15 @@ def kept_counts(target: str, vocab: int, tokenizer: Any) -> Path:
 
 @dataclass(frozen=True)
 class FrequentTokens:
-    """What a draft is to be cut to: the `size` most frequent tokens (None: every token that was counted), by the counts
-    in `file` (None: by those that are kept for the target)."""
+    """The tokens to which a draft's head is cut: the `size` most frequent ones (None: all that were written), by the
+    counts in `file` (None: in the target's default file)."""
 
     size: int | None = None
     file: str | None = None
 
     @staticmethod
     def parse(text: str) -> FrequentTokens:
-        """Read 2048, FILE or 2048:FILE. Raises ValueError for anything else."""
+        """Parse "2048", "FILE" or "2048:FILE". Raises ValueError for anything else."""
         size, colon, file = text.partition(":")
         if not size.isdecimal():
             return FrequentTokens(None, text)
@@ -102,8 +106,10 @@ class FrequentTokens:
         return FrequentTokens(int(size), file or None)
 
     def choose(self, target: str, vocab: int, tokenizer: Any) -> tuple[Tensor, str]:
-        """The ids (n,) of the tokens for a target, in ascending order, and a sentence about them. Raises ValueError if
-        there are no counts, or they are those of another vocabulary."""
+        """Return the ids (n,) of the tokens for a target, in ascending order, and a sentence about them for the user.
+
+        Raises ValueError if there are no counts, or counts of another vocabulary.
+        """
         counts = self._counts(target, vocab, tokenizer)
         size = self.size or max(1, counts.different)
         if size >= vocab:

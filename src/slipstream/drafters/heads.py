@@ -4,9 +4,9 @@ As in Stern, Shazeer and Uszkoreit (arXiv 1811.03115): beside the target's own h
 feed-forward layer with a residual connection, and share the target's projection to the vocabulary. Verification of one
 round and prediction of the next share one pass: the state is the one behind the last token that this pass kept.
 
-The token drawn there is pending: the state led to it, but does not know it when sampling. So its embedding goes in
-beside the state (as in Hydra, arXiv 2402.05109) unless the heads are made without. A head's law does not depend on
-the tokens drafted before, which is no loss of exactness: it is the law its token was really sampled from.
+The token drawn from that state is pending: when it is sampled, the state does not determine it. So its embedding is an
+input beside the state (as in Hydra, arXiv 2402.05109), unless the heads are made without it. A head's law does not
+depend on the tokens drafted before; it is still the law its token was really sampled from, so drafting stays exact.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ KIND = Kind("parallel heads", "slipstream heads", "2", "train heads with `slipst
 
 @dataclass(frozen=True)
 class Sizes:
-    """`heads` outputs for hidden states of size `width`, each with `inner` hidden units; `pending`: the next token is
-    known to them. `target` is the name of the model they were trained on."""
+    """The sizes of parallel heads: `heads` outputs for hidden states of size `width`, each with `inner` hidden units.
+
+    `pending`: the embedding of the pending token is an input too. `target` is the name of the model they were trained
+    on. Raises ValueError for sizes below 1.
+    """
 
     heads: int
     width: int
@@ -55,10 +58,10 @@ class Sizes:
 
 
 class ParallelHeads(nn.Module):
-    """Hidden states (n, width) and the embeddings of the next tokens -> states (n, heads, width), one per head.
+    """Maps hidden states (n, width) and the embeddings of the next tokens to states (n, heads, width), one per head.
 
-    The matrices are per head (block-diagonal in the paper's one layer), so that a head costs the same however many
-    there are. Untrained, every head is the target's own.
+    Each head has its own matrices (block-diagonal in the paper's one layer), so the cost per head does not depend on
+    their number. Before training, every head returns the hidden state itself, so its logits are the target's own.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -68,7 +71,7 @@ class ParallelHeads(nn.Module):
         self.down = nn.Parameter(torch.zeros(sizes.heads, sizes.inner, sizes.width))
 
     def forward(self, hidden: Tensor, following: Tensor, first: int | None = None) -> Tensor:
-        """The states of the `first` heads; without it, of all."""
+        """Return the states of the `first` heads, or of all heads if it is None."""
         width, count = (self.sizes.width,), self.sizes.heads if first is None else first
         parts = [hidden, following] if self.sizes.pending else [hidden]
         seen = torch.cat([functional.rms_norm(part, width) for part in parts], -1)
@@ -77,7 +80,7 @@ class ParallelHeads(nn.Module):
         return hidden.unsqueeze(-2) + torch.einsum("...ki,kiw->...kw", inner, self.down[:count])
 
     def save(self, folder: str | Path, report: dict[str, Any] | None = None) -> Path:
-        """Write the file of the heads whole or not at all; `report` goes with it, for whoever reads it later."""
+        """Write the heads to their file in `folder`, atomically, with `report` in its header -> the file's path."""
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
         notes = {"sizes": json_text(asdict(self.sizes)), "report": json_text(report or {})}
         file = Path(folder) / FILE
@@ -87,7 +90,7 @@ class ParallelHeads(nn.Module):
 
     @staticmethod
     def load(folder: str | Path) -> ParallelHeads:
-        """The heads in a folder, in float32. Raises ValueError in one sentence if there are none."""
+        """Load the heads in a folder, in float32, for evaluation. Raises ValueError in one sentence if there are none."""
         file = Path(folder) / FILE
         if not file.is_file():
             raise ValueError(f"there is no {file}: {KIND.remedy}.")
@@ -103,13 +106,13 @@ class ParallelHeads(nn.Module):
 class HeadsDrafter:
     """Drafts up to one token per head, all from one hidden state of the target, with the request's own settings.
 
-    Rows of which the target shows no states get no draft: those of one token, before which there is none.
+    Rows without recorded states of the target get no draft, such as rows of one token.
     """
 
     def __init__(self, target: HasModel, heads: ParallelHeads, kept: Tensor | None = None) -> None:
-        """Only the tokens `kept` (n,) are drafted, if they are given.
+        """If the ids `kept` (n,) are given, only these tokens are drafted.
 
-        Raises ValueError if the heads were made for hidden states of another size, or the target shows none.
+        Raises ValueError if the heads were made for hidden states of another size, or the target records none.
         """
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
@@ -128,20 +131,20 @@ class HeadsDrafter:
         self._states = target.record([LAST])
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """At most `gammas[r]` tokens and one per head; none for rows that the target has not read."""
+        """Sample at most `gammas[r]` tokens per row, at most one per head; none for rows the target has not read."""
         most = self.heads.sizes.heads
         lengths = read_by_target(self.scorer, context, [min(gamma, most) for gamma in gammas])
         if not max(lengths, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
         logits = self._logits(context, max(lengths)).to(self.scorer.device)
 
-        def law_after(tokens: Tensor) -> Law:  # samplers may look at the tokens before; the heads do not
+        def law_after(tokens: Tensor) -> Law:  # samplers may depend on the earlier tokens; the logits do not
             return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, "heads")
 
         return sample_chain(context, law_after, lengths, self.scorer.device)
 
     def observe(self, round: Round) -> None:
-        """Do nothing: the target records the states, and drops those of tokens that do not stand."""
+        """Do nothing: the target records the hidden states, and drops those of rejected tokens."""
 
     @torch.inference_mode()
     def _logits(self, context: Context, first: int) -> Tensor:

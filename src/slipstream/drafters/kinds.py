@@ -1,6 +1,6 @@
-"""The kinds of drafts: how each is written, what it is, and how it is built for a target.
+"""The kinds of drafts: the specification string of each, what it is, and how it is built for a target.
 
-A new drafter is reached from strings by a line in `KINDS`.
+A line in `KINDS` makes a new drafter available in specification strings.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from slipstream.models.packed_twins import quantized_part, quantized_twin
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A kind of draft: how it is written, what it is, the types of its options, and who builds it.
+    """A kind of draft: the form of its specification, a description, the types of its options, and its builder.
 
     A `form` with a colon needs a value. `build(context, value, **options)` raises ValueError in one sentence.
     """
@@ -72,7 +72,7 @@ def build_model(
     draft_vocab: FrequentTokens | None = None,
     ahead: bool | None = None,
 ) -> Drafter:
-    """Build the drafter of a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
+    """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
     kept = context.kept_tokens(draft_vocab)
     scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode, kept)
     tokenizer = find_tokenizer(source)
@@ -88,7 +88,7 @@ def build_model(
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
-    """An encoder needs a source, in its own form."""
+    """Raises ValueError for an encoder-decoder draft if the target reads no source, or a source in another form."""
     ours, form = target.source_form, draft.source_form
     if form is None:
         return
@@ -99,7 +99,10 @@ def _refuse_reader(target: Scorer, draft: Scorer) -> None:
 
 
 def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
-    """A model with another tokenizer. Raises ValueError if one is missing, or nothing is common."""
+    """Build the drafter for a model with another tokenizer than the target's.
+
+    Raises ValueError if a tokenizer is missing, the vocabularies have nothing in common, or a tree is asked for.
+    """
     if context.tree:
         raise ValueError(f"a tree of candidates needs a draft with the target's tokenizer, {scorer.name} has another.")
     if scorer.source_form:
@@ -138,8 +141,10 @@ def _quantized(
     rounding: str = NEAREST,
     draft_vocab: FrequentTokens | None = None,
 ) -> Drafter:
-    """The target's own weights, on the rows of its cache where that is possible; what reads a source, drafts trees or
-    is drafted for keeps its own."""
+    """Build the drafter of the target's quantized weights, which runs on the target's own cache where possible.
+
+    An encoder-decoder, a draft of trees and a draft that is itself drafted for get a cache of their own.
+    """
     target, precision = context.target, Precision.named(name, group, rounding)
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
@@ -171,7 +176,7 @@ SINKS = 4  # first tokens of a text, on which attention leans whatever they say 
 def _window(
     context: BuildContext, tokens: str, sinks: int = SINKS, weights: str | None = None, group: int | None = None
 ) -> Drafter:
-    """The target with its own or quantized weights, which sees the end of a text and its first tokens."""
+    """Build the drafter of the target itself (or quantized) that attends to a text's first and last tokens only."""
     target = _own(context)
     if not tokens.isdecimal() or int(tokens) < 1 or sinks < 0:
         raise ValueError(f"window:{tokens} with {sinks} sinks is not possible: write numbers, as window:1024?sinks=4.")
@@ -201,14 +206,14 @@ def _mtp(context: BuildContext, value: str) -> Drafter:
 
 
 def _on_states(context: BuildContext, drafter: HeadDrafter) -> HeadDrafter:
-    """A drafter on the target's hidden states, by graphs if the models are compiled."""
+    """Return a drafter on the target's hidden states, with compiled graphs of its chains if the models are compiled."""
     if context.mode.compiled and context.mode.ahead is not None and context.target.device.type == "cpu":
         drafter.scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
     return drafter
 
 
 def _own(context: BuildContext) -> HasModel:
-    """The target, where it drafts for itself."""
+    """Return the target as the model that drafts for itself. Raises ValueError unless it is causal and on one rank."""
     if not isinstance(context.target, HasModel) or context.target.source_form:
         raise ValueError(f"{context.target.name} is no causal language model, so it cannot draft for itself.")
     _refuse_ranks(context.target)
@@ -216,7 +221,7 @@ def _own(context: BuildContext) -> HasModel:
 
 
 def _refuse_ranks(target: Scorer) -> None:
-    """Raises ValueError for a draft that is made of a target which lies on several ranks: drafts run on one."""
+    """Raises ValueError if the target is divided among ranks: drafts made from its weights run on one rank only."""
     if isinstance(target, LiesOnRanks):
         raise ValueError(
             f"{target.name} lies on {target.ranks} ranks, and drafts run on one of them, so its own layers, weights "
@@ -233,7 +238,7 @@ def _datastore(
     entries: int = Limits.entries,
     **settings: Any,
 ) -> Drafter:
-    """The corpus and the memory of a folder, whichever are there; with `learn`, the memory is made."""
+    """Build the drafter of a datastore: the folder's corpus and memory, whichever exist; `learn` creates the memory."""
     name, target = fingerprint(context.tokenizer), context.target
     corpus = open_corpus(folder, target.vocab, name)
     memory = None
@@ -248,7 +253,7 @@ def _datastore(
 
 
 def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
-    """How requests are compared: by a sentence model, or by the target's own input embeddings."""
+    """Return the embedder that compares requests: a sentence model, or the target's own input embeddings."""
     if sentence:
         if context.tokenizer is None:
             raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
@@ -266,11 +271,11 @@ def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
 
 
 WAIT = 5.0
-"""Seconds in which a draft server has to answer for the first time, or decoding begins without it."""
+"""The seconds to wait for a draft server's first answer; after that, decoding starts without it."""
 
 
 def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Drafter:
-    """A draft server, which is connected to in the background."""
+    """Build the drafter for a draft server, to which a background thread connects."""
     host, port = split_address(kind, value)
     settings = Settings(
         host,
@@ -301,7 +306,7 @@ def _about_server(settings: Settings, peer: str, fault: str) -> str:
 
 
 def switch(text: str) -> bool:
-    """ "true" or "false", as people write it. Raises ValueError for anything else."""
+    """Parse "true" or "false", in any usual spelling (yes, on, 1, ...). Raises ValueError for anything else."""
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
     if text.lower() not in words:
         raise ValueError(text)
@@ -375,7 +380,7 @@ KINDS: dict[str, DrafterKind] = {
     "tls": DrafterKind("tls://HOST:PORT", "the same, over TLS", partial(_remote, "tls"), SERVER),
     "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads, CUT),
 }
-"""kind -> how it is written and built."""
+"""The kinds of drafts by their names in specifications."""
 
 QUANTIZED = ("int4", "int8", "quantized")
 

@@ -1,4 +1,4 @@
-"""Draft by a smaller model: the paper's approximation model M_q, sampled token by token, as a chain or a tree."""
+"""Drafting by a smaller model: the paper's approximation model M_q, sampled token by token as a chain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.execution.draft_graphs import FED, DraftsInGraphs
 
 
 class ModelDrafter:
-    """Samples a chain from a Scorer with the request's own sampling settings.
+    """Samples a chain of tokens from a Scorer, with each request's own sampling settings.
 
     Drafting from a window of the text is exact, since q is the law the token was really sampled from; the
     statistics count such tokens as `windowed`.
@@ -26,7 +26,7 @@ class ModelDrafter:
     on_target_rows = False
 
     def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
-        """`vocab`: size of the target's logits. The draft's padding ids beyond it are never proposed. `at_once` as in
+        """`vocab`: the size of the target's logits; ids of the draft beyond it are never drafted. `at_once` as in
         `Follower`."""
         self.scorer = scorer
         self.vocab = vocab or scorer.vocab
@@ -35,11 +35,11 @@ class ModelDrafter:
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The model."""
+        """All Scorers of the draft: the model alone."""
         return (self.scorer,)
 
     def release(self) -> None:
-        """Forget all rows."""
+        """Free all rows of the model's cache."""
         self._follower.follow(())
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -66,18 +66,18 @@ class ModelDrafter:
         return replace(draft, windowed=windowed_lengths(self._follower, gammas))
 
     def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
-        """The chains by graphs; None if there are no such graphs, or if more than temperatures makes the laws."""
+        """Draft the chains by compiled graphs; None if there are none, or if sampling needs more than a temperature."""
         chains = chains_by_graphs(self._graphs, context, missing, gammas, self.vocab)
         return chains and Draft(*chains, tuple(gammas), windowed_lengths(self._follower, gammas))
 
     def observe(self, round: Round) -> None:
-        """Forget drafted tokens that were not kept."""
+        """Roll the model's cache back to the tokens that the round kept."""
         self._follower.rollback(round)
 
     def trim(self) -> None:
-        """Forget what was read beyond the rows' texts, which somebody has made shorter."""
+        """Roll the model's cache back to the rows' texts after they were shortened outside a round."""
         self._follower.trim()
 
 
 MOST_NODES, MOST_LEVELS = 1024, 64
-"""The largest tree: every node is a token of one pass of the target, and verifying goes from level to level."""
+"""The limits of a tree's size: the target scores all its nodes in one pass, and verification goes level by level."""

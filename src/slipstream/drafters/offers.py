@@ -1,4 +1,4 @@
-"""Which drafts a target can use: each is tried, and what cannot be used says why."""
+"""Finds which drafts a target can use, by trying to build each; unusable ones come with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.drafters.specification import OneOf, Part, drafter, parse
 
 @dataclass(frozen=True)
 class Offer:
-    """One draft: how it is written, whether the target can use it (None: not tried), and what it is, or why not."""
+    """One draft: its specification, whether the target can use it (None: not tried), and what it is or why not."""
 
     draft: str
     usable: bool | None
@@ -21,7 +21,10 @@ class Offer:
 
 
 def offers(context: BuildContext, drafts: Sequence[str] = (), folder: Path = Path()) -> Iterator[Offer]:
-    """The drafts named; without any, what needs nothing, n-gram files of a folder, and how the others are written."""
+    """Yield an offer for each draft named.
+
+    Without names, yield all drafts that need no value, the n-gram files of `folder`, and the forms of the other kinds.
+    """
     for draft in drafts or _around(folder):
         yield tried(draft, context)
     if not drafts:
@@ -31,7 +34,7 @@ def offers(context: BuildContext, drafts: Sequence[str] = (), folder: Path = Pat
 
 
 def tried(draft: str, context: BuildContext) -> Offer:
-    """Build a draft for the target and let it go again."""
+    """Try to build a draft for the target -> whether it can be used, and what it is or why not."""
     known = len(context.notes)
     try:
         drafter(draft, context)

@@ -1,9 +1,9 @@
-"""Self-speculation: what drafts runs on the rows of the target's own cache.
+"""Self-speculation: the draft runs on the rows of the target's own KV cache.
 
-They hold every committed token, so there is nothing to catch up with, nothing to copy and no prompt to read twice. The
-draft's keys and values go to the slots behind the text, where the target's verifying pass overwrites them. What the
-draft sees of the text are the target's keys; those of drafted tokens are its own. That only changes q, which is the law
-each token was really sampled from, so every rule stays exact.
+These rows hold every committed token, so nothing has to be copied and no prompt is read twice. The draft's keys and
+values are written to the slots behind the text, where the target's verifying pass overwrites them. The draft attends to
+the target's keys for the text, and to its own for drafted tokens. That only changes q, which is the law each token was
+really sampled from, so every rule stays exact.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from slipstream.execution.draft_graphs import DraftsInGraphs
 
 
 class SameRowsDrafter:
-    """Samples a chain from a Scorer that shares the target's rows, with the request's own sampling settings.
+    """Samples a chain of tokens from a Scorer that shares the target's rows, with each request's sampling settings.
 
-    It serves the decoder whose target the rows are of, and no other.
+    It works only in the decoder of that target.
     """
 
     on_target_rows = True
@@ -64,7 +64,7 @@ class SameRowsDrafter:
         return sample_chain(context, law_after, gammas, self.scorer.device)
 
     def release(self) -> None:
-        """There are no rows of its own."""
+        """Do nothing: it has no rows of its own."""
 
     def observe(self, round: Round) -> None:
-        """The target's cache is rolled back by the loop, and there is no other."""
+        """Do nothing: the decoding loop rolls back the target's cache, and there is no other."""

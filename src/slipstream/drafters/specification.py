@@ -1,15 +1,15 @@
-"""The language in which users name a draft, and its reading into a Drafter.
+"""Parses the specification strings with which users name a draft, and builds Drafters from them.
 
 A specification names a drafter: a model, or a kind from the table `KINDS`, with its value and options.
 
     Qwen/Qwen2.5-0.5B      ngram:code.ngram      lookup?max_matching_ngram_size=3&prompt_lookup_num_tokens=10
     ngram:code.ngram>tiny>small       a chain: each drafts for the next, the last for the target
-    lookup|small                      a choice: the first that has something to say, row by row
+    lookup|small                      a choice: the first that returns a draft, row by row
     lookup|small||plain               whichever has given the most tokens per second
 
-`>` binds tighter than `|`, and that tighter than `||`. A prefix is a kind only if the table knows it, so hub names and
-folders (C:\\models\\tiny) mean themselves; `model:lookup` is the model of that name, and a path object is never read as
-a specification.
+`>` binds tighter than `|`, and that tighter than `||`. A prefix is a kind only if it is in the table, so hub names and
+folders (C:\\models\\tiny) need no prefix; `model:lookup` is the model of that name, and a path object is never parsed
+as a specification.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Several, of which one drafts: the first that can, or (`measured`) the fastest so far."""
+    """Several alternatives, one of which drafts: the first that can, or (`measured`) the fastest so far."""
 
     among: tuple[Syntax, ...]
     measured: bool = False
@@ -59,7 +59,7 @@ Syntax = Part | Chain | OneOf
 
 
 def parse(text: str) -> Syntax:
-    """A specification -> its syntax. Raises ValueError for one that cannot be read."""
+    """Parse a specification -> its syntax. Raises ValueError for an invalid one."""
     for mark in ("||", "|"):
         if mark in text:
             return OneOf(tuple(parse(part) for part in text.split(mark)), measured=mark == "||")
@@ -83,9 +83,9 @@ def _part(text: str) -> Part:
 
 
 def drafter(source: Any, context: BuildContext) -> Drafter:
-    """A specification, a folder, a loaded model or a Drafter -> a Drafter for the target of `context`.
+    """Build a Drafter for the target of `context` from a specification, a folder, a loaded model or a Drafter.
 
-    Raises ValueError in one sentence if it cannot be read, loaded, or used with this target.
+    Raises ValueError in one sentence if `source` cannot be parsed, loaded, or used with this target.
     """
     if isinstance(source, str):
         syntax = parse(source)
@@ -100,7 +100,8 @@ def drafter(source: Any, context: BuildContext) -> Drafter:
 
 
 def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:
-    """The tree of candidates as it was asked for. Raises ValueError if it is none or does not go with the rest."""
+    """Check a tree of candidates and return its shape. Raises ValueError for an invalid one, without a draft, or with
+    a fixed gamma."""
     if tree is None:
         return None
     shape = tree_shape(tree)
@@ -112,8 +113,10 @@ def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, 
 
 
 def paths_shape(paths: int, depth: int, tree: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The tree that so many independent paths of a depth are. Raises ValueError if it is too large, or beside another
-    tree."""
+    """Return the shape of the tree that consists of `paths` independent paths of `depth` tokens.
+
+    Raises ValueError if it is too large, or if another tree is given too.
+    """
     if tree is not None:
         raise ValueError(f"verify='gbv:{paths}' drafts {paths} paths, so it cannot have a tree: leave one of them out.")
     return tree_shape((paths, *(1,) * (max(depth, 1) - 1)))
@@ -129,7 +132,7 @@ def _build(syntax: Syntax, context: BuildContext) -> Drafter:
 
 
 def _chain(parts: Sequence[Part], context: BuildContext) -> Drafter:
-    """The last part drafts for the target, with the chain before it as its own draft."""
+    """Build a chain: the last part drafts for the target, and the parts before it are its own draft."""
     *faster, last = parts
     if not faster:
         return _build(last, context)
@@ -151,12 +154,12 @@ def _source(part: Part) -> Any:
 
 
 def forms() -> str:
-    """Say in one line what can be written."""
+    """Return the forms of all kinds in one line, for messages."""
     return ", ".join(kind.form for kind in KINDS.values())
 
 
 def _options(part: Part) -> dict[str, Any]:
-    """The options in their own types."""
+    """Return the options of a part, parsed into their types. Raises ValueError for unknown names and wrong values."""
     known, found = KINDS[part.kind].options, {}
     for name, text in part.options:
         if name not in known:
