@@ -1,4 +1,4 @@
-"""Beam search for many prompts: draft a trie of prefixes, score it in one call, search as far as it goes."""
+"""Beam search for many prompts: draft a trie of prefixes, score it in one call of the target, and search on in it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
 
 EXTRA = 2
-"""Beams that a model drafts beyond the target's: u - w in appendix A.4 of arXiv 2211.17192."""
+"""The number of beams that a draft model keeps beyond the target's: u - w in appendix A.4 of arXiv 2211.17192."""
 
 
 class BeamDecoder:
-    """Plays rounds with beam searches, at most `decoder.batch_size` at a time.
+    """Runs beam searches in rounds, at most `decoder.batch_size` at a time.
 
-    The rule and the draws of the decoder have no part in it; its controller chooses once how many steps to draft.
-    Raises RuntimeError if the target still serves another call, ValueError for a target or a draft that cannot search.
+    The decoder's rule and draws are not used; its controller, without updates, gives the number of steps to draft.
+    Raises RuntimeError if the target is in use by another call, and ValueError for a target or a draft that cannot run
+    beam search.
     """
 
     def __init__(self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA) -> None:
@@ -39,7 +40,7 @@ class BeamDecoder:
         self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
 
     def rounds(self) -> Iterator[Sequence[BeamSearch]]:
-        """Play until all have ended -> the searches of each round; those that ended in it have a `finish_reason`."""
+        """Run all searches to their ends, yielding those of each round; finished ones have a `finish_reason`."""
         try:
             while self.running or self._waiting:
                 self._admit()
@@ -54,7 +55,7 @@ class BeamDecoder:
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Fill free places of the batch."""
+        """Fill free places of the batch with waiting searches, and read their prompts."""
         new = self._waiting[: self.decoder.batch_size - len(self.running)]
         if not new:
             return
@@ -68,7 +69,7 @@ class BeamDecoder:
 
     @torch.inference_mode()
     def _play(self) -> None:
-        """Draft, score what was drafted and what is missed in one call, and search on."""
+        """Play one round: draft prefixes, score them and all missing ones in one call, and advance the searches."""
         watch, searches = Stopwatch(), self.running
         depths = self._depths()
         proposals = self._drafts.propose(searches, depths) if any(depths) else [[] for _ in searches]
@@ -90,7 +91,7 @@ class BeamDecoder:
         _share(watch, searches)
 
     def _depths(self) -> list[int]:
-        """How many steps to draft for every search: no prefix that fills the limit is ever asked for."""
+        """Return the number of steps to draft per search; prefixes as long as the limit need no scores."""
         controller = self.decoder.controller
         rows = [Row(search.request, search.index, list(search.request.prompt)) for search in self.running]
         gammas = controller.gammas(controller.init(), rows)
@@ -108,7 +109,10 @@ class BeamDecoder:
 
 
 def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection[int]) -> list[BeamSearch]:
-    """A search for each request, named by its number. Raises ValueError for what the target cannot search."""
+    """Create a search for each request, with `numbers` as their indices.
+
+    Raises ValueError for requests that the target cannot run by beam search.
+    """
     check_requests(target, requests)
     found = []
     for request, number in zip(requests, numbers, strict=True):
@@ -127,7 +131,7 @@ def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection
 
 
 def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearch]:
-    """Search to the end -> the searches, in order."""
+    """Run beam search for all requests to the end -> the finished searches, in order."""
     searches = searches_of(decoder.target, requests, range(len(requests)))
     for _ in BeamDecoder(decoder, searches).rounds():
         pass
@@ -135,7 +139,7 @@ def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearc
 
 
 def _enter(prefix: Prefix, found: Candidates | Fault) -> None:
-    """Write what the target says into the table."""
+    """Store the target's best continuations of a prefix in it, or the fault that prevented them."""
     if isinstance(found, Fault):
         prefix.fault = found
     else:
@@ -143,7 +147,7 @@ def _enter(prefix: Prefix, found: Candidates | Fault) -> None:
 
 
 def _count(search: BeamSearch, drafted: int) -> None:
-    """Search on, and count the steps: the first needs no draft."""
+    """Advance a search and update its statistics; its first step needs no draft."""
     steps, stats = search.advance(), search.stats
     accepted = max(0, min(steps - 1, drafted))
     tested = min(drafted, accepted + (not search.finish_reason))
@@ -160,7 +164,7 @@ def _count(search: BeamSearch, drafted: int) -> None:
 
 
 def _share(watch: Stopwatch, searches: Sequence[BeamSearch]) -> None:
-    """Every search has an equal part of the time."""
+    """Add an equal part of the measured times to the statistics of every search."""
     for search in searches:
         for phase, seconds in watch.laps.items():
             search.stats.seconds[phase] = search.stats.seconds.get(phase, 0.0) + seconds / len(searches)

@@ -1,4 +1,4 @@
-"""Who proposes prefixes to a beam search: nobody, a model by beams of its own, or whoever continues texts."""
+"""Drafts for beam search: prefixes proposed by a model's own beams, or by a drafter that continues texts."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ from slipstream.decoding.beam_search import Beam, BeamSearch, best_continuations
 from slipstream.decoding.tries import TrieCache
 
 Proposal = list[Prefix]
-"""Prefixes that a search may ask for, parents first, live ones left out."""
+"""Prefixes whose scores a search may need, parents first, without the live ones."""
 
 
 class BeamDrafts(Protocol):
-    """Proposes prefixes to searches, which have a row each in its order. Whatever it proposes is exact."""
+    """Proposes prefixes for beam searches, one row per search, in order. The result is exact for any proposal."""
 
     def add(self, searches: Sequence[BeamSearch]) -> None:
-        """Take in new searches, behind the others."""
+        """Append rows for new searches."""
         ...
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
-        """Prefixes of up to `depths[r]` tokens more than the live ones of search r."""
+        """Return prefixes that are up to `depths[r]` tokens longer than the live ones of search r."""
         ...
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        """The searches have gone on, and these prefixes are live."""
+        """Drop cached prefixes that the searches no longer need; `live` are the present live prefixes of each."""
         ...
 
     def free(self, places: Collection[int]) -> None:
-        """Searches at these places have ended."""
+        """Remove the rows of searches that have ended."""
         ...
 
     def close(self) -> None:
-        """Nothing is searched any more."""
+        """Release the draft's cache after all searches."""
         ...
 
 
 def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
-    """What a drafter is to beam search, with `extra` beams beyond the target's. Raises ValueError for one that reads
-    more than tokens, such as hidden states."""
+    """Return the proposer for a drafter, with `extra` beams beyond the target's.
+
+    Raises ValueError for a drafter that needs more than tokens, such as hidden states.
+    """
     if isinstance(drafter, DraftsByOneModel):
         refuse_states(drafter.scorer)
         if drafter.on_target_rows:
@@ -71,10 +73,11 @@ def refuse_states(scorer: Scorer) -> None:
 
 
 class ModelBeams:
-    """Runs beam search by the draft's laws from the live beams on, and proposes all that it looks at: the target's
-    own laws stand where they are known. This is what appendix A.4 of arXiv 2211.17192 describes.
+    """Runs beam search with the draft's laws from the live beams on, and proposes the prefixes of its beams.
 
-    `extra` beams are drafted beyond the target's. With `shared`, the draft works on the target's rows.
+    Where the target's law of a prefix is known, it is used instead of the draft's. This is the method of appendix A.4
+    of arXiv 2211.17192. `extra` beams are drafted beyond the target's. With `shared`, the draft works on the target's
+    rows.
     """
 
     def __init__(self, scorer: Scorer, vocab: int, extra: int, shared: TrieCache | None = None) -> None:
@@ -82,27 +85,27 @@ class ModelBeams:
         self._own = TrieCache(scorer)
 
     def add(self, searches: Sequence[BeamSearch]) -> None:
-        """Read their prompts."""
+        """Append rows for new searches, and read their prompts."""
         if self._shared is None:
             self._own.add([search.request for search in searches])
 
     def free(self, places: Collection[int]) -> None:
-        """Forget rows."""
+        """Remove the rows of searches that have ended."""
         if self._shared is None:
             self._own.free(places)
 
     def close(self) -> None:
-        """Leave the draft's cache empty."""
+        """Empty the draft's cache."""
         if self._shared is None:
             self._scorer.free(range(len(self._scorer.lengths)))
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        """Forget what is dead."""
+        """Drop prefixes that no live one needs from the draft's own cache."""
         if self._shared is None:
             self._own.prune(live)
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
-        """The prefixes of the draft's beams, level by level; none where the text is longer than the draft can hold."""
+        """Return the prefixes of the draft's beams, level by level; none beyond the draft's context length."""
         before = list(self._scorer.lengths)
         cache = self._own if self._shared is None else self._shared.shared_with(self._scorer)
         beams, proposals = [list(search.live) for search in searches], [Proposal() for _ in searches]
@@ -115,7 +118,7 @@ class ModelBeams:
                     beams[place] = self._grow(search, beams[place])
                     proposals[place] += [beam.prefix for beam in beams[place]]
         if self._shared is not None:
-            self._scorer.rollback(before)  # its guesses stay with the prefixes; keys that it needs again it feeds again
+            self._scorer.rollback(before)  # guesses stay stored in the prefixes; needed keys are computed again
         return proposals
 
     def _possible(self, search: BeamSearch, depth: int) -> int:
@@ -130,7 +133,7 @@ class ModelBeams:
         beams: Sequence[Sequence[Beam]],
         going: Sequence[bool],
     ) -> None:
-        """Let the draft score what nobody has scored yet."""
+        """Score by the draft the prefixes of its beams that have no law yet, and store the results as guesses."""
         unknown = [
             [beam.prefix for beam in some if _law(beam.prefix) is None] if goes else []
             for some, goes in zip(beams, going, strict=True)
@@ -152,25 +155,25 @@ def _law(prefix: Prefix) -> Candidates | None:
 
 
 class TextBeams:
-    """Lets a drafter continue every live beam as it would continue a text of its own."""
+    """Proposes, for every live beam, a chain that a drafter gives for its text."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
     def add(self, searches: Sequence[BeamSearch]) -> None:
-        """There is nothing to read."""
+        """Do nothing: there is no cache to fill."""
 
     def free(self, places: Collection[int]) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no cache."""
 
     def close(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no cache."""
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no cache."""
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
-        """A chain behind every live beam."""
+        """Return a chain of up to `depths[r]` prefixes behind every live beam of search r, cut at an EOS token."""
         lines = [(place, beam.prefix) for place, search in enumerate(searches) for beam in search.live]
         rows = [row_of(searches[place], prefix) for place, prefix in lines]
         draft = self._drafter.propose(Context(tuple(rows), draw), [depths[place] for place, _ in lines])
@@ -185,7 +188,7 @@ class TextBeams:
 
 
 def row_of(search: BeamSearch, prefix: Prefix) -> Row:
-    """The text of a prefix as a row of its own."""
+    """Return a row whose text is the search's prompt followed by a prefix."""
     return Row(search.request, search.index, [*search.request.prompt, *prefix.tokens])
 
 
@@ -196,8 +199,11 @@ def score(
     keep: Sequence[int],
     vocab: int,
 ) -> list[tuple[Prefix, Candidates | Fault]]:
-    """Feed prefixes in one call -> the best `keep[r]` continuations of each, by log-softmax, processed as the requests
-    say (a beam's score is a sum of these, as in transformers), or why there are none."""
+    """Feed prefixes in one call -> each prefix with its best `keep[r]` continuations, or the fault that prevented them.
+
+    Continuations are scored by log-softmax after the requests' logits processors; a beam's score is the sum of these,
+    as in transformers.
+    """
     logits = pad_vocabulary(wide(cache.feed(new)), vocab).log_softmax(-1)
     pairs = [(place, prefix) for place, some in enumerate(new) for prefix in some]
     rows = [row_of(searches[place], prefix) for place, prefix in pairs]
@@ -210,7 +216,7 @@ def score(
 
 
 def _best(scores: Tensor, keep: Sequence[int]) -> list[Candidates]:
-    """The best continuations by scores (prefixes, vocab)."""
+    """Return the `keep[i]` best continuations of prefix i by scores (prefixes, vocab)."""
     values, tokens = scores.topk(min(max(keep), scores.shape[-1]))
     pairs = zip(values.tolist(), tokens.tolist(), keep, strict=True)
     return [(some[:count], ids[:count]) for some, ids, count in pairs]

@@ -1,8 +1,8 @@
 """Beam search as a deterministic function of the conditionals p(. | prefix), with the semantics of transformers.
 
-The search reads a table of scored prefixes, and stops where it needs one that is not there. What is there, whoever
-proposed it, cannot change the result: so any draft is exact (appendix A.4 of arXiv 2211.17192 is the case of a draft
-whose own beams are the proposal: its condition, top_w(p) within top_u(q), is that the prefix is there).
+The search reads a table of scored prefixes, and stops where it needs a prefix that is not in the table. Additional
+prefixes cannot change the result, so any draft is exact. (In appendix A.4 of arXiv 2211.17192 the draft's own beams are
+the proposal; its condition, top_w(p) within top_u(q), means that the needed prefix is in the table.)
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ Continuation = tuple[float, Prefix, int]
 def best_continuations(
     beams: Iterable[Beam], count: int, law: Callable[[Prefix], Candidates | None]
 ) -> list[Continuation]:
-    """The best `count` continuations of all beams, the best first; equal ones in the order of their beams. Tokens that
-    are forbidden continue nothing."""
+    """Return the best `count` continuations of all beams, the best first; ties keep the order of the beams.
+
+    Forbidden tokens (with a log-probability of -inf) are left out.
+    """
     found: list[Continuation] = []
     for beam in beams:
         values, tokens = law(beam.prefix) or ([], [])
@@ -52,10 +54,10 @@ def _score(continuation: Continuation) -> float:
 
 @dataclass
 class BeamSearch:
-    """The beam search of one prompt: `live` beams, and the best `finished` hypotheses so far.
+    """The beam search of one prompt, with its `live` beams and the best `finished` hypotheses so far.
 
-    `limit` is how many tokens the output may have. `index` and `stats` are as in `Row`; with beams, a step takes the
-    place of a token: `emitted` are steps, `accepted` those that found all their prefixes in the table.
+    `limit` is the greatest number of output tokens. `index` and `stats` are as in `Row`; in the statistics a step of
+    the search takes the place of a token: `emitted` counts steps, `accepted` those that drafted prefixes made possible.
     """
 
     request: Request
@@ -75,16 +77,16 @@ class BeamSearch:
 
     @property
     def depth(self) -> int:
-        """How many tokens the live beams have."""
+        """The number of output tokens in the live beams."""
         return self.live[0].prefix.depth
 
     @property
     def missing(self) -> list[Prefix]:
-        """The live prefixes that the table does not have."""
+        """The live prefixes without scores in the table."""
         return [beam.prefix for beam in self.live if not beam.prefix.scored]
 
     def advance(self) -> int:
-        """Step as far as the table goes -> how many steps that was."""
+        """Step until a live prefix has no scores or the search has ended -> the number of steps."""
         steps = 0
         while not self.finish_reason and not self.missing:
             self._step()
@@ -92,7 +94,7 @@ class BeamSearch:
         return steps
 
     def _step(self) -> None:
-        """One token more for every beam."""
+        """Extend every beam by one token."""
         self.error = next((beam.prefix.fault for beam in self.live if beam.prefix.fault), None)
         if self.error:
             self.finish_reason = "error"
@@ -106,13 +108,13 @@ class BeamSearch:
             reason = self._end(prefix, token, length)
             if reason is None:
                 going.append(Beam(prefix.child(token), score))
-            elif rank < width and open_:  # those behind are there so that enough beams live on
+            elif rank < width and open_:  # lower ranks are candidates only so that enough beams stay live
                 self._finish(prefix, token, score / length**self.settings.length_penalty, reason)
         self.live = going[:width] or self.live
         self._judge(length, bool(going))
 
     def _end(self, prefix: Prefix, token: int, length: int) -> str | None:
-        """Why a continuation is a finished text; None if it is not."""
+        """Return the finish reason of a continuation; None if it is not finished."""
         if token in self.request.eos:
             return "stop"
         if self.request.stop and (reason := self.request.stop([*self.request.prompt, *prefix.tokens, token])):
@@ -135,8 +137,11 @@ class BeamSearch:
             self.finish_reason = self.finished[0].finish_reason if self.finished else "length"
 
     def hypotheses(self) -> Sequence[Hypothesis]:
-        """What to return, the best first: finished ones; behind them, if the search was broken off, live ones. There
-        are fewer than asked for where no more texts are possible."""
+        """Return up to `num_return_sequences` hypotheses, the best first.
+
+        If the search has not ended, or has failed, live beams follow the finished hypotheses. There are fewer if the
+        settings allow no more texts.
+        """
         found = list(self.finished)
         if self.finish_reason is None or self.error:
             length = max(1, self.depth) ** self.settings.length_penalty

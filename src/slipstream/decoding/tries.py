@@ -1,7 +1,7 @@
-"""`TrieCache`: the prefixes of several searches in the cache of one model, a row for each prompt.
+"""`TrieCache`: the prefixes of several beam searches in one model's KV cache, a row for each prompt.
 
-The prompt is read once. Behind it lies a trie of prefixes, of which each sees its own line: nothing is copied when
-beams fork, and one call scores whatever is new in all rows.
+Each prompt is read once. A trie of prefixes is stored behind it, in which each prefix attends to its ancestors only, so
+that nothing is copied when beams fork, and one call scores the new prefixes of all rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.request import Request
 
 WASTE = 24
-"""Dead prefixes that a row may hold before the others are moved together."""
+"""The number of unneeded prefixes that a row may hold before the needed ones are compacted."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What a row holds: `base` tokens of text, which all beams have in common, and the trie behind them.
+    """The contents of a row: `base` tokens of text, which all beams share, and the trie of prefixes behind them.
 
-    `start` is the position of the root. `places` are the prefixes in the order of their slots, parents first; `seen`
-    (prefixes, prefixes) is which of them each sees.
+    `start` is the position of the root. `places` maps prefixes to their slots, parents first; `seen` (prefixes,
+    prefixes) is the attention mask between them.
     """
 
     start: int
@@ -35,11 +35,11 @@ class _Held:
     seen: Tensor
 
     def lacks(self, prefix: Prefix) -> bool:
-        """Whether the row has to be fed this prefix before what continues it."""
+        """Return whether this prefix is not in the row yet, so that it must be fed before its continuations."""
         return prefix not in self.places and self.start + prefix.depth >= self.base
 
     def grown(self, new: Sequence[Prefix]) -> _Held:
-        """The row with more prefixes."""
+        """Return the row with new prefixes appended."""
         held, places = len(self.places), dict(self.places)
         seen = torch.zeros(held + len(new), held + len(new), dtype=torch.bool)
         seen[:held, :held] = self.seen
@@ -52,11 +52,11 @@ class _Held:
 
     @property
     def depths(self) -> list[int]:
-        """How many tokens behind the base each prefix stands."""
+        """The position of each prefix, counted from the end of the base."""
         return [self.start + prefix.depth - self.base for prefix in self.places]
 
     def useful(self, live: Sequence[Prefix]) -> list[Prefix]:
-        """The prefixes of which live ones are continuations, and those that continue live ones."""
+        """Return the prefixes in the row that are ancestors of live ones, live themselves, or their continuations."""
         above, below = set[Prefix](), set[Prefix]()
         for prefix in live:
             for node in prefix.upward():
@@ -69,7 +69,7 @@ class _Held:
         return [prefix for prefix in self.places if prefix in above or prefix in below]
 
     def settled(self, kept: Sequence[Prefix], live: Sequence[Prefix]) -> _Held:
-        """The row with the kept prefixes alone, moved together; those that all live ones begin with become text."""
+        """Return the row compacted to the kept prefixes; prefixes that all live ones begin with join the base."""
         places = [self.places[prefix] for prefix in kept]
         seen = self.seen[places][:, places]
         common = set.intersection(*({*prefix.upward()} for prefix in live))
@@ -79,14 +79,14 @@ class _Held:
 
 
 class TrieCache:
-    """Feeds prefixes to a Scorer that serves nobody else meanwhile, each once."""
+    """Feeds prefixes to a Scorer, each once, and keeps them in its cache; the Scorer must have no other user."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
         self.rows: list[_Held] = []
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append a row for each request, and read all of the prompts but their last tokens, the roots."""
+        """Append a row for each request, and prefill its prompt without the last token, the root of the trie."""
         first = len(self.rows)
         self.scorer.add(len(requests), [request.source for request in requests])
         self.scorer.prefill([request.prompt[:-1] for request in requests], first)
@@ -99,7 +99,7 @@ class TrieCache:
         self.rows = [row for place, row in enumerate(self.rows) if place not in places]
 
     def lacking(self, place: int, wanted: Sequence[Prefix]) -> list[Prefix]:
-        """What a row has to be fed to hold these prefixes: they and their beginnings, as far as it lacks them."""
+        """Return the prefixes to feed so that a row holds the wanted ones: those and their ancestors not in it yet."""
         found: dict[Prefix, None] = {}
         for prefix in wanted:
             line = []
@@ -129,12 +129,12 @@ class TrieCache:
         return torch.cat([logits[place, : len(more)] for place, more in enumerate(new)])
 
     def _width(self, count: int) -> int:
-        """Graphs are made for widths: few different ones are enough."""
+        """Return the width of a call: with compiled graphs the next power of two, so that few graphs are made."""
         by_graphs = isinstance(self.scorer, HasModel) and self.scorer.execution is not None
         return 1 << (count - 1).bit_length() if by_graphs else count
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        """Forget, of each row, what no live prefix begins with or is continued by, where that is worth moving keys."""
+        """Remove prefixes that are neither ancestors nor continuations of live ones, in rows with more than `WASTE`."""
         kept = [row.useful(some) for row, some in zip(self.rows, live, strict=True)]
         worth = [len(row.places) - len(some) > WASTE for row, some in zip(self.rows, kept, strict=True)]
         if not any(worth):
@@ -150,8 +150,10 @@ class TrieCache:
         ]
 
     def shared_with(self, scorer: Scorer) -> TrieCache:
-        """The same rows for a Scorer that shares them; `scorer.rollback` to the present lengths takes back what it
-        adds."""
+        """Return a `TrieCache` on the same rows for a Scorer that shares them.
+
+        `scorer.rollback` to the present lengths undoes what is fed through it.
+        """
         other = TrieCache(scorer)
         other.rows = list(self.rows)
         return other

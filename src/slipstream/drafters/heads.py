@@ -90,7 +90,7 @@ class ParallelHeads(nn.Module):
 
     @staticmethod
     def load(folder: str | Path) -> ParallelHeads:
-        """Load the heads in a folder, in float32, for evaluation. Raises ValueError in one sentence if there are none."""
+        """Load the heads in a folder, in float32. Raises ValueError in one sentence if there are none."""
         file = Path(folder) / FILE
         if not file.is_file():
             raise ValueError(f"there is no {file}: {KIND.remedy}.")
