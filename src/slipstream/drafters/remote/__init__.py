@@ -1,1 +1,1 @@
-"""A draft on another machine: frames, the connection, and the drafter that uses it."""
+"""Drafting on another machine: the frames, the connection, and the drafter that uses them."""

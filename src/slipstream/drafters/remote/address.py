@@ -1,4 +1,4 @@
-"""Where a draft server is and how it is used: `tcp://host:port?timeout-ms=200`, read into `Settings`."""
+"""`Settings`: the address of a draft server, such as `tcp://host:port`, and the options for using it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from slipstream.drafters.remote.messages import MOST_CANDIDATES
 
 @dataclass(frozen=True)
 class Settings:
-    """How a draft server is used.
+    """The address of a draft server, and how it is used.
 
-    `timeout`: seconds that a round waits for an answer. `trust`: use the law that the server says it drew from;
-    without, its tokens are guesses. `top`: candidates of a law that travel. `ahead`: let the server go on while the
-    target verifies. `quiet`: seconds without a word after which the connection is given up. `backoff`: seconds before
-    the first attempt to connect again, doubled up to `longest_backoff`. Raises ValueError for what cannot be.
+    `timeout`: the seconds that a round waits for an answer. `trust`: use the law q that the server reports; without
+    it, the server's tokens are guesses. `top`: the number of most probable tokens sent of a law. `ahead`: let the
+    server draft the next round while the target verifies. `quiet`: the seconds without any message after which the
+    connection is closed. `backoff`: the seconds before the first attempt to reconnect, doubled each time up to
+    `longest_backoff`. Raises ValueError for impossible values.
     """
 
     host: str
@@ -44,13 +45,13 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """Where the server is, as users write it."""
+        """The server's address in the form that users write."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 
 
 def split_address(kind: str, value: str) -> tuple[str, int]:
-    """ "//host:port" -> ("host", port). Raises ValueError for anything else."""
+    """Parse "//host:port" -> ("host", port). Raises ValueError for anything else."""
     try:
         parts = urlsplit(f"{kind}:{value}")
         host, port = parts.hostname, parts.port

@@ -1,28 +1,29 @@
-"""Drafts from another machine, exact whatever it sends.
+"""Drafting on another machine; by default the texts are exact whatever the server sends.
 
-Why exact. A verifier is exact for tokens that were really drawn from the law q that it is told, by chance that has
-nothing to do with its own. Nobody can see from here how a server drew, so what may be concluded depends on the mode:
+Why exact. A verifier is exact for tokens that were really drawn from the reported law q, with randomness independent of
+its own. How a server drew cannot be observed from here, so the guarantee depends on the mode:
 
-- **Guesses** (the default). The server's tokens are taken as what they are to us: tokens that are fixed before we toss
-  any coin. q is a point mass on each, a token x is kept with chance p(x), and every rule is exact for whatever tokens
-  come, chosen by whatever intention, as long as the server cannot foresee our coins. It could, if it knew the seed, and
-  a seed of 0 is easily guessed; so the coins of these rounds come from the seed and a secret that never leaves this
-  process (`core.draws.Sealed`). Greedy texts have no coins.
+- **Guesses** (the default). The server's tokens are treated as tokens that are fixed before the verifier's own draws.
+  q is a point mass on each, a token x is kept with probability p(x), and every rule is exact for any tokens, even
+  malicious ones, as long as the server cannot predict the verifier's draws. It could if it had the seed, and a seed of
+  0 is easily guessed; so the draws of these rounds come from the seed and a secret that never leaves this process
+  (`core.draws.Sealed`). Greedy texts need no draws.
 - **Coupled**. The target's own choice at every position is a function of seed and position alone; a guess decides how
-  many of them one call finds, never which. The text is the same for every server, even one that knows the seed, as it
-  must to guess well.
-- **Law** (`trust=true`). The server sends q, cut to its likeliest tokens, and tokens drawn from it with our numbers;
-  autoregressive drafting needs token i before q_{i+1}, so the server has to know these numbers. That ids are in range,
-  that q sums to one, and that every token is what our number draws from q is checked. It proves nothing about intent: a
-  server that knows the number u can choose q so that u draws the token it likes, as by moving half of the mass to where
-  u falls. That q was not fixed before u was known; the tokens are then certain but claimed to be drawn, and the output
-  gets too many of them. (q committed before u is known would be a proof, for a round trip per token.) So in this mode
-  the law of the output rests on the server's honesty, and it is off unless asked for.
+  many of them one call finds, never which. The text is the same for every server, even one that has the seed, which
+  it needs for good guesses.
+- **Law** (`trust=true`). The server sends q, cut to its most probable tokens, and tokens drawn from it with our random
+  numbers; autoregressive drafting needs token i before q_{i+1}, so the server must have these numbers. The client
+  checks that ids are in range, that q sums to one, and that every token is what our number draws from q. This does not
+  prove honesty: a server that has the number u can choose q so that u draws the token it prefers, for example by moving
+  half of the mass to where u falls. Then q was not fixed before u was known; the token was certain, but is treated as
+  drawn, and the output contains too many of them. (A commitment to q before u is known would be a proof, at the price
+  of a round trip per token.) So in this mode the law of the output depends on the server's honesty, and it is off by
+  default.
 
-How it runs. Each round sends the commit of the last one together with the question of this one, for all rows in one
-frame. A row that the present connection has not seen is opened with its whole text, which is all that a new connection
-takes. While the target verifies, the server goes on as if everything stood, up to the next draft; what it made from a
-wrong guess it throws away.
+How it runs. Each round sends the commit of the last round together with the request of this one, for all rows in one
+frame. A row that is new to the present connection is opened with its whole text, so a new connection needs no other
+state. While the target verifies, the server continues as if the whole draft were accepted, up to the next draft; it
+discards what it drafted from a wrong guess.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ from slipstream.drafters.remote.messages import (
 CPU = torch.device("cpu")
 
 Numbers = tuple[tuple[float, ...], tuple[float, ...]]
-"""What draws the tokens of this round, and those of the next."""
+"""The random numbers that draw the tokens of this round, and those of the next."""
 
 
 @dataclass
 class Held:
-    """What the server of one connection knows of a row."""
+    """A row's state at the server: its number, its mode, and the text sent on connection `connection` (0: none)."""
 
     row: ref[Row]
     number: int
@@ -73,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Use:
-    """What a user chose about a server: see `address.Settings`."""
+    """The user's options for drafting with a server; see `address.Settings`."""
 
     trust: bool = False
     top: int = 64
@@ -81,14 +82,14 @@ class Use:
 
 
 class RemoteDrafter:
-    """Asks a draft server for up to gamma tokens per row; rows without an answer are decoded plainly in that round.
+    """Gets up to gamma tokens per row from a draft server; rows without an answer are decoded plainly in that round.
 
-    Rounds without a draft are counted by reason in the rows' statistics (`Stats.undrafted`). Rows that listen to sound
-    are not drafted for.
+    Rounds without a draft are counted by reason in the rows' statistics (`Stats.undrafted`). Rows whose source is audio
+    features get no draft.
     """
 
     def __init__(self, link: Link, vocab: int, use: Use | None = None) -> None:
-        """`vocab` is the target's; ids outside it are refused. `use`: how the server is used."""
+        """`vocab` is the size of the target's vocabulary; ids outside it are refused. `use`: the user's options."""
         self.link, self.vocab, self.use = link, vocab, use or Use()
         self.secret = None if self.use.trust else secrets.randbits(128)
         self._held: dict[int, Held] = {}
@@ -96,7 +97,7 @@ class RemoteDrafter:
         self._missed: list[tuple[ref[Row], str]] = []
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """What the server drafts in time, (rows, longest); an empty draft otherwise."""
+        """Return the server's draft (rows, longest) if it arrives in time; an empty draft otherwise."""
         self._missed, rows = [], context.rows
         wanted = [gamma if _shown(row) else 0 for row, gamma in zip(rows, gammas, strict=True)]
         places = [place for place, gamma in enumerate(wanted) if gamma]
@@ -111,7 +112,7 @@ class RemoteDrafter:
         return self._draft(rows, dict(zip(places, found, strict=True)))
 
     def observe(self, round: Round) -> None:
-        """Count why rows were not drafted for; the next question tells the server what stood."""
+        """Count the reasons for missing drafts, and close ended rows; the next request sends what was accepted."""
         for row, reason in self._missed:
             if (missed := row()) is not None:
                 missed.stats.undrafted[reason] = missed.stats.undrafted.get(reason, 0) + 1
@@ -123,7 +124,7 @@ class RemoteDrafter:
     def _answer(
         self, context: Context, places: Sequence[int], gammas: Sequence[int], known: tuple[int, Sequence[Frame]]
     ) -> list[DraftRow] | Missed:
-        """Ask for some of the rows -> a draft for each, or why there is none."""
+        """Request drafts for some of the rows -> a draft for each, or the reason why there is none."""
         generation, frames, asks = known[0], list(known[1]), list[AskRow]()
         sequence, drawn = next(self._sequences), self._drawn(context, gammas)
         for place in places:
@@ -146,24 +147,24 @@ class RemoteDrafter:
             return Missed(REFUSED)
 
     def _follow(self, rows: Sequence[Row]) -> list[Frame]:
-        """Know these rows and no others -> frames that close those that have left."""
+        """Keep records of exactly these rows -> frames that close the rows that have left."""
         held, self._held = self._held, {}
         for row in rows:
             known = held.get(id(row))
-            if known is not None and known.row() is row:  # the address may be one that is used again
+            if known is not None and known.row() is row:  # Python may use the id of a freed row again
                 self._held[id(row)] = held.pop(id(row))
             else:
                 self._held[id(row)] = Held(ref(row), next(self._numbers), Mode.GUESS, [])
         return [_close(each) for each in held.values() if each.connection]
 
     def _forget(self, number: int) -> None:
-        """The server has to be told anew of a row."""
+        """Mark a row as unknown to the server, so that it is opened again."""
         for each in self._held.values():
             if each.number == number:
                 each.connection = 0
 
     def _mode(self, context: Context, place: int, drawn: bool) -> Mode:
-        """How a row is drafted; `drawn`: there are numbers to draw its tokens with."""
+        """Return the mode in which a row is drafted; `drawn`: there are random numbers to send for its tokens."""
         if context.rows[place].request.sampler.greedy:
             return Mode.GUESS
         if context.rng.select([place]).coupled:
@@ -171,8 +172,11 @@ class RemoteDrafter:
         return Mode.LAW if drawn else Mode.GUESS
 
     def _drawn(self, context: Context, gammas: Sequence[int]) -> list[Numbers | None]:
-        """What draws the tokens of this round, and of the next if all stand, for each row; None where there is nothing
-        to draw: where the server is not trusted, and in draws that are no inversions."""
+        """Return, per row, the random numbers for the tokens of this round, and of the next if all are accepted.
+
+        None for rows whose tokens the server does not draw: if it is not trusted, or if the row's `Rng` does not draw
+        by inversion.
+        """
         if not self.use.trust:
             return [None] * len(gammas)
         key, most = context.key(Purpose.DRAFT), max(gammas)
@@ -195,8 +199,11 @@ class RemoteDrafter:
         return replace(opened, top=self.use.top, seed=names[0], key=names[1]).frame()
 
     def _checked(self, answer: Frame, asks: Sequence[AskRow]) -> list[DraftRow]:
-        """The drafts of an answer. Raises FrameError for those of other rows, of more than was asked for, and, where
-        laws travel, for a token that is not what our number draws."""
+        """Return the drafts in an answer.
+
+        Raises FrameError for drafts of other rows, for more tokens than requested, and, where laws are sent, for a
+        token that our random number does not draw from its law.
+        """
         if answer.kind != Kind.DRAFT:
             raise FrameError("the server refuses to draft")
         drafts = read_drafts(answer, self.vocab)
@@ -211,7 +218,7 @@ class RemoteDrafter:
         return drafts
 
     def _draft(self, rows: Sequence[Row], found: dict[int, DraftRow]) -> Draft:
-        """One draft of what came for each row; guesses end where the row's grammar or its end would refuse them."""
+        """Join the rows' drafts to one; guesses are cut where the row's grammar or the end of its text forbids them."""
         texts = list[list[int]]()
         for place, row in enumerate(rows):
             draft = found.get(place)
@@ -234,12 +241,12 @@ class RemoteDrafter:
 
     @property
     def missed(self) -> Counter[str]:
-        """Why rows have no draft in the present round."""
+        """The number of rows without a draft in the present round, by reason."""
         return Counter(reason for _, reason in self._missed)
 
 
 def _shown(row: Row) -> bool:
-    """Whether a server can be told what the row's model reads."""
+    """Return whether a server can draft for a row: its gamma is not 0, and its source, if any, is token ids."""
     return row.request.gamma != 0 and (row.request.source is None or isinstance(row.request.source, tuple))
 
 
@@ -248,7 +255,7 @@ def _close(held: Held) -> Frame:
 
 
 def _common(known: Sequence[int], text: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     if text[: len(known)] == known:
         return len(known)
     pairs = enumerate(zip(known, text, strict=False))
@@ -256,7 +263,7 @@ def _common(known: Sequence[int], text: Sequence[int]) -> int:
 
 
 def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
-    """The commit and the question for a row."""
+    """Return the commit and the request of a row, and update the text that the server has."""
     text = row.readable
     keep = _common(held.text, text)
     held.text = list(text)
@@ -265,7 +272,7 @@ def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
 
 
 def _chances(context: Context, key: Key, positions: int) -> list[list[float] | None]:
-    """The numbers of every row, in one call where all rows have some."""
+    """Return the random numbers of every row, or None for rows without any; in one call if all rows have some."""
     if (found := context.rng.chances(key, positions)) is not None:
         return list(found)
     alone = [context.rng.select([place]).chances(key.select([place]), positions) for place in range(len(context.rows))]
@@ -273,7 +280,7 @@ def _chances(context: Context, key: Key, positions: int) -> list[list[float] | N
 
 
 def _moved(key: Key, tokens: Sequence[int]) -> Key:
-    """The key of the round after so many more tokens of each row."""
+    """Return the key of a round that begins `tokens[r]` tokens later in row r."""
     origins = tuple(origin + more for origin, more in zip(key.origins, tokens, strict=True))
     positions = tuple(position + more for position, more in zip(key.positions, tokens, strict=True))
     return replace(key, origins=origins, positions=positions)

@@ -1,8 +1,8 @@
-"""Frames: what a draft server and its clients send each other, with every size bounded before anything is read.
+"""Frames: the messages between a draft server and its clients, with every size checked before anything is read.
 
 A frame is a head of 16 bytes (`HEAD`: magic, version, kind, sequence number, length of the body) and a body: the length
-of a JSON object, the object, and the bytes of the arrays that it announces, little-endian, without gaps. Whatever does
-not fit raises `FrameError`, so that no byte from outside ever reaches more than this file.
+of a JSON object, the object, and the bytes of the arrays that it announces, little-endian, without gaps. Invalid bytes
+raise `FrameError`, so that unchecked input never leaves this file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MAGIC, VERSION = b"SLDR", 1
 HEAD = struct.Struct("!4sHHII")  # magic, version, kind, sequence, length of the body
 SIZE = struct.Struct("!I")
 LARGEST = 16 << 20
-"""Bytes of the largest body: a text of some million tokens."""
+"""The size of the largest body, in bytes: enough for a text of some million tokens."""
 
 MOST_ARRAYS = 16
 CODES: dict[str, np.dtype[Any]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "d": np.dtype("<f8")}
 
 
 class FrameError(ValueError):
-    """What came is no frame, or says what cannot be."""
+    """Raised for bytes that are not a valid frame, and for frames with impossible content."""
 
 
 class Kind(IntEnum):
-    """What a frame is for; the server sends HELLO, WELCOME, DRAFT, PONG and REFUSAL, the client the others."""
+    """The type of a frame; the server sends HELLO, WELCOME, DRAFT, PONG and REFUSAL, the client the others."""
 
     HELLO = 1
     PROOF = 2
@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Frame:
-    """One message: its kind, the number that an answer repeats, named values, and one-dimensional arrays."""
+    """One message: its kind, a sequence number that the answer repeats, named values, and one-dimensional arrays."""
 
     kind: Kind
     sequence: int = 0
@@ -57,21 +57,21 @@ class Frame:
     arrays: Sequence[np.ndarray] = ()
 
     def number(self, name: str, least: int = 0, most: int = 2**62) -> int:
-        """The value of that name, a whole number. Raises FrameError for anything else."""
+        """Return the value of that name, a whole number from `least` to `most`. Raises FrameError for anything else."""
         value = self.values.get(name)
         if type(value) is not int or not least <= value <= most:
             raise FrameError(f"{name} is no whole number from {least} to {most}")
         return value
 
     def text(self, name: str, longest: int = 4096) -> str:
-        """The value of that name, a string. Raises FrameError for anything else."""
+        """Return the value of that name, a string of at most `longest` characters. Raises FrameError otherwise."""
         value = self.values.get(name)
         if not isinstance(value, str) or len(value) > longest:
             raise FrameError(f"{name} is no text of at most {longest} characters")
         return value
 
     def numbers(self, name: str, longest: int = 4096) -> list[int]:
-        """The value of that name, a list of whole numbers from 0. Raises FrameError for anything else."""
+        """Return the value of that name, a list of whole numbers from 0 to 2^31 - 1. Raises FrameError otherwise."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) > longest:
             raise FrameError(f"{name} is no list of at most {longest} numbers")
@@ -80,19 +80,19 @@ class Frame:
         return value
 
     def array(self, place: int, code: str) -> np.ndarray:
-        """The array at a place, of the type of this code. Raises FrameError if there is none."""
+        """Return the array at index `place`, of the type `code`. Raises FrameError if there is none."""
         if place >= len(self.arrays) or self.arrays[place].dtype != CODES[code]:
             raise FrameError(f"array {place} is not there, or of another type")
         return self.arrays[place]
 
 
 def array(code: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Numbers as an array that a frame can carry; `code` is "i", "f" or "d"."""
+    """Convert numbers to an array for a frame; `code` is "i" (int32), "f" (float32) or "d" (float64)."""
     return np.asarray(values, dtype=CODES[code])
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of a frame. Raises FrameError for one that is too large to be read."""
+    """Encode a frame as bytes. Raises FrameError for a body above `LARGEST` bytes."""
     codes = {dtype: code for code, dtype in CODES.items()}
     announced = [[codes[each.dtype], len(each)] for each in frame.arrays]
     text = json_text({"values": dict(frame.values), "arrays": announced}, separators=(",", ":")).encode()
@@ -103,7 +103,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode_head(data: bytes) -> tuple[Kind, int, int]:
-    """16 bytes -> kind, sequence number, length of the body. Raises FrameError unless all are possible."""
+    """Decode a head of 16 bytes -> kind, sequence number, length of the body. Raises FrameError for invalid values."""
     if len(data) != HEAD.size:
         raise FrameError("the head of a frame is cut off")
     magic, version, kind, sequence, length = HEAD.unpack(data)
@@ -119,7 +119,7 @@ def decode_head(data: bytes) -> tuple[Kind, int, int]:
 
 
 def decode_body(kind: Kind, sequence: int, body: bytes) -> Frame:
-    """The frame of a head and its body. Raises FrameError if the body is not what it announces."""
+    """Decode the body of a frame, whose head gave kind and sequence number. Raises FrameError for an invalid body."""
     if len(body) < SIZE.size:
         raise FrameError("the body of a frame is cut off")
     (size,) = SIZE.unpack_from(body)

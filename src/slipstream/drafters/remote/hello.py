@@ -1,8 +1,8 @@
-"""The beginning of a connection: each side shows that it has the key, and both that their tokens mean the same.
+"""The handshake of a connection: each side proves that it has the key, and both check that their token ids agree.
 
-The server sends a number that was never used (nonce); the client answers with one of its own and with an HMAC of both;
-the server does the same. The key itself never travels, and a recorded answer is worth nothing to a later connection.
-Without a key, both sides use the empty one.
+The server sends a nonce (a random number used once); the client answers with a nonce of its own and an HMAC of both;
+the server answers with an HMAC too. The key itself is never sent, and a recorded answer is useless for a later
+connection. Without a key, both sides use the empty key.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from slipstream.drafters.remote.frames import Frame, FrameError, Kind
 
 KEY_VARIABLE = "SLIPSTREAM_DRAFT_KEY"
 SLICE = 4096
-"""Ids that one entry of a vocabulary's sketch stands for."""
+"""The number of token ids that one entry of a vocabulary's sketch covers."""
 
 
 class Refused(ValueError):
-    """The two sides cannot work together; the sentence says why."""
+    """Raised if client and server cannot work together; the message says why."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What token ids mean: how many there are, and a sketch of their tokens, empty where no tokenizer is known."""
+    """The size of a vocabulary, and a sketch (hashes) of its tokens, which is empty without a tokenizer."""
 
     size: int
     sketch: tuple[str, ...] = ()
 
     @staticmethod
     def of(size: int, tokenizer: Any) -> Vocabulary:
-        """The vocabulary of a model with `size` logits; a hash for every `SLICE` ids of the tokenizer."""
+        """Create the vocabulary of a model with `size` logits, with a hash for every `SLICE` ids of the tokenizer."""
         if tokenizer is None:
             return Vocabulary(size)
         words: dict[int, list[tuple[int, str]]] = {}
@@ -46,8 +46,10 @@ class Vocabulary:
         return Vocabulary(size, tuple(hashlib.sha256(each).hexdigest()[:8] for each in slices))
 
     def fits(self, other: Vocabulary) -> bool:
-        """Whether the same ids mean the same tokens, but for some that were added, or, where a tokenizer is missing,
-        whether the sizes differ by padding only."""
+        """Return whether the same ids stand for the same tokens in both vocabularies, except for a few added tokens.
+
+        If a tokenizer is missing, return whether the sizes differ by at most 1 %, as padding makes them differ.
+        """
         if not self.sketch or not other.sketch:
             return abs(self.size - other.size) <= max(self.size, other.size) // 100
         common = list(zip(self.sketch, other.sketch, strict=False))
@@ -55,12 +57,12 @@ class Vocabulary:
         return differing * 8 <= len(common) and abs(len(self.sketch) - len(other.sketch)) <= 1
 
     def values(self) -> dict[str, Any]:
-        """For a frame."""
+        """Return the vocabulary as values of a frame."""
         return {"vocab": self.size, "sketch": list(self.sketch)}
 
     @staticmethod
     def read(frame: Frame) -> Vocabulary:
-        """Of a frame. Raises FrameError if it has none."""
+        """Read a vocabulary from a frame. Raises FrameError if it has none."""
         sketch = frame.values.get("sketch")
         if not isinstance(sketch, list) or len(sketch) > 4096 or not all(isinstance(each, str) for each in sketch):
             raise FrameError("a vocabulary has no sketch")
@@ -68,7 +70,10 @@ class Vocabulary:
 
 
 def read_key(file: str | Path | None) -> bytes:
-    """The key in a file, else in SLIPSTREAM_DRAFT_KEY, else none. Raises ValueError for a file without one."""
+    """Return the key in a file, or without a file the one in SLIPSTREAM_DRAFT_KEY, or an empty key.
+
+    Raises ValueError for a file that is missing or empty.
+    """
     if file is None:
         return os.environ.get(KEY_VARIABLE, "").strip().encode()
     try:
@@ -81,18 +86,18 @@ def read_key(file: str | Path | None) -> bytes:
 
 
 def nonce() -> str:
-    """A number that was never used."""
+    """Return a new random nonce of 128 bits, in hexadecimal."""
     return secrets.token_hex(16)
 
 
 def proof(key: bytes, side: str, nonces: Sequence[str], rest: Vocabulary) -> str:
-    """What only one who has the key can say; `side` keeps an answer from being sent back."""
+    """Return the HMAC that proves knowledge of the key; `side` is in it, so an answer cannot be reflected."""
     text = "\n".join(["slipstream draft", side, *nonces, str(rest.size), *rest.sketch])
     return hmac.new(key, text.encode(), "sha256").hexdigest()
 
 
 def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> Vocabulary:
-    """The vocabulary that the other side names and vouches for. Raises Refused if its key is another one."""
+    """Return the vocabulary in the other side's frame after checking its HMAC. Raises Refused if the keys differ."""
     told = Vocabulary.read(frame)
     if not hmac.compare_digest(proof(key, side, nonces, told).encode(), frame.text("proof").encode()):
         raise Refused("the keys of draft server and client differ: give both the same --key-file, ?key-file= or "
@@ -101,12 +106,12 @@ def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> Vocabu
 
 
 def vouch(kind: Kind, key: bytes, side: str, nonces: Sequence[str], told: Vocabulary) -> Frame:
-    """The frame with which one side names its vocabulary and shows that it has the key."""
+    """Return the frame with which one side sends its vocabulary and the HMAC that proves its key."""
     return Frame(kind, 0, {**told.values(), "nonce": nonces[-1], "proof": proof(key, side, nonces, told)})
 
 
 def check_fit(ours: Vocabulary, theirs: Vocabulary) -> None:
-    """Raises Refused if tokens of the two sides mean different things."""
+    """Raises Refused if the token ids of the two sides stand for different tokens."""
     if not ours.fits(theirs):
         raise Refused(
             f"the target has {ours.size} token ids and the draft server {theirs.size}, and they do not mean the same "

@@ -1,9 +1,9 @@
-"""The client's connection: one thread with an event loop that connects, sends, receives, and connects again.
+"""The client's connection: one thread with an event loop that connects, sends, receives, and reconnects.
 
-The thread that decodes hands frames over and waits for an answer no longer than it is told; it never touches a socket.
-What comes too late has another sequence number than the one that is waited for, and is thrown away. Whatever is wrong
-with a server, dead, silent, babbling, ends in `Missed` with a reason and in an attempt to connect again, later and
-later: it costs drafts and nothing else.
+The decoding thread passes frames to it and waits for an answer no longer than the timeout; it never uses a socket. A
+late answer has another sequence number than the expected one, and is discarded. Any failure of a server (dead, silent,
+or sending invalid data) gives `Missed` with a reason, and attempts to reconnect at growing intervals; it costs drafts
+and nothing else.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameError, 
 from slipstream.drafters.remote.hello import Refused, Vocabulary, check_fit, nonce, proven, vouch
 
 LATE, REFUSED, DISCONNECTED = "late", "refused", "disconnected"
-"""Why a round has no draft: no answer in time, an answer that cannot be used, nobody to ask."""
+"""The reasons why a round has no draft: no answer in time, an unusable answer, or no connection."""
 
 SHORTEST = 0.001
-"""Seconds that a round waits at least, after however many late answers."""
+"""The shortest time, in seconds, that a round waits for an answer after many late ones."""
 
 
 @dataclass(frozen=True)
 class Missed:
-    """No draft in this round, and why."""
+    """The result of a request without a usable answer, with the reason."""
 
     reason: str
 
 
 class Link(Protocol):
-    """How frames reach a server."""
+    """A connection over which frames are sent to a server."""
 
     @property
     def generation(self) -> int:
-        """The number of the present connection, whose server knows nothing of earlier ones; 0: there is none."""
+        """The number of the present connection; 0: there is none. A new one shares no state with earlier ones."""
         ...
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
@@ -51,21 +51,23 @@ class Link(Protocol):
         ...
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """Send frames that have no answer."""
+        """Send frames that get no answer."""
         ...
 
     def strike(self) -> None:
-        """Say that an answer could not be used: after a few in a row the connection is given up."""
+        """Report an unusable answer; after `STRIKES` of them the connection is closed."""
         ...
 
 
 GREETING = 1 << 17
-"""Bytes of the longest frame of somebody who has not shown the key yet: a vocabulary's sketch."""
+"""The size of the longest frame, in bytes, before the key is proven: it holds a vocabulary's sketch."""
 
 
 async def read_frame(reader: asyncio.StreamReader, most: int = LARGEST) -> Frame:
-    """The next frame of a stream, of at most so many bytes. Raises FrameError for what is none, IncompleteReadError at
-    the end."""
+    """Read the next frame of a stream, with a body of at most `most` bytes.
+
+    Raises FrameError for anything that is no valid frame, and IncompleteReadError at the end of the stream.
+    """
     kind, sequence, length = decode_head(await reader.readexactly(HEAD.size))
     if length > most:
         raise FrameError(f"a frame of {length} bytes is too large here: {most} are allowed")
@@ -74,37 +76,37 @@ async def read_frame(reader: asyncio.StreamReader, most: int = LARGEST) -> Frame
 
 @dataclass
 class _State:
-    """What both threads look at, under one lock."""
+    """The state that both threads share, under one lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     generation: int = 0
     connections: int = 0
     expected: int = -1
     answer: Future[Frame | Missed] | None = None
-    asked_at: float | None = None  # of the oldest question that nothing was heard after
-    asked: dict[int, float] = field(default_factory=dict)  # the last questions by their numbers, and when
+    asked_at: float | None = None  # the time of the oldest request since the last answer
+    asked: dict[int, float] = field(default_factory=dict)  # the times of the latest requests by sequence number
     patience: float = 1.0
     strikes: int = 0
     peer: str = ""
     fault: str = ""
-    told: threading.Event = field(default_factory=threading.Event)  # something is known of the server
+    told: threading.Event = field(default_factory=threading.Event)  # the first connection succeeded or failed
 
     def settle(self, answer: Frame | Missed) -> None:
-        """Give the one who waits what came."""
+        """Pass an answer to the waiting thread, if there is one."""
         if self.answer is not None:
             with suppress(InvalidStateError):
                 self.answer.set_result(answer)
 
 
 REMEMBERED = 64
-"""Questions whose answers are still recognised, however late they are."""
+"""The number of latest requests whose answers are recognised, however late they are."""
 
 STRIKES = 3
-"""Answers in a row that cannot be used, after which the connection is given up."""
+"""The number of unusable answers on a connection after which it is closed."""
 
 
 class Connection:
-    """A `Link` over TCP or TLS. It begins to connect when it is made, and goes on in the background until `close`."""
+    """A `Link` over TCP or TLS, which connects, and reconnects, in a background thread from creation until `close`."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary) -> None:
         self._state, self.settings = _State(patience=settings.timeout), settings
@@ -117,18 +119,18 @@ class Connection:
 
     @property
     def generation(self) -> int:
-        """See `Link`."""
+        """The number of the present connection, or 0; see `Link`."""
         return self._state.generation
 
     @property
     def peer(self) -> str:
-        """What the server says that it drafts with; empty before the first connection."""
+        """The name of the server's draft, as the server gives it; empty before the first connection."""
         return self._state.peer
 
     def first_word(self, seconds: float) -> str:
-        """Wait until the server has answered or failed for the first time -> what is wrong, or nothing.
+        """Wait for the first connection or failure, at most `seconds` -> what is wrong, or "".
 
-        Raises Refused if it answered that the two cannot work together.
+        Raises Refused if client and server cannot work together.
         """
         self._state.told.wait(seconds)
         if self._task.refusal:
@@ -136,8 +138,11 @@ class Connection:
         return "" if self.generation else self._state.fault or "no answer"
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """See `Link`. After a late answer it waits for half as long, until an answer took less than the timeout, even
-        if nobody waited for it any more: a server that is always too slow costs little."""
+        """Send frames and wait for the answer; see `Link`.
+
+        After a late answer the waiting time is halved, until an answer (even one that came too late to be used) has
+        taken less than the timeout: so a server that is always too slow costs little time.
+        """
         state, waiting = self._state, Future[Frame | Missed]()
         with state.lock:
             if not generation or generation != state.generation:
@@ -160,12 +165,12 @@ class Connection:
         return answer
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """See `Link`."""
+        """Send frames that get no answer; see `Link`."""
         if frames and generation == self.generation:
             self._send(generation, frames)
 
     def strike(self) -> None:
-        """See `Link`."""
+        """Report an unusable answer; see `Link`."""
         self._state.strikes += 1
         if self._state.strikes >= STRIKES:
             self._state.strikes = 0
@@ -173,7 +178,7 @@ class Connection:
                 self._loop.call_soon_threadsafe(self._task.drop)
 
     def close(self) -> None:
-        """End the connection and its thread; every later round is `disconnected`."""
+        """Close the connection and end its thread; every later request gives `DISCONNECTED`."""
         self._end()
 
     def _send(self, generation: int, frames: Sequence[Frame]) -> bool:
@@ -201,7 +206,7 @@ def _stop(loop: asyncio.AbstractEventLoop, task: _Task, thread: threading.Thread
 
 
 class _Task:
-    """The life of a connection, in its event loop."""
+    """The task in the event loop that connects, receives frames, and reconnects."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary, state: _State) -> None:
         self.settings, self.vocabulary, self.state = settings, vocabulary, state
@@ -210,7 +215,7 @@ class _Task:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Connect, listen, and connect again, until `end`."""
+        """Connect, receive answers, and reconnect, until `end`."""
         backoff = self.settings.backoff
         while not self._ended.is_set():
             try:
@@ -226,22 +231,22 @@ class _Task:
             backoff = min(2 * backoff, self.settings.longest_backoff)
 
     def end(self) -> None:
-        """Leave."""
+        """End the task and its connection."""
         self._ended.set()
         self.drop()
 
     def drop(self) -> None:
-        """Give the present connection up."""
+        """Close the present connection at once."""
         if self._writer is not None:
             self._writer.transport.abort()
 
     def write(self, generation: int, data: bytes) -> None:
-        """Send what belongs to this connection, not to an earlier one."""
+        """Send data, unless it was meant for an earlier connection."""
         if self._writer is not None and generation == self.state.generation:
             self._writer.write(data)
 
     async def _serve(self) -> None:
-        """One connection, from its first word to its last."""
+        """Open one connection and use it until it ends."""
         settings = self.settings
         context = ssl.create_default_context(cafile=settings.ca_file) if settings.tls else None
         connecting = asyncio.open_connection(settings.host, settings.port, ssl=context)
@@ -266,8 +271,11 @@ class _Task:
                 await asyncio.wait_for(writer.wait_closed(), 1)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """The first words of both sides -> what the server drafts with. Raises Refused if they do not go together, or
-        if this is no draft server of our version."""
+        """Do the handshake -> the name of the server's draft.
+
+        Raises Refused if client and server cannot work together, or if the other side is no draft server of this
+        protocol version.
+        """
         try:
             return await self._greeted(reader, writer)
         except FrameError as error:
@@ -286,7 +294,7 @@ class _Task:
         return welcome.text("name")
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take answers until nothing is heard for too long; a word now and then keeps the connection."""
+        """Receive answers, and send pings while idle; raises FrameError if nothing arrives for too long."""
         state, quiet = self.state, self.settings.quiet
         last, reading = monotonic(), asyncio.ensure_future(read_frame(reader))
         try:
@@ -307,14 +315,14 @@ class _Task:
                 await reading
 
     def _take(self, frame: Frame) -> None:
-        """Hand an answer to the one who waits for it, if it is still waited for."""
+        """Process a frame of the server: pass an answer to the waiting thread, if it is the expected one."""
         if frame.kind not in (Kind.DRAFT, Kind.REFUSAL, Kind.PONG):
             raise FrameError(f"a server does not send {frame.kind.name}")
         with self.state.lock:
             if frame.kind == Kind.PONG:
                 return
             if (asked := self.state.asked.pop(frame.sequence, None)) is None:
-                return  # nobody asked that
+                return  # there was no such request
             self.state.asked_at = None
             if monotonic() - asked <= self.settings.timeout:
                 self.state.patience = self.settings.timeout
@@ -322,7 +330,7 @@ class _Task:
                 self.state.settle(frame)
 
     def _lost(self) -> bool:
-        """Tell the one who waits that nobody is there -> whether there was a connection."""
+        """Record the loss of the connection, and end a waiting request -> whether there was a connection."""
         with self.state.lock:
             was, self.state.generation = bool(self.state.generation), 0
             self.state.settle(Missed(REFUSED if self.refusal else DISCONNECTED))

@@ -1,4 +1,4 @@
-"""Messages: rows that are opened, what is asked for them, and what was drafted, to frames and back, all checked."""
+"""Messages to and from frames, all checked: rows that are opened, requests for drafts, and drafts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from slipstream.drafters.remote.frames import Frame, FrameError, Kind, array
 
 MOST_GAMMA, MOST_CANDIDATES = 256, 4096
 SUM_TOLERANCE = 1e-4
-"""How far the sum of a law that was sent may lie from one: its weights are float32."""
+"""The greatest deviation from one of the sum of a law that was sent, whose weights are float32."""
 
 SETTINGS = (
     *("top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_new_tokens", "no_repeat_ngram_size"),
 )
-"""Settings of sampling that travel as they are; processors and grammars of one's own stay with the target."""
+"""The sampling settings that are sent unchanged; a user's own processors and grammars are not sent."""
 
 
 class Mode(StrEnum):
-    """How a row is drafted: the best token each (`GUESS`: for greedy texts, and where the server's law is not used),
-    by the noise that the coupled rule shares (`COUPLED`), or drawn from a law that is sent along (`LAW`)."""
+    """How the server drafts a row.
+
+    `GUESS`: the most probable tokens, for greedy texts and where the server's law is not used. `COUPLED`: by the random
+    numbers that the coupled rule shares. `LAW`: drawn from a law that is sent with the tokens.
+    """
 
     GUESS = "guess"
     COUPLED = "coupled"
@@ -39,10 +42,10 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class OpenRow:
-    """A row that the server is to know: its whole text, of which the first `prompt` tokens are the prompt.
+    """The message that opens a row at the server: its whole text, of which the first `prompt` tokens are the prompt.
 
-    `seed` and `key` name the noise of coupled draws and are 0 otherwise: a server that does not need them is not told.
-    `top` is how many candidates of a law travel.
+    `seed` and `key` determine the random numbers of coupled draws; in other modes they are 0, to keep them from the
+    server. `top` is the number of most probable tokens sent of a law.
     """
 
     row: int
@@ -56,7 +59,7 @@ class OpenRow:
     top: int = 64
 
     def frame(self) -> Frame:
-        """As a frame."""
+        """Return the message as a frame."""
         values = {name: getattr(self, name) for name in ("row", "mode", "prompt", "seed", "key", "top")}
         return Frame(
             Kind.OPEN, 0, {**values, "sampling": dict(self.sampling)}, [array("i", self.text), array("i", self.source)]
@@ -64,7 +67,7 @@ class OpenRow:
 
     @staticmethod
     def read(frame: Frame, vocab: int) -> OpenRow:
-        """Of a frame. Raises FrameError for what cannot be."""
+        """Read the message from a frame. Raises FrameError for impossible values."""
         text, source = (tuple(_ids(frame.array(place, "i"), vocab)) for place in (0, 1))
         sampling = frame.values.get("sampling")
         if not text or not isinstance(sampling, dict):
@@ -86,7 +89,7 @@ class OpenRow:
         return opened
 
     def sampler(self) -> Sampling:
-        """How the server makes its laws. Raises FrameError for impossible settings."""
+        """Return the sampler of the server's laws for this row. Raises FrameError for impossible settings."""
         known = {name: value for name, value in self.sampling.items() if name in SETTINGS}
         temperature = self.sampling.get("temperature", 0)
         bias, eos = self.sampling.get("logit_bias", []), self.sampling.get("eos", [])
@@ -99,7 +102,7 @@ class OpenRow:
 
 
 def settings_of(sampler: Sampler) -> dict[str, Any]:
-    """What travels of a sampler."""
+    """Return the settings of a sampler that are sent to the server."""
     found = {name: getattr(sampler, name, None) for name in ("temperature", *SETTINGS)}
     found = {name: value for name, value in found.items() if value is not None}
     bias: Mapping[int, float] = getattr(sampler, "logit_bias", {})
@@ -110,9 +113,12 @@ def settings_of(sampler: Sampler) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AskRow:
-    """What is asked for one row: its text is `keep` tokens of what the server knows and then `tail`, its commit; draft
-    up to `gamma` tokens behind it. For laws, `numbers` in [0, 1) draw those tokens, and `later` those of the round
-    that follows if all stand."""
+    """The request for one row: its committed text, and the number of tokens to draft behind it.
+
+    The text is the first `keep` tokens of the text that the server has, followed by `tail`; the server drafts up to
+    `gamma` tokens. In mode `LAW`, `numbers` in [0, 1) draw those tokens, and `later` those of the next round if all are
+    accepted.
+    """
 
     row: int
     keep: int
@@ -123,7 +129,7 @@ class AskRow:
 
 
 def ask_frame(sequence: int, asks: Sequence[AskRow], ahead: bool) -> Frame:
-    """What is asked for a batch of rows, as a frame; `ahead`: go on drafting afterwards as if all stood."""
+    """Return the requests of a batch of rows as a frame; `ahead`: draft on afterwards as if all were accepted."""
     lists = {name: [getattr(ask, name) for ask in asks] for name in ("row", "keep", "gamma")}
     parts = [("i", "tail"), ("d", "numbers"), ("d", "later")]
     counts = [array("i", [len(getattr(ask, name)) for ask in asks]) for _, name in parts]
@@ -132,7 +138,7 @@ def ask_frame(sequence: int, asks: Sequence[AskRow], ahead: bool) -> Frame:
 
 
 def read_ask(frame: Frame, vocab: int) -> tuple[list[AskRow], bool]:
-    """What a client asks for, and whether to go on afterwards. Raises FrameError for what cannot be."""
+    """Read a client's requests, and whether to draft ahead afterwards. Raises FrameError for impossible values."""
     rows, keeps, gammas = (frame.numbers(name) for name in ("row", "keep", "gamma"))
     if not len(rows) == len(keeps) == len(gammas) == len(set(rows)) or max(gammas, default=0) > MOST_GAMMA:
         raise FrameError("what is asked for does not fit together")
@@ -150,14 +156,15 @@ def read_ask(frame: Frame, vocab: int) -> tuple[list[AskRow], bool]:
 
 @dataclass(frozen=True)
 class SentLaw:
-    """A law cut to its likeliest tokens: `ids` ascending, `weights` (float32) sum to one. It IS what is sampled."""
+    """A law cut to its most probable tokens, from which tokens are really drawn: `ids` ascending, `weights` float32,
+    summing to one."""
 
     ids: np.ndarray
     weights: np.ndarray
 
     @staticmethod
     def cut(probs: torch.Tensor, top: int) -> SentLaw:
-        """The `top` likeliest tokens of weights (vocab,), renormalised in float64."""
+        """Cut weights (vocab,) to the `top` most probable tokens, renormalised in float64."""
         wide = probs.detach().cpu().double()
         best = wide.topk(min(top, len(wide)))
         order = best.indices.sort()
@@ -168,23 +175,23 @@ class SentLaw:
 
     @staticmethod
     def point(token: int) -> SentLaw:
-        """Of a token that is sure."""
+        """Return the point mass on a token."""
         return SentLaw(array("i", [token]), array("f", [1.0]))
 
     def draw(self, number: float) -> int:
-        """The token at which the cumulative weights pass a number in [0, 1)."""
+        """Return the token at which the cumulative weights pass a number in [0, 1)."""
         weights = torch.from_numpy(self.weights.copy())[None, None]
         return int(self.ids[int(inverse(weights, torch.tensor([[number]], dtype=torch.float64)))])
 
     @property
     def best(self) -> int:
-        """The likeliest token."""
+        """The most probable token."""
         return int(self.ids[int(self.weights.argmax())])
 
 
 @dataclass(frozen=True)
 class DraftRow:
-    """What was drafted for one row; `laws` has one entry per token where laws travel, and none elsewhere."""
+    """The draft for one row; `laws` has one entry per token in mode `LAW`, and is empty in other modes."""
 
     row: int
     tokens: tuple[int, ...]
@@ -192,7 +199,7 @@ class DraftRow:
 
 
 def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
-    """Drafts of a batch of rows, as a frame."""
+    """Return the drafts of a batch of rows as a frame."""
     laws = [law for draft in drafts for law in draft.laws]
     values = {"row": [draft.row for draft in drafts], "length": [len(draft.tokens) for draft in drafts]}
     ids, weights = ([getattr(law, name) for law in laws] for name in ("ids", "weights"))
@@ -207,7 +214,7 @@ def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
 
 
 def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
-    """What a server has drafted. Raises FrameError unless ids are in range and laws are laws."""
+    """Read the drafts in a server's frame. Raises FrameError for ids out of range and for invalid laws."""
     rows, lengths = frame.numbers("row"), frame.numbers("length")
     if len(rows) != len(lengths):
         raise FrameError("drafts do not fit together")
@@ -247,7 +254,7 @@ def _ids(values: np.ndarray, vocab: int) -> list[int]:
 
 
 def _split(flat: np.ndarray, counts: np.ndarray, rows: int) -> list[tuple[Any, ...]]:
-    """An array in pieces of these lengths, one per row. Raises FrameError if they do not add up to it."""
+    """Split an array into pieces of the lengths `counts`, one per row. Raises FrameError if they do not add up."""
     if len(counts) != rows or (rows and int(counts.min()) < 0) or int(counts.sum()) != len(flat):
         raise FrameError("the lengths of a frame do not add up")
     ends = counts.cumsum().tolist()
