@@ -1,4 +1,4 @@
-"""The drafter of a draft server, built without a target, and the vocabulary of its clients."""
+"""Builds the drafter of a draft server, which has no target, and the vocabulary of its clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer, loa
 
 @dataclass(frozen=True)
 class AnyTarget:
-    """Stands for the targets of all clients while a draft is built: only their vocabulary is known."""
+    """A stand-in for the clients' targets while a draft is built: only the size of their vocabulary is known."""
 
     vocab: int
     name: str = "the clients' target"
@@ -28,7 +28,7 @@ class AnyTarget:
 
 @dataclass(frozen=True)
 class How:
-    """The options for loading models: dtype, device, and whether to compile; `tokenizer` names that of the clients."""
+    """The options for loading models: dtype, device, whether to compile, and the name of the clients' tokenizer."""
 
     dtype: Any = "auto"
     device: str | None = None
@@ -37,9 +37,9 @@ class How:
 
 
 def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
-    """Build the drafter of a specification -> the drafter, and the vocabulary that it drafts.
+    """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens.
 
-    Raises ValueError for what cannot be read or loaded, or needs a target beside it.
+    Raises ValueError for a draft that cannot be parsed or loaded, or that needs a target.
     """
     syntax = parse(draft)
     parts = list(_parts(syntax))
@@ -65,7 +65,7 @@ NAMED = ("model", "embedded")
 
 
 def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, Vocabulary]:
-    """Build a draft from a model alone, which may be an encoder-decoder; logits without a token are left out."""
+    """Build a draft from one model, which may be an encoder-decoder; padding ids beyond the tokenizer are left out."""
     place = (options.get("dtype", how.dtype), options.get("device", how.device))
     scorer = load_scorer(source, *place, Mode(how.compile))
     size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))

@@ -1,7 +1,7 @@
-"""The rows that a draft server drafts for, of all its clients, in one batch of one drafter.
+"""The rows of all clients of a draft server, in one batch of one drafter.
 
-Each row holds the text that its client has committed and, behind it, tokens that were drafted ahead. A commit that says
-just what was guessed keeps the rest of them; any other throws away what it contradicts, by position.
+Each row holds the text that its client has committed and, behind it, tokens that were drafted ahead. A commit that
+equals the guessed tokens keeps the rest of them; any other discards the tokens that it contradicts, by position.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from slipstream.drafters.remote.messages import AskRow, DraftRow, Mode, OpenRow,
 from slipstream.text.jsontext import json_text
 
 Name = tuple[int, int]
-"""A row by its client and by the number that the client gave it."""
+"""The name of a row: its client, and the number that the client gave it."""
 
 ENDLESS = 1 << 62
-"""The limit of texts: clients know when theirs end."""
+"""The length limit of texts at the server: practically none, because clients end their texts themselves."""
 
 
 @dataclass
 class Served:
-    """A row: `row.tokens` are the `base` committed tokens and those drafted ahead, of which there should be `goal`.
+    """A row of a client: `row.tokens` are the `base` committed tokens and those drafted ahead, `goal` of them if done.
 
-    `laws` and `drawn_by` have an entry for each token ahead: the law it was drawn from, and the number that drew it.
-    `numbers` draw the tokens of the present round, of `gamma`, and `later` those of the next if all of these stand.
+    In mode `LAW`, `laws` and `drawn_by` have an entry for each token ahead: the law it was drawn from, and the number
+    that drew it. `numbers` draw the `gamma` tokens of the present round, and `later` those of the next if all of these
+    are accepted.
     """
 
     opened: OpenRow
@@ -55,16 +56,19 @@ class Served:
         return self.row.tokens[self.base :]
 
     def number(self, position: int) -> float | None:
-        """What draws the token at this place of the text; None where the best stands: for the guess at the bonus token,
-        and where nobody wants a token, as beside longer drafts."""
+        """Return the number that draws the token at a position of the text, or None for the most probable token.
+
+        It is None for the guess at the bonus token, and for tokens beyond the ones that numbers were sent for, which
+        are drafted only because other rows need longer drafts.
+        """
         place = position - self.base
         numbers = [*self.numbers[: self.gamma], None, *self.later]
         return numbers[place] if len(self.numbers) >= self.gamma and place < len(numbers) else None
 
     def commit(self, ask: AskRow, ahead: bool) -> tuple[int, list[int]]:
-        """Take over what the client says -> how many tokens of our text stand, and the text that is to be.
+        """Apply a client's commit -> how many tokens of the old text stay valid, and the new text.
 
-        Raises FrameError for a commit behind the end of what is known.
+        The new text may end with tokens drafted ahead. Raises FrameError for a commit that does not fit the known text.
         """
         if ask.keep > self.base:
             raise FrameError(f"row {ask.row} is not known as far as that: open it")
@@ -87,12 +91,12 @@ class Served:
         return min(stand + len(guessed), len(old)), [*committed, *guessed]
 
     def _same(self, used: Sequence[float | None]) -> int:
-        """How many tokens ahead were drawn by the numbers that the client has for them."""
+        """Return how many tokens ahead were drawn by the same numbers that the client now sends for them."""
         pairs = zip(used, self.numbers, strict=False)
         return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(used), len(self.numbers)))
 
     def take(self, tokens: Sequence[int], law: Law | None) -> None:
-        """Append drafted tokens, with the law (1, positions) of each."""
+        """Append drafted tokens; in mode `LAW`, store their laws, cut from `law` (1, positions), and their numbers."""
         for place, token in enumerate(tokens):
             if self.opened.mode == Mode.LAW and law is not None:
                 self.drawn_by.append(self.number(len(self.row.tokens)))
@@ -100,13 +104,13 @@ class Served:
             self.row.tokens.append(token)
 
     def draft(self) -> DraftRow:
-        """What is sent of it."""
+        """Return the draft to send: at most `gamma` tokens, with their laws in mode `LAW`."""
         tokens = tuple(self.ahead[: self.gamma])
         return DraftRow(self.opened.row, tokens, tuple(self.laws[: len(tokens)]))
 
 
 def _sent(law: Law, position: int, top: int) -> SentLaw:
-    """What travels of a law: of a point mass its token, of others the likeliest tokens."""
+    """Return the law to send for a position: a point mass unchanged, another law cut to its `top` tokens."""
     if law.probs is None:
         assert law.tokens is not None
         return SentLaw.point(int(law.tokens[0, position]))
@@ -115,13 +119,13 @@ def _sent(law: Law, position: int, top: int) -> SentLaw:
 
 @dataclass(frozen=True)
 class ByNumbers:
-    """Draws from what travels of a law, with the numbers of the row's client; graphs cannot cut a law in between."""
+    """An `Rng` that draws from laws as they are sent (cut), with the numbers of the row's client."""
 
     served: Served
     coupled = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Tokens (1, positions)."""
+        """Draw tokens (1, positions)."""
         found = list[int]()
         for place in range(law.positions):
             sent = _sent(law, place, self.served.opened.top)
@@ -130,18 +134,18 @@ class ByNumbers:
         return torch.tensor([found], device=law.device)
 
     def chances(self, key: Key, positions: int) -> None:
-        """See `Rng`: laws are cut before they are drawn from."""
+        """Return None, so that no compiled graph draws: laws are cut before tokens are drawn; see `Rng`."""
 
     def select(self, places: Sequence[int]) -> Rng:
-        """See `Rng`: there is one row."""
+        """Return itself, because there is one row; see `Rng`."""
         return self
 
 
 class DraftRows:
-    """The rows of all clients. One thread calls it: it owns the drafter.
+    """The rows of all clients, and the drafter that serves them; all calls must come from one thread.
 
-    Clients that ask at the same time are served by the same passes. Only a drafter of one model drafts ahead: others
-    cost nothing, and what they read cannot be taken back.
+    Requests of several clients at the same time are served by the same passes. Only a drafter of one model drafts
+    ahead: others cost nothing, and what they read cannot be rolled back.
     """
 
     def __init__(self, drafter: Drafter, most_rows: int) -> None:
@@ -152,8 +156,10 @@ class DraftRows:
         self._scorers = drafter.scorers if isinstance(drafter, HasScorers) else ()
 
     def open(self, client: int, opened: OpenRow) -> None:
-        """Add a row, in the place of one of the same number. Raises FrameError if there are too many, or if the draft
-        cannot read its source."""
+        """Add a row, replacing one of the same name.
+
+        Raises FrameError if there are too many rows, or if the draft cannot read its source.
+        """
         self.close(client, opened.row)
         if len(self.rows) >= self.most_rows:
             raise FrameError(f"this draft server serves {self.most_rows} rows at once: use less, or raise --max-rows")
@@ -174,29 +180,29 @@ class DraftRows:
         self.rows[client, opened.row] = Served(opened, Row(request, 0, list(opened.text)), len(opened.text))
 
     def _sampler(self, opened: OpenRow) -> Sampling:
-        """Rows of equal settings share one, so that their laws are made together."""
+        """Return the sampler of a row; rows with equal settings share one, so that their laws are computed together."""
         name = f"{opened.mode} {json_text(opened.sampling, sort_keys=True)}"
         if len(self._samplers) > 256:
             self._samplers.clear()
         return self._samplers.setdefault(name, opened.sampler())
 
     def close(self, client: int, row: int) -> None:
-        """Forget a row, if it is known."""
+        """Remove a row, if it exists."""
         if (served := self.rows.pop((client, row), None)) is not None:
             served.row.finish_reason = "abort"
 
     def leave(self, client: int) -> None:
-        """Forget the rows of a client."""
+        """Remove all rows of a client."""
         for name in [name for name in self.rows if name[0] == client]:
             self.close(*name)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all rows."""
         for name in list(self.rows):
             self.close(*name)
 
     def commit(self, client: int, asks: Sequence[AskRow], ahead: bool) -> list[Served]:
-        """Take over the texts of a client and what it asks for -> its rows. Raises FrameError for unknown ones."""
+        """Apply a client's commits and requests -> the rows they are for. Raises FrameError for unknown rows."""
         served = list[Served]()
         for ask in asks:
             if (client, ask.row) not in self.rows:
@@ -210,13 +216,13 @@ class DraftRows:
         return served
 
     def draft(self, asking: Sequence[Served]) -> None:
-        """Draft what these rows lack of their gamma, in one call of the drafter."""
+        """Draft the tokens that these rows lack of their gamma, in one call of the drafter."""
         lacking = {id(each): max(0, each.gamma - len(each.ahead)) for each in asking}
         if any(lacking.values()):
             self._propose([lacking.get(id(each), 0) for each in self.rows.values()])
 
     def go_ahead(self) -> bool:
-        """Draft one more token for every row that has not got as far as it should -> whether there was one."""
+        """Draft one more token for every row with fewer tokens ahead than its goal -> whether there was one."""
         lacking = [len(each.ahead) < each.goal for each in self.rows.values()]
         if not self._goes_ahead or not any(lacking):
             return False
@@ -235,7 +241,7 @@ class DraftRows:
         self._observe(((),) * len(every))
 
     def _rewrite(self, texts: Sequence[tuple[Row, list[int], int]]) -> None:
-        """Give rows other texts; the drafter first forgets what it read beyond the tokens that stand."""
+        """Replace the texts of rows; the drafter is first rolled back to the tokens that stay valid."""
         new = {id(row): tuple(text[stand:]) for row, text, stand in texts}
         for row, text, stand in texts:
             row.tokens[:] = [*text[:stand], *text[stand : stand + 1]]
@@ -245,7 +251,7 @@ class DraftRows:
         self._observe(tuple(new.get(id(served.row), ()) for served in self.rows.values()))
 
     def _observe(self, new: tuple[tuple[int, ...], ...]) -> None:
-        """Tell the drafter of texts that have changed, as after a round that emitted the new tokens."""
+        """Call the drafter's `observe` after texts have changed, as after a round that emitted the new tokens."""
         rows = tuple(served.row for served in self.rows.values())
         none = torch.zeros(len(rows), dtype=torch.long)
         verdict = Verdict(none, Law(tokens=none[:, None]), none[:, None].float()[:, :0])

@@ -1,4 +1,4 @@
-"""The draft server: sockets in one thread with an event loop, the models in another, frames between them."""
+"""The draft server: sockets in one thread with an event loop, the drafter in another, and frames between them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ from slipstream.serve.draft_rows import DraftRows, Served
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How drafts are served: under which name, to whom (`key`, empty for everybody), and how many rows at most. After
-    `quiet` seconds without a word a client is taken to be gone; each may keep `unsent` bytes of answers waiting."""
+    """The settings of a draft server.
+
+    `name` is that of the draft; clients must have `key` (empty: no key). A client that sends nothing for `quiet`
+    seconds is disconnected, and so is one that leaves more than `unsent` bytes of answers unread.
+    """
 
     name: str
     vocabulary: Vocabulary
@@ -38,19 +41,19 @@ class DraftSettings:
 
 
 MOST_LETTERS = 4096
-"""Letters that may lie there unread, of all clients; whoever sends another one is sent away."""
+"""The greatest number of queued letters of all clients; a client that sends one more is refused."""
 
 
 @dataclass(frozen=True)
 class Letter:
-    """What a client sent; None instead of a frame: it has gone."""
+    """A frame from a client; None in its place means that the client has disconnected."""
 
     client: int
     frame: Frame | None
 
 
 class Desk:
-    """The thread that owns the drafter: it serves all letters that lie there in one go and drafts ahead in between."""
+    """The thread that owns the drafter: it serves all queued letters together, and drafts ahead in between."""
 
     def __init__(self, drafter: Drafter, settings: DraftSettings) -> None:
         self.rows, self.settings = DraftRows(drafter, settings.most_rows), settings
@@ -60,7 +63,7 @@ class Desk:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after what it has begun."""
+        """End the thread after its present work."""
         self.letters.put(None)
         self._thread.join(10)
 
@@ -72,7 +75,7 @@ class Desk:
             release_threads()
 
     def _next(self) -> list[Letter] | None:
-        """All letters that lie there, after going ahead while there are none; None at the end."""
+        """Return all queued letters, drafting ahead while there are none; None when the thread should end."""
         while self.letters.empty() and self._ahead():
             pass
         found = [self.letters.get()]
@@ -84,13 +87,15 @@ class Desk:
     def _ahead(self) -> bool:
         try:
             return self.rows.go_ahead()
-        except Exception as error:  # whatever a model raises: clients open their rows again
+        except Exception as error:  # models may raise any error; clients then open their rows again
             self._fail(error)
             return False
 
     def serve(self, letters: Sequence[Letter]) -> None:
-        """Read letters in their order, draft for all that ask, and answer. An older question of a client that asks
-        again is not answered any more."""
+        """Process letters in order, draft for all requests in one batch, and answer.
+
+        Of several requests of one client, only the last is answered.
+        """
         last = {letter.client: place for place, letter in enumerate(letters) if _asks(letter)}
         asking = list[tuple[Letter, list[Served]]]()
         for place, letter in enumerate(letters):
@@ -115,12 +120,12 @@ class Desk:
             self._send(letter.client, draft_frame(letter.frame.sequence, [each.draft() for each in served]))
 
     def _read(self, letter: Letter) -> list[Served]:
-        """Do what a letter says -> the rows that it asks for."""
+        """Process a letter -> the rows that it requests drafts for. Raises FrameError for an invalid one."""
         frame, client = letter.frame, letter.client
         if frame is None:
             self.rows.leave(client)
         elif frame.kind == Kind.OPEN:
-            self.rows.open(client, OpenRow.read(frame, 2**31))  # ids that only the target knows may stand in texts
+            self.rows.open(client, OpenRow.read(frame, 2**31))  # texts may have ids beyond the draft's vocabulary
         elif frame.kind == Kind.CLOSE:
             self.rows.close(client, frame.number("row", 0, 2**31))
         elif frame.kind == Kind.PROPOSE:
@@ -149,27 +154,27 @@ def _asks(letter: Letter) -> bool:
 
 @dataclass(frozen=True)
 class Client:
-    """Where answers go: to a stream, by its event loop."""
+    """The connection of a client, over which answers are sent in its event loop."""
 
     writer: asyncio.StreamWriter
     loop: asyncio.AbstractEventLoop
     unsent: int
 
     def send(self, frame: Frame) -> None:
-        """From any thread."""
+        """Send a frame; may be called from any thread."""
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self._write, encode(frame))
 
     def _write(self, data: bytes) -> None:
         transport = self.writer.transport
-        if transport.get_write_buffer_size() > self.unsent:  # somebody who asks and never reads
+        if transport.get_write_buffer_size() > self.unsent:  # a client that sends requests and reads no answers
             transport.abort()
         elif not transport.is_closing():
             self.writer.write(data)
 
 
 class DraftServer:
-    """Listens at a socket and serves a drafter, until `stop`. `run` needs a thread of its own, or the main one."""
+    """Listens at a socket and serves a drafter until `stop`; `run` blocks its thread."""
 
     def __init__(
         self,
@@ -193,7 +198,7 @@ class DraftServer:
             self.desk.close()
 
     def stop(self) -> None:
-        """End, from any thread or a signal handler."""
+        """End the server; may be called from any thread or a signal handler."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopping.set)
 
@@ -206,7 +211,7 @@ class DraftServer:
         await asyncio.gather(*self._talks, return_exceptions=True)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client, from its first word to its last."""
+        """Serve one client until its connection ends."""
         client, task = next(self._numbers), asyncio.current_task()
         assert task is not None
         self._talks.add(task)
@@ -233,7 +238,7 @@ class DraftServer:
                 writer.write(encode(Frame(Kind.REFUSAL, 0, {"reason": str(error)[:1000]})))
                 await asyncio.wait_for(writer.drain(), 1)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # gone, silent for too long, or we end
+            pass  # the client has disconnected or was silent for too long, or the server ends
         finally:
             self._talks.discard(task)
             self.desk.clients.pop(client, None)
@@ -243,7 +248,7 @@ class DraftServer:
                 await asyncio.wait_for(writer.wait_closed(), 1)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The first words of both sides. Raises Refused for a client without the key."""
+        """Do the handshake with a client. Raises Refused for a client without the key."""
         ours, key = self.settings.vocabulary, self.settings.key
         hello = nonce()
         writer.write(encode(Frame(Kind.HELLO, 0, {"nonce": hello})))
@@ -257,7 +262,7 @@ class DraftServer:
 
 
 def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """What proves to clients who we are. Raises ValueError for files that hold no certificate and its key."""
+    """Return the TLS context of the server. Raises ValueError for files that hold no certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)

@@ -1,4 +1,4 @@
-"""Fetching images from the hosts that the operator allowed, and from nowhere else."""
+"""Fetches images from the hosts that the operator allowed, and from no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from urllib.request import (
 )
 
 SECONDS = 10.0
-"""How long an image may take to come."""
+"""The timeout for fetching an image, in seconds."""
 
 REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
@@ -27,11 +27,14 @@ PIECE = 1 << 16
 
 
 def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -> bytes:
-    """At most so many bytes from one of some hosts. Raises ValueError for others, also where one redirects to them."""
+    """Fetch at most `most` bytes from one of the allowed hosts.
+
+    Raises ValueError for other hosts (redirects included), longer answers, timeouts and HTTP errors.
+    """
     check_host(url, hosts)
     opener, until = OpenerDirector(), monotonic() + seconds
     for handler in (HTTPHandler, HTTPSHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler):
-        opener.add_handler(handler())  # and none for files, other protocols or proxies
+        opener.add_handler(handler())  # no handlers for files, other protocols or proxies
     opener.add_handler(_Within(hosts))
     try:
         with opener.open(Request(url, headers={"User-Agent": "slipstream"}), timeout=seconds) as response:
@@ -44,7 +47,7 @@ def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -
 
 
 def check_host(url: str, hosts: Sequence[str]) -> None:
-    """Raises ValueError unless a web address is at one of the hosts, at the usual port if none is named."""
+    """Raises ValueError unless a web address is at one of the hosts; a host without a port allows the default port."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -61,7 +64,7 @@ def check_host(url: str, hosts: Sequence[str]) -> None:
 
 
 class _Within(HTTPRedirectHandler):
-    """Follows redirects to allowed hosts."""
+    """Follows redirects to allowed hosts only."""
 
     max_redirections = REDIRECTS
 
@@ -69,9 +72,9 @@ class _Within(HTTPRedirectHandler):
         self.hosts = hosts
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        """The next request. Raises ValueError for one to another host."""
+        """Return the request to the redirect's address. Raises ValueError for one at another host."""
         check_host(newurl, self.hosts)
-        fp.close()  # what else the answer holds is of no use, and may be long
+        fp.close()  # the body of a redirect is not needed, and may be long
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

@@ -1,6 +1,6 @@
-"""Images and sounds that clients send: in the request itself, or images at hosts that the operator allowed.
+"""Opens the images and sounds that clients send: in the request itself, or images at hosts that the operator allowed.
 
-Never files of this machine.
+Files of the server's machine are never read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slipstream.serve.state import ServerState
 
 
 def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> list[dict[str, Any]]:
-    """The messages with their images and sounds opened, so that no address or path goes any further.
+    """Return the messages with their images and sounds opened, so that no URL or path is passed on.
 
-    Raises BadRequest for what may not or cannot be read, and for what the model does not read.
+    Raises BadRequest for media that are not allowed, too many, damaged, or not supported by the model.
     """
     counts, limits = Counter(media_in(messages)), state.settings.limits
     read = state.engine.media.modalities if state.engine.media else frozenset[Modality]()
@@ -45,7 +45,7 @@ def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
 
 
 def _part(part: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    """A part of a message, open if it is an image or a sound."""
+    """Return a part of a message, opened if it is an image or a sound."""
     modality = part_modality(part)
     if modality is None:
         return part

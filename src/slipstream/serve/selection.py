@@ -1,4 +1,4 @@
-"""The best of several texts: `best_of` samples by their probability, and texts of beam search."""
+"""Selects the best of several texts: of `best_of` samples by their probability, and by beam search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_BEAMS = ("length_penalty", "early_stopping")
 
 
 def count_written(body: CompletionRequest, settings: ServeSettings) -> int:
-    """How many texts are written for every prompt. Raises BadRequest for a best_of that cannot be."""
+    """Return how many texts are generated for every prompt. Raises BadRequest for an impossible best_of."""
     asked, most = body.n or 1, settings.limits.samples
     if body.best_of is None:
         return asked
@@ -32,8 +32,11 @@ def count_written(body: CompletionRequest, settings: ServeSettings) -> int:
 
 
 def most_probable(completions: Sequence[Completion], written: int, asked: int) -> list[int]:
-    """The places of the texts to answer with: of every `written` ones, the `asked` whose tokens have the highest mean
-    log-probability, the best first. Texts that failed come last."""
+    """Return the indices of the texts to answer with, the best first.
+
+    Of every `written` texts, these are the `asked` ones with the highest mean log-probability of their tokens. Texts
+    that failed come last.
+    """
     found = list[int]()
     for start in range(0, len(completions), written):
         places = range(start, start + written)
@@ -42,7 +45,7 @@ def most_probable(completions: Sequence[Completion], written: int, asked: int) -
 
 
 def mean_logprob(completion: Completion) -> float:
-    """The mean log-probability of a text's tokens; minus infinity for one that failed or has none."""
+    """Return the mean log-probability of a text's tokens; minus infinity for one that failed or is empty."""
     known = [] if completion.error else [one.logprob for one in completion.logprobs or ()]
     return sum(known) / len(known) if known else float("-inf")
 
@@ -51,7 +54,7 @@ def mean_logprob(completion: Completion) -> float:
 
 
 def refuse_beam_fields(body: CompletionRequest) -> None:
-    """Raises BadRequest for fields of beam search where none is asked for, or that it cannot honour."""
+    """Raises BadRequest for fields of beam search without use_beam_search, and for fields that it does not support."""
     if not body.use_beam_search:
         for name in OF_BEAMS:
             if getattr(body, name) is not None:
@@ -67,7 +70,7 @@ def refuse_beam_fields(body: CompletionRequest) -> None:
 
 
 def beam_options(body: CompletionRequest, settings: ServeSettings, tenant: str, written: int) -> dict[str, Any]:
-    """The engine's options of a request for beam search: as many beams as texts are `written`.
+    """Return the engine's options for a request with beam search, with `written` as the number of beams.
 
     Raises BadRequest for fewer than two.
     """
@@ -84,7 +87,7 @@ def beam_options(body: CompletionRequest, settings: ServeSettings, tenant: str, 
 
 
 def beam_choices(completions: Sequence[Completion], finished: Sequence[str]) -> list[answers.TextChoice]:
-    """The answers of a beam search, each with its score."""
+    """Return the answers of a beam search, each with its score."""
     return [
         answers.TextChoice(index=index, text=one.text, finish_reason=reason, score=one.score)
         for index, (one, reason) in enumerate(zip(completions, finished, strict=True))
@@ -92,7 +95,7 @@ def beam_choices(completions: Sequence[Completion], finished: Sequence[str]) -> 
 
 
 def beam_usage(completions: Sequence[Completion], asked: int) -> answers.Usage:
-    """Tokens that were read, once for every prompt, and those of the texts that are answered with."""
+    """Return the usage: prompt tokens, counted once per prompt, and the tokens of the texts in the answer."""
     prompt = sum(one.prompt_tokens for one in completions[::asked])
     written = sum(len(one.tokens) for one in completions)
     return answers.Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)

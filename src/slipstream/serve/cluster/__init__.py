@@ -1,1 +1,1 @@
-"""The server on a Ray cluster: how many replicas there are, which of them is asked, and their common life."""
+"""The server on a Ray cluster: the number of its replicas, the routing of requests, and running them."""

@@ -1,4 +1,4 @@
-"""Replicas of the server on a Ray cluster, behind a front that keeps what begins alike on the same replica."""
+"""Replicas of the server on a Ray cluster, behind a front that sends prompts with equal beginnings to the same one."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from slipstream.serve.settings import Limits, Room, ServeSettings
 from slipstream.text.jsontext import json_text
 
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
-"""What Ray raises for a replica that is gone."""
+"""The errors that Ray raises for a lost replica."""
 
 ATTEMPTS = 5
-"""How many replicas are asked before a client is told to come again."""
+"""The number of replicas that are tried for a request before the client gets an error."""
 
 UPSCALE = 10.0
-"""How long, in seconds, more requests must run than fit before a replica is added."""
+"""The seconds for which more requests must run than the replicas have rows before a replica is added."""
 
 DRAIN_SECONDS = 600.0
-"""How long a replica that ends may take for the requests that it has."""
+"""The seconds that a stopping replica may take to finish its requests."""
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
-"""What a replica gets to know of a request, besides its body."""
+"""The fields of a request's ASGI scope that are sent to a replica with the body."""
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def application(recipe: Recipe, scale: Scale) -> serve.Application:
-    """The application that Ray Serve deploys: a front, and as many replicas as the running requests need.
+    """Return the application that Ray Serve deploys: a front, and as many replicas as the running requests need.
 
-    A replica is added where more requests run than its rows, and a request goes elsewhere where twice as many wait.
+    A replica is added when more requests run than the replicas have rows; a replica with twice as many requests as rows
+    gets no more, and they go to another one.
     """
     rows = recipe.room.rows
     replica = serve.deployment(
@@ -71,10 +72,10 @@ def application(recipe: Recipe, scale: Scale) -> serve.Application:
 
 
 def deploy(arguments: Mapping[str, Any]) -> serve.Application:
-    """What the `import_path` of a config file for `serve deploy` names: the application for its `args`.
+    """Return the application for the `args` of a `serve deploy` config file, whose `import_path` is this function.
 
-    These are "replicas" (4, or "1..4"), "cpus" and "gpus" of each, "max_rows", "names", and the arguments of
-    `slipstream.load`. Raises ValueError for what cannot be.
+    The arguments are "replicas" (4, or "1..4"), "cpus" and "gpus" of each, "max_rows", "names", and the arguments of
+    `slipstream.load`. Raises ValueError for impossible values.
     """
     given = dict(arguments)
     scale = Scale.read(given.pop("replicas", 1), given.pop("cpus", None), given.pop("gpus", None))
@@ -85,7 +86,7 @@ def deploy(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 class Replica:
-    """A server without a socket: it answers the requests that the front hands on."""
+    """A server without a socket, which answers the requests that the front passes to it."""
 
     async def __init__(self, recipe: Recipe) -> None:  # type: ignore[misc]  # Ray awaits it
         ready, self.state = asyncio.Event(), await asyncio.to_thread(recipe.state)
@@ -97,11 +98,11 @@ class Replica:
         self.check_health()
 
     def check_health(self) -> None:
-        """Raises Unavailable if the models cannot run any more; then Ray starts another replica."""
+        """Raises Unavailable if the models cannot run any more; Ray then starts another replica."""
         self.state.worker.check()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[tuple[int, list[Any]] | bytes]:
-        """The status and the headers of an answer, then its body in pieces."""
+        """Answer a request: yield the status and headers first, then the body in pieces."""
         messages, asked, gone = asyncio.Queue[Any](), False, asyncio.Event()
 
         async def receive() -> dict[str, Any]:
@@ -132,14 +133,17 @@ class Replica:
 
 
 class Front:
-    """What clients reach: it hands a request to the replica that has read its beginning, and to another one if that is
-    gone before anything of the answer was sent on; a stream that was begun ends with an error event then."""
+    """The entry for clients, which passes each request to the replica that has probably cached its beginning.
+
+    If a replica is lost before any part of its answer was sent, another one gets the request; a stream that has begun
+    then ends with an error event.
+    """
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int) -> None:
         self.replicas, self.limits = replicas, Limits(body_bytes=body_bytes)
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request."""
+        """Answer a request by one of the replicas."""
         try:
             body = await self._body(request)
             for _ in range(ATTEMPTS):
@@ -162,7 +166,10 @@ class Front:
         return bytes(found)
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> Response:
-        """Ask a replica and return its answer: whole, or a stream whose first piece has come. Raises one of LOST."""
+        """Send a request to a replica and return its answer: complete, or a stream whose first piece has arrived.
+
+        Raises one of LOST if the replica is lost before that.
+        """
         handle = self.replicas.options(stream=True, session_id=routing_key(body))
         pieces = handle.answer.remote(scope, body)
         try:
@@ -178,7 +185,10 @@ class Front:
 
 
 async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
-    """The pieces of a stream; where its replica is lost, an error event is the last. Who hangs up ends the request."""
+    """Yield the pieces of a stream, and an error event if its replica is lost.
+
+    If the client disconnects, the request is cancelled.
+    """
     try:
         yield first
         async for piece in pieces:

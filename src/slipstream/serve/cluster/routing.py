@@ -1,4 +1,4 @@
-"""Which requests belong to the same replica: those whose prompts begin alike."""
+"""Routing of requests: those whose prompts have the same beginning go to the same replica."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 from slipstream.text.jsontext import json_text
 
 BEGINNING = 256
-"""Characters or token ids at the beginning of a prompt by which a replica is chosen: about what a prefix cache keeps in
-one piece. Shorter prompts are read so fast that their place does not matter."""
+"""The number of characters or token ids at the beginning of a prompt by which a replica is chosen.
+
+It is about the size of a block of the prefix cache; shorter prompts are read so fast that the choice does not matter.
+"""
 
 QUESTION = 4096
-"""Characters of a chat, up to its first question, by which a replica is chosen."""
+"""The greatest number of characters of a chat, up to its first user message, by which a replica is chosen."""
 
 
 def routing_key(body: bytes) -> str:
-    """What requests with the same beginning have in common: a digest of it and of their salt, "" where there is none.
+    """Return a digest of the beginning of a request's prompt and of its cache salt; "" if it has no prompt.
 
-    Turns of one conversation have it in common, and so have questions about one long text: they find on their replica
-    what it has read of them.
+    The turns of one conversation have the same key, and so do questions about one long text: they go to the replica
+    whose prefix cache has their beginning.
     """
     try:
         record = json.loads(body)

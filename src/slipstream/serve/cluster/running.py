@@ -1,4 +1,4 @@
-"""Running replicas until a signal comes: a Ray cluster, its proxy, and the end of both."""
+"""Runs replicas until a signal: starts or joins a Ray cluster, serves, and shuts down."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ NAME = "slipstream"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster that serves: its `address`, None for one that is started on this machine (or the one that
-    RAY_ADDRESS names), and where its proxies listen."""
+    """The Ray cluster that serves: its `address`, and the host and port where its proxies listen.
+
+    Without an address it is the cluster in RAY_ADDRESS, or a new one on this machine.
+    """
 
     address: str | None
     host: str
     port: int
 
     def run_to_end(self, recipe: Recipe, scale: Scale) -> int:
-        """Serve until a signal comes; what was begun is finished then, and a second signal ends at once -> exit code.
+        """Serve until a signal, then finish the running requests; a second signal ends at once -> the exit code.
 
         Raises ValueError if the cluster cannot be reached or its replicas cannot load the models.
         """
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported unless the user wants it
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics unless the user enables them
         import ray
         from ray import serve
 

@@ -1,4 +1,4 @@
-"""`Scale`: how many replicas of a server there are."""
+"""`Scale`: the number of replicas of a server, and the resources of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replicas there are, at least and at most, and the processors and GPUs of each (None: what Ray gives).
+    """The least and greatest number of replicas, and the CPUs and GPUs of each (None: Ray's default).
 
     Raises ValueError unless 1 <= least <= most.
     """
@@ -19,7 +19,7 @@ class Scale:
 
     @staticmethod
     def read(replicas: str | int, cpus: float | None = None, gpus: float | None = None) -> Scale:
-        """ "4" -> 4 replicas, "1..4" -> 1 to 4. Raises ValueError for anything else."""
+        """Parse "4" (4 replicas) or "1..4" (1 to 4). Raises ValueError for anything else."""
         least, dots, most = str(replicas).partition("..")
         try:
             return Scale(int(least), int(most if dots else least), cpus, gpus)
@@ -36,5 +36,5 @@ class Scale:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray reserves for a replica."""
+        """The resources that Ray reserves for a replica, by Ray's names."""
         return {name: value for name, value in (("num_cpus", self.cpus), ("num_gpus", self.gpus)) if value is not None}

@@ -1,4 +1,4 @@
-"""/v1/completions: texts in, their continuations out. For an encoder-decoder, a prompt is the source."""
+"""The /v1/completions endpoint: it continues prompts. For an encoder-decoder, a prompt is the source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import LAST, EventStream, event
 
 DEFAULT_TOKENS = 16
-"""The length of a completion for which none was given, as OpenAI has it."""
+"""The default length of a completion in tokens, as in OpenAI's interface."""
 
 router = APIRouter(tags=["text"])
 
@@ -50,7 +50,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     refuse_beam_fields(body)
     if body.use_beam_search:
         return answered(await unless_gone(request, _searched(state, body, tenant_of(request))))
-    options = await run_in_threadpool(_options, body, state, tenant_of(request))  # grammars may take a while
+    options = await run_in_threadpool(_options, body, state, tenant_of(request))  # compiling grammars may take long
     call = await state.call(request, _prompts(body, state.settings.limits), options, "prompt")
     answer = _Answer(state, body, call)
     if body.stream:
@@ -59,7 +59,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def _searched(state: ServerState, body: CompletionRequest, tenant: str) -> answers.CompletionAnswer:
-    """The answer of a beam search."""
+    """Run beam search for a request and return its answer."""
     options = beam_options(body, state.settings, tenant, count_written(body, state.settings))
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     options |= _for_texts(body, state.settings.limits)
@@ -81,12 +81,12 @@ def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[s
     options = engine_options(body, state.settings, tenant)
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     if (written := count_written(body, state.settings)) > (body.n or 1):
-        options |= {"n": written, "logprobs": 0}  # which of them are answered is told by their tokens' probabilities
+        options |= {"n": written, "logprobs": 0}  # log-probabilities decide which texts are in the answer
     return options | _for_texts(body, state.settings.limits) | constraint(body, state)
 
 
 def _for_texts(body: CompletionRequest, limits: Limits) -> dict[str, Any]:
-    """The options that only completions have."""
+    """Return the options that only completions have: echo and logprobs. Raises BadRequest for too many logprobs."""
     found: dict[str, Any] = {"echo": True} if body.echo else {}
     if body.logprobs is None:
         return found
@@ -96,7 +96,7 @@ def _for_texts(body: CompletionRequest, limits: Limits) -> dict[str, Any]:
 
 
 class _Answer:
-    """Writes what became of a call, as a whole or in chunks."""
+    """Converts the results of a call to the response, as one answer or as streamed chunks."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, call: Call) -> None:
         self.state, self.body, self.call = state, body, call
@@ -105,7 +105,7 @@ class _Answer:
         self.offsets = [0] * len(call.tickets)  # characters that were sent before, of each answer
 
     async def whole(self) -> answers.CompletionAnswer:
-        """Wait for all completions."""
+        """Wait for all completions, and return the answer."""
         found, choices = await self.call.collect(), []
         written, asked = self.call.samples, self.body.n or 1
         places = most_probable(list(map(completed, found)), written, asked) if written > asked else range(len(found))
@@ -125,7 +125,7 @@ class _Answer:
         return answers.CompletionAnswer(**self.heading.fields, choices=choices, **about)
 
     async def events(self) -> AsyncIterator[str]:
-        """Chunks as tokens come, then the usage if it was asked for."""
+        """Yield server-sent events as tokens arrive, then the usage if it was requested."""
         asked = self.body.stream_options or StreamOptions()
         async for index, pieces in self.call.rounds():
             chunk, ended = self._chunk(index, pieces), pieces[-1].completion is not None
