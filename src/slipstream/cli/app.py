@@ -1,4 +1,4 @@
-"""The application: its name, its exit codes, and one sentence for whatever the user got wrong."""
+"""The command-line application: its exit codes, and errors of the user reported in one sentence."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slipstream.files import WriteError, reason
 from slipstream.version import __version__
 
 BROKEN_PIPE, WRONG, INTERRUPTED = 1, 2, 130
-"""Exit codes: our output cannot be written any more, or nobody reads it; something given is wrong; Ctrl-C."""
+"""The exit codes for output that cannot be written or is not read any more, for wrong input, and for Ctrl-C."""
 
 MOST_NAMES = 5
-"""How many files a message names at most; the others are only counted."""
+"""The greatest number of files that a message names; the others are only counted."""
 
 
 class Commands(TyperGroup):
-    """The commands; what the user got wrong is one sentence on stderr, never a traceback."""
+    """The group of all commands, which reports errors of the user in one sentence on stderr, without a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run a command and exit."""
+        """Run a command and exit with its code."""
         quiet()
         if fault := open_streams():
             sys.exit(fault)
@@ -58,17 +58,17 @@ class Commands(TyperGroup):
 
 
 def _is_memory(error: Exception) -> bool:
-    """Whether memory was too little, on the processor or on an accelerator; torch raises errors of its own."""
+    """Return whether an error means too little memory, on the CPU or an accelerator; torch has errors of its own."""
     torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
     return torchs or isinstance(error, MemoryError)
 
 
 class LostOutput(Exception):
-    """Standard output cannot be written."""
+    """Raised when standard output cannot be written."""
 
 
 class _Output:
-    """Standard output that says so if it cannot be written, for files that cannot raise the same errors."""
+    """A wrapper of standard output that raises `LostOutput` if it cannot be written, to tell it from other files."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -97,7 +97,7 @@ def _saying_so() -> Iterator[None]:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Our own warnings are notes in one line; those of others stay as they are."""
+    """Show warnings raised in this package as one-line notes, and other warnings as usual."""
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
@@ -112,7 +112,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def open_streams() -> int:
-    """Replace streams that were closed before we began, where that does no harm -> an exit code if it does, or 0."""
+    """Replace standard streams that are closed -> 0, or an exit code if standard output is closed."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdin is None:
@@ -125,11 +125,11 @@ def open_streams() -> int:
 
 ALIASES = {"model": "target", "draft-model": "draft", "num-speculative-tokens": "gamma", "max-tokens": "max-new-tokens"}
 ALIASES |= {"min-tokens": "min-new-tokens", "stop-token-id": "stop-token-ids"}
-"""Names of options in other engines."""
+"""The names of options in other engines, and ours for them."""
 
 
 def _normalize(name: str) -> str:
-    """The name of an option: an underscore is a dash."""
+    """Return our name of an option: underscores become dashes, and names of other engines are translated."""
     name = name.replace("_", "-")
     return ALIASES.get(name, name)
 
@@ -142,14 +142,14 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The `slipstream` command."""
+    """Run the `slipstream` command."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _interrupt)
     app(prog_name="slipstream")
 
 
 def _interrupt(*_: Any) -> NoReturn:
-    """SIGTERM, as batch systems and containers send it, ends a command as cleanly as Ctrl-C."""
+    """Handle SIGTERM, which batch systems and containers send, like Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -176,38 +176,38 @@ def root(context: typer.Context, version: Version = False) -> None:
 
 def say(text: str) -> int:
     """Write a line to stderr and return the exit code of an error."""
-    with suppress(OSError):  # nobody can be told that there is nobody to tell
+    with suppress(OSError):  # stderr is gone, so the error cannot be reported
         print("slipstream:", " ".join(text.split()), file=sys.stderr, flush=True)
     return WRONG
 
 
 def _sentence(error: Exception) -> str:
-    """What an error says; the system's own ones without their number."""
+    """Return the message of an error; for errors of the system, the file and the reason without the number."""
     if not isinstance(error, OSError) or isinstance(error, WriteError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {reason(error)}." if error.filename else f"{reason(error)}."
 
 
 def tell(notes: Iterable[str]) -> None:
-    """What was chosen while loading, on stderr."""
+    """Write notes to stderr, such as choices made while loading."""
     for note in notes:
         say(f"note: {note}")
 
 
 def tell_skipped(files: Sequence[Path]) -> None:
-    """Which files of folders were left out, on stderr, if any."""
+    """Write to stderr which files of folders were skipped, if any."""
     if files:
         names = ", ".join(map(str, files[:MOST_NAMES])) + (", ..." if len(files) > MOST_NAMES else "")
         say(f"note: of the folders {len(files)} files were skipped, which are no text in UTF-8: {names}")
 
 
 def quiet() -> None:
-    """transformers keeps its loading bars and its warnings to itself; errors still come as exceptions."""
+    """Turn off the progress bars and warnings of transformers; errors are still raised."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def flag(name: str) -> str:
-    """The option of a parameter."""
+    """Return the option of a parameter: "top_k" -> "--top-k"."""
     return "--" + name.replace("_", "-")

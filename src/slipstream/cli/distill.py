@@ -1,4 +1,4 @@
-"""`slipstream distill`: a draft model for a target, trained for acceptance."""
+"""The command `slipstream distill`, which trains a draft model for a target."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def distill(
 
 @dataclass(frozen=True)
 class _Aim:
-    """Which draft is wanted: a new one with a `share` of the target's parameters (None: whatever is best), or of a
-    `size`, or an existing `draft` to improve."""
+    """The draft to train: a new one with a `share` of the target's parameters (None: the best one), a new one of a
+    given `size`, or an existing `draft` to improve."""
 
     share: float | None
     size: Size | None
@@ -142,7 +142,7 @@ class _Aim:
 
     @staticmethod
     def read(share: str, layers: int | None, width: int | None, draft: str | None) -> _Aim:
-        """What was written on the command line. Raises ValueError for what is not possible together."""
+        """Create the aim from command-line options. Raises ValueError for impossible values and combinations."""
         from slipstream.training.students import Size
 
         if (layers is None) != (width is None):
@@ -159,12 +159,12 @@ class _Aim:
 
     @property
     def origin(self) -> str:
-        """Where the draft's weights come from, for its card."""
+        """The origin of the draft's weights, for its model card."""
         return f"improved from `{self.draft}`" if self.draft else "trained from scratch"
 
 
 def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -> Engine:
-    """The target, decoding plainly. Raises ValueError for one that no draft can be distilled for."""
+    """Load the target, without a draft. Raises ValueError for a target for which no draft can be distilled."""
     from slipstream.engine.load import embedded, load
     from slipstream.training.material import target_of
 
@@ -179,7 +179,7 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
 
 
 def _documents(engine: Engine, data: Sequence[str], field: str | None) -> Divided:
-    """The documents as token ids, each behind the token that ends a text, if there is one."""
+    """Read the documents as token ids, each after the EOS token if there is one, and divide them."""
     from slipstream.text.documents import read
     from slipstream.training.material import divide
 
@@ -196,7 +196,10 @@ def _documents(engine: Engine, data: Sequence[str], field: str | None) -> Divide
 def _student(
     engine: Engine, aim: _Aim, divided: Divided, settings: DistillSettings, folder: Path, compile: bool
 ) -> tuple[Any, Candidate]:
-    """The draft before its training, and what it costs beside the target. A size that was chosen stays chosen."""
+    """Return the draft model before its training, and its measured candidate.
+
+    Costs are measured and a size chosen at the first run only; a resumed training keeps the size.
+    """
     from slipstream.execution.passes import Mode
     from slipstream.plan.sizes import best, measure_candidates, read_choice, save_choice
 
@@ -220,7 +223,7 @@ def _student(
 
 
 def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
-    """The drafts among which the best is taken, by their sizes in words."""
+    """Return the untrained drafts to choose from, by their sizes as text, or the draft to improve, by its name."""
     from slipstream.models.loading import EMBEDDED, load_model
     from slipstream.plan.sizes import SHARES
     from slipstream.training.material import target_of
@@ -239,7 +242,7 @@ def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
 
 
 def _material(engine: Engine, divided: Divided, settings: DistillSettings, write: int, folder: Path) -> Material:
-    """The lessons, after the target has written."""
+    """Return the training material, after letting the target write its part of it."""
     from slipstream.training.material import SEQUENCE, Amount, gather
 
     read = round(settings.steps * settings.rows * settings.length * (1 - settings.written))
@@ -249,7 +252,7 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 
 
 def _train(distiller: Distiller) -> None:
-    """Train with a bar, and a line for every measurement."""
+    """Train with a progress bar, and write a line for every measurement."""
     total = distiller.settings.steps
     if done := distiller.progress.steps:
         say(f"going on from step {done} of {total}")
@@ -261,7 +264,7 @@ def _train(distiller: Distiller) -> None:
 
 
 def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _Aim, chosen: Candidate) -> Distilled:
-    """What is told of the draft."""
+    """Return the description of the trained draft that is saved with it."""
     from slipstream.training.saving import Distilled
 
     done, material = distiller.progress, distiller.material
@@ -286,7 +289,7 @@ def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _
 
 
 def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
-    """What every size costs and promises."""
+    """Return a line for every size, with its costs and its predicted acceptance and speed-up."""
     lines = []
     for one in candidates:
         costs = f"{one.share:.1%} of the target, a drafting step costs {one.costs.c:.3f} of its steps"
@@ -297,7 +300,7 @@ def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list
 
 
 def _measurement_line(found: Measurement, total: int) -> str:
-    """One measurement in a line."""
+    """Return one measurement as a line of text."""
     parts = [
         f"T={temperature} alpha {alpha:.3f}, kept {_spaced(kept)}, {gain:.2f}x at gamma {gamma}"
         for temperature, alpha, kept, gamma, gain in zip(
@@ -312,7 +315,7 @@ def _spaced(shares: Sequence[float]) -> str:
 
 
 def _summary(out: Path, about: Distilled) -> str:
-    """What was made, in a few lines."""
+    """Return a summary of the trained draft in a few lines."""
     return "\n".join(
         [
             f"{out}: {about.parameters:,} parameters ({about.size}), {about.steps} steps, {about.tokens:,} tokens",

@@ -1,4 +1,4 @@
-"""`slipstream draft list`: which drafts the target at hand can use."""
+"""The command `slipstream draft list`, which shows the drafts that a target can use."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def offered(
 
 
 def _lines(found: Sequence[Offer]) -> str:
-    """What was tried, then what needs something of the user's own."""
+    """Return the offers as lines of text: drafts that were tried, then those that need a name or a file."""
     width = max(len(offer.draft) for offer in found)
     tried = [
         f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}"

@@ -1,4 +1,4 @@
-"""`slipstream draft vocabulary`: count the tokens that a target writes, for drafts cut to the frequent ones."""
+"""The command `slipstream draft vocabulary`, which counts a target's tokens for drafts cut to the frequent ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from slipstream.drafters.frequent_tokens import TokenCounts
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-"""Numbers of tokens whose share of the text is told."""
+"""The numbers of most frequent tokens whose share of the text is reported."""
 
 Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the texts that are written; 0 is greedy.")]
 Out = Annotated[
@@ -45,7 +45,7 @@ Out = Annotated[
 
 @dataclass(frozen=True)
 class CountReport:
-    """What was counted, and how much of the text the most frequent tokens make up: `shares` by their number."""
+    """The report of a count: the amount of text, and the `shares` (0 to 1) that the n most frequent tokens make up."""
 
     file: str
     target: str
@@ -57,7 +57,7 @@ class CountReport:
 
     @staticmethod
     def of(counts: TokenCounts, file: str) -> CountReport:
-        """The report on counts that were written to a file."""
+        """Create the report on counts that were written to `file`."""
         vocab = len(counts.counts)
         shares = {size: counts.share(counts.most_frequent(size)) for size in SIZES if size < vocab}
         return CountReport(file, counts.target, vocab, counts.texts, counts.total, counts.different, shares)
@@ -114,7 +114,7 @@ def count(
 
 
 def _told(report: CountReport, kept: bool) -> str:
-    """The report for people to read."""
+    """Return the report as lines of text; `kept`: the counts are in the target's default file."""
     shares = [f"{size:>8} tokens make up {share:.2%}" for size, share in report.shares.items()]
     written = f"{report.target} wrote {report.tokens} tokens in {report.texts} texts, {report.different} different ones"
     name = "2048" if kept else report.file

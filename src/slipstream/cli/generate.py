@@ -1,4 +1,4 @@
-"""`slipstream generate`: continue prompts and print what came of it."""
+"""The command `slipstream generate`, which continues prompts and prints the results."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ if TYPE_CHECKING:
 
 
 class SampleOptions:
-    """How many samples are made of each prompt."""
+    """The option for the number of samples per prompt."""
 
     n: Samples = 1
 
 
 class OutputOptions:
-    """What is written, and where."""
+    """The options for the form and the destination of the output."""
 
     stream: Stream = False
     explain: Explain = False
@@ -137,7 +137,7 @@ def generate(
                 options["grammar"] = getattr(engine.grammars, name)(value)
             items = [_encoded(engine, item) for item in items]
     tell(engine.notes if engine else ())
-    # Equal prompts beside each other are samples, and each has a place of its own; beams know theirs.
+    # Each sample of a prompt is an item of its own; beam search numbers its texts itself.
     samples = options.get("num_return_sequences") or options.pop("n")
     items = [sample for item in items for sample in _samples(item, samples)]
     raise typer.Exit(_answer(Work(engine, items, options, params["profile"], samples), params))
@@ -148,7 +148,7 @@ def _samples(item: Item, count: int) -> list[Item]:
 
 
 def _answer(work: Work, params: dict[str, Any]) -> int:
-    """Show or write what becomes of the prompts -> the exit code."""
+    """Generate for all prompts, and print or write the results -> the exit code."""
     for item in work.items:
         if item.error:
             say(f"{item.where}: {item.error}")
@@ -163,7 +163,7 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
 
 
 def _how(context: typer.Context) -> dict[str, Any]:
-    """How to load; a plan stands in for a gamma and a rule that were not given."""
+    """Return the arguments of `load`; with a plan, gamma and rule are None unless given, so that the plan sets them."""
     params = context.params
     names = ("verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")
     how = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
@@ -179,7 +179,10 @@ def _how(context: typer.Context) -> dict[str, Any]:
 
 
 def _encoded(engine: Engine, item: Item) -> Item:
-    """The item with token ids that the target can take, or with an error."""
+    """Return the item with its prompt as token ids, or with an error if the target cannot take it.
+
+    Prompts with images or sounds are checked and left unchanged.
+    """
     if item.error:
         return item
     from slipstream.engine.requests import modalities, read_prompt
@@ -188,14 +191,14 @@ def _encoded(engine: Engine, item: Item) -> Item:
         ids = engine.encode(item.prompt)
     except Exception as error:  # a chat template may raise anything
         return replace(item, error=str(error).replace("prompt 0", "the prompt", 1) or type(error).__name__)
-    if modalities(read_prompt(item.prompt)):  # which are not in the ids
+    if modalities(read_prompt(item.prompt)):  # images and sounds are not in the ids
         return item
     given_ids = isinstance(item.prompt[0], int)
     return replace(item, prompt=ids, shown=engine.decode(ids) if given_ids else item.shown)
 
 
 def _show_text(work: Work) -> int:
-    """Prompts and their completions, each as soon as it and all before it are finished."""
+    """Print prompts and their completions in order, each as soon as it and all before it are finished."""
     waiting: dict[int, Completion] = {}
     shown = 0
 
@@ -206,7 +209,7 @@ def _show_text(work: Work) -> int:
             _print(work, shown, waiting[shown])
             shown += 1
 
-    # On a terminal the answers would run into a bar, and one answer has nothing to wait for.
+    # On a terminal, answers and a progress bar would mix; a single answer is printed only at the end.
     watched = len(work.good) == 1 or not sys.stdout.isatty()
     listeners: dict[str, Any] = {"on_completion": show} if len(work.good) > 1 else {}
     completions, code = (work.run_watched if watched else work.run)(**listeners)
@@ -224,7 +227,7 @@ def _print(work: Work, place: int, completion: Completion) -> None:
 
 
 def _show_stream(work: Work) -> int:
-    """Print the texts token by token, one after the other; what comes of later ones meanwhile is held back."""
+    """Print the texts token by token, one after the other; tokens of later texts are held back until their turn."""
     if not work.good:
         return 0
     completions: list[Completion] = []
@@ -250,7 +253,7 @@ def _show_stream(work: Work) -> int:
 
 
 def _show_rounds(work: Work) -> int:
-    """What happened in every round."""
+    """Print the explanation of every round."""
     if not work.good:
         return 0
     explanation = Explanation(work.engine.decode, console(), [item.where for item in work.good])
@@ -261,7 +264,7 @@ def _show_rounds(work: Work) -> int:
 
 
 def _show_json(work: Work, answers: Answers | None = None) -> int:
-    """An object per prompt, on standard output or in a file, as they finish; unfinished ones when interrupted."""
+    """Write a JSON object per prompt to standard output or a file, as each finishes; at an interrupt, the rest too."""
     out = Answers(sys.stdout) if answers is None else answers
     for index, item in enumerate(work.items):
         if item.error:
@@ -272,7 +275,7 @@ def _show_json(work: Work, answers: Answers | None = None) -> int:
     def show(place: int, completion: Completion) -> None:
         out.write(places[place], {**work.place(places[place]), **answer_as_dict(completion)})
 
-    watched = answers is not None or not sys.stdout.isatty()  # on a terminal the lines would run into a bar
+    watched = answers is not None or not sys.stdout.isatty()  # on a terminal, lines and a progress bar would mix
     completions, code = (work.run_watched if watched else work.run)(skip, on_completion=show)
     left = [place for place in range(len(places)) if place not in skip]
     for place, completion in zip(left, completions, strict=True) if completions else ():
@@ -301,7 +304,7 @@ def _check_output(params: dict[str, Any]) -> None:
     check_writable(out, Text("file of answers", '"digests"'), True, [] if file is None else [file])
 
 
-# What decides the law of the answers; a draft, the batch or the device do not.
+# The settings that determine the law of the answers; draft, batch size and device do not change it.
 LAW = (
     *("target", "task", "chat", "dtype", "verify", "plan", "max_new_tokens", "seed", "stop", "temperature", "top_k"),
     *("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -311,23 +314,23 @@ LAW = (
 
 
 def _digests(params: dict[str, Any], work: Work) -> list[dict[str, str]]:
-    """A digest of the settings and one of the prompt, for every prompt: a resumed run compares them."""
+    """Return, for every prompt, a digest of the settings and one of the prompt, which a resumed run compares."""
     settings = digest({**{name: params[name] for name in LAW}, **read_form(params)})
     return [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
 
 
 def _begin(work: Work, item: Item) -> None:
-    """A heading if there are several prompts, and the prompt."""
+    """Print a heading if there are several prompts, and the prompt unless the answer echoes it."""
     if len(work.items) > 1:
         gap = "" if item is work.good[0] else "\n"
         print(f"{gap}==> {item.where} <==")
     if not work.options["echo"]:
-        # What answers a source does not continue it.
+        # An encoder-decoder's answer does not continue its source, so it begins on a new line.
         print(item.shown, end="\n" if work.engine.frame else "", flush=True)
 
 
 def _summarize(completions: Sequence[Completion]) -> None:
-    """Return a line of figures for a person who watches."""
+    """Print a line of figures to stderr if it is a terminal."""
     screen = console(stderr=True)
     if not screen.is_terminal or not completions:
         return

@@ -1,4 +1,4 @@
-"""Options that several commands share: names, help and limits."""
+"""The options that several commands share, with their names, help texts and limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
 
 def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
-    """An option in a panel of the help, whose text is shown as it is: [plot] is no style."""
+    """Return a typer option in a panel of the help; its text is escaped, so that [plot] is not read as a rich style."""
     return typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)
 
 
@@ -27,7 +27,7 @@ def _option(panel: str, metavar: str | None, help: str, *names: str, **settings:
 
 
 def parse_gamma(text: int | str) -> int | str:
-    """ "5" -> 5, "auto" -> "auto"; a default comes as it is."""
+    """Parse --gamma: "5" -> 5, "auto" -> "auto"; a default value is returned unchanged. Raises typer.BadParameter."""
     if text == "auto" or isinstance(text, int):
         return text
     if not text.isdecimal():
@@ -36,7 +36,10 @@ def parse_gamma(text: int | str) -> int | str:
 
 
 def parse_device_map(text: Any) -> Any:
-    """ "auto" -> "auto"; '{"model.layers": 0, "": "cpu"}' -> the dictionary."""
+    """Parse --device-map: "auto" -> "auto"; '{"model.layers": 0, "": "cpu"}' -> the dictionary.
+
+    Raises typer.BadParameter for invalid JSON and for values that are no devices.
+    """
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:
@@ -49,7 +52,7 @@ def parse_device_map(text: Any) -> Any:
 
 
 def parse_precision(text: str) -> str:
-    """ "int4?group=64" as it is. Raises typer.BadParameter for what is no precision of weights."""
+    """Check a precision of weights such as "int4?group=64" -> its text. Raises typer.BadParameter for anything else."""
     from slipstream.kernels.quantization import Precision
 
     try:
@@ -202,7 +205,7 @@ ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON objec
 
 
 class SamplingOptions:
-    """The options of sampling that commands which write text have in common, with their defaults."""
+    """The sampling options of all commands that generate text, with their defaults."""
 
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
@@ -223,7 +226,7 @@ class SamplingOptions:
 
 
 class TargetOptions:
-    """How the target is loaded, beyond its type and device."""
+    """The options for loading the target, beside its dtype and device."""
 
     quantize: Quantize = None
     device_map: DeviceMap = None
@@ -232,7 +235,7 @@ class TargetOptions:
 
 
 class FormOptions:
-    """The form that answers have to have: at most one of these is given."""
+    """The options for structured output, of which at most one is given."""
 
     json_schema: JsonSchemaFile = None
     regex: Regex = None
@@ -241,7 +244,7 @@ class FormOptions:
 
 
 class BeamOptions:
-    """Beam search in place of sampling."""
+    """The options of beam search, which replaces sampling."""
 
     num_beams: NumBeams = None
     length_penalty: LengthPenalty = None
@@ -250,7 +253,7 @@ class BeamOptions:
 
 
 def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `groups` besides its own; it finds their values in `context.params`."""
+    """Return a decorator that adds the options of `groups` to a command, whose values are in `context.params`."""
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -277,7 +280,7 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def parse_tree(text: str | None) -> tuple[int, ...] | None:
-    """ "3,2,1" -> (3, 2, 1). Raises ValueError for anything else."""
+    """Parse --tree: "3,2,1" -> (3, 2, 1), None -> None. Raises ValueError for anything else."""
     if text is None:
         return None
     try:
@@ -287,14 +290,13 @@ def parse_tree(text: str | None) -> tuple[int, ...] | None:
 
 
 def placed(context: typer.Context) -> dict[str, Any]:
-    """What `load` gets of the options in `TargetOptions`: those that were given, so that a loaded target can do
-    without."""
+    """Return the arguments of `load` for the options in `TargetOptions` that were given; others are left out."""
     found = {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
     return {**found, "tp_plan": "auto"} if found.pop("tensor_parallel", False) else found
 
 
 def shaped(context: typer.Context) -> dict[str, Any]:
-    """What `load` gets as tree and gamma: with a tree, the gamma that nobody gave is none."""
+    """Return the arguments of `load` for tree and gamma; with a tree, the default gamma is replaced by None."""
     tree, gamma = parse_tree(context.params["tree"]), context.params["gamma"]
     if tree and "gamma" not in given(context):
         gamma = None
@@ -302,7 +304,7 @@ def shaped(context: typer.Context) -> dict[str, Any]:
 
 
 def given(context: typer.Context) -> dict[str, str]:
-    """The parameters that the user gave, by name, as they are written: {"top_k": "--top-k", "prompts": "PROMPT"}."""
+    """Return the parameters that the user gave, with their spelling: {"top_k": "--top-k", "prompts": "PROMPT"}."""
     found = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -313,6 +315,6 @@ def given(context: typer.Context) -> dict[str, str]:
 
 
 def refuse_others(context: typer.Context, allowed: Collection[str], mode: str) -> None:
-    """Raises ValueError if the user gave anything that a mode of the command, named in a sentence, does not use."""
+    """Raises ValueError if the user gave a parameter outside `allowed`; `mode` begins the sentence of the error."""
     if others := [written for name, written in given(context).items() if name not in allowed]:
         raise ValueError(f"{mode}, so {', '.join(others)} cannot be used with it: leave that out.")

@@ -1,4 +1,4 @@
-"""`slipstream serve`: an OpenAI-compatible server for one target and its draft."""
+"""The command `slipstream serve`: an OpenAI-compatible server for one target and its draft."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def serve(
 
 
 def _recipe(context: typer.Context) -> Recipe:
-    """From which the server is made. Raises ValueError for options that cannot be."""
+    """Return the recipe from which the server is built. Raises ValueError for impossible options."""
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
 
@@ -165,12 +165,12 @@ def _recipe(context: typer.Context) -> Recipe:
 
 
 def read_template(file: Path | None) -> str | None:
-    """The text of a chat template; None where no file is given."""
+    """Return the text of a chat template; None if no file is given."""
     return file.read_text(encoding="utf-8") if file else None
 
 
 def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
-    """Serve by replicas on a Ray cluster -> the exit code."""
+    """Serve with replicas on a Ray cluster -> the exit code."""
     if params["access_log"]:
         raise ValueError("--access-log is one server's: replicas leave it to Ray's logs.")
     if not find_spec("ray"):
@@ -180,17 +180,17 @@ def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
     from slipstream.serve.sockets import listen
 
     scale = Scale.read(params["replicas"] or "1")
-    with listen(params["host"], params["port"]) as listener:  # Ray wants to know the port beforehand
+    with listen(params["host"], params["port"]) as listener:  # Ray needs a port number, so 0 becomes a free one
         port = listener.getsockname()[1]
     return Cluster(params["ray_address"], params["host"], port).run_to_end(recipe, scale)
 
 
 def served_models(context: typer.Context) -> dict[str, Any]:
-    """The arguments of `slipstream.load` that a command's options give, for models that serve many requests."""
+    """Return the arguments of `slipstream.load` for a command's options, for models that serve many requests."""
     params = context.params
     names = ("target", "draft", "verify", "dtype", "device", "compile", "task", "plan")
     found = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
-    if params["plan"]:  # it says what nobody gave
+    if params["plan"]:  # the plan sets what was not given
         sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
         found |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
     return found
@@ -203,14 +203,14 @@ def _log(path: str | None) -> Any:
 
 
 def needed(command: str = "the server") -> None:
-    """Raises ValueError, which tells how to install them, if the server's libraries are not there."""
+    """Raises ValueError with the command to install them if libraries of the server are missing."""
     libraries = ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx")
     if missing := [name for name in libraries if not find_spec(name)]:
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'slipstream[serve]'.")
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """ "512M" -> 536870912; K, M and G are powers of 1024. Raises ValueError for anything else."""
+    """Parse a number of bytes: "512M" -> 536870912; K, M and G are powers of 1024. Raises ValueError otherwise."""
     found = re.fullmatch(r"(\d{1,15})([KMG]?)i?B?", text.strip(), re.IGNORECASE)
     if not found:
         raise ValueError(f"{name} {text!r} is no number of bytes: write it as 16777216, 512M or 4G.")
