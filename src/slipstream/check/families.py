@@ -1,8 +1,8 @@
-"""Which architectures of the installed transformers work: tiny random models of each are made, run and compared.
+"""Checks which architectures of the installed transformers work, with tiny random models of each.
 
-Three ragged prompts together, drafts of four tokens of which every other round's are wrong, greedy, against
-transformers' own `generate` of each prompt alone. Every architecture runs in a process of its own, so that a crash or
-one that never ends is seen as such.
+Three prompts of different lengths are decoded greedily in one batch, with drafts of four tokens that are wrong in every
+other round, and compared with transformers' own `generate` of each prompt alone. Every architecture runs in a process
+of its own, so that a crash or an endless run affects only itself.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
 TOKENS, GAMMA = 12, 4
 GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "max_new_tokens": TOKENS, "pad_token_id": 0}
 SECONDS = 60.0
-"""How long one architecture may take."""
+"""The time limit of one architecture, in seconds."""
 
 VERDICTS = ("works", "refused", "differs", "fails", "not tried")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of models that writes text, with its configuration, and whether it stands among those that read another
-    text, or a sound, first, or among those that see images too (and are tried on texts)."""
+    """A model class that generates text, with its configuration class.
+
+    `encoder`: it is listed as an encoder-decoder, which reads a text or sound first. `vision`: it is listed among
+    models that read images too; it is tried on texts.
+    """
 
     config: Any
     kind: Any
@@ -60,19 +63,19 @@ class Architecture:
 
     @property
     def family(self) -> str:
-        """The type that transformers calls it by."""
+        """The model type in transformers, such as "llama"."""
         return self.config.model_type
 
     @property
     def name(self) -> str:
-        """The name of the class."""
+        """The name of the model class."""
         return self.kind.__name__
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an architecture. The verdict is one of `VERDICTS`; `way` is how it rolls back, `why` the reason
-    where it does not work, in one sentence."""
+    """The result for an architecture. The verdict is one of `VERDICTS`; `way` is how its cache is rolled back, and
+    `why` the reason if it does not work, in one sentence."""
 
     family: str
     name: str
@@ -85,7 +88,10 @@ class Outcome:
 
 
 def architectures(names: Sequence[str] = ()) -> list[Architecture]:
-    """All of the installed transformers, or those of these families or classes. Raises ValueError for unknown names."""
+    """List the architectures of the installed transformers, or those of the families or classes named.
+
+    Raises ValueError for unknown names.
+    """
     found = []
     for encoder, vision, mapping in (
         (False, False, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -106,7 +112,7 @@ def architectures(names: Sequence[str] = ()) -> list[Architecture]:
 
 
 def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[Outcome]:
-    """Try each in a process of its own, for at most so many seconds."""
+    """Try each architecture in a process of its own, for at most `seconds`, and yield the outcomes."""
     ways = multiprocessing.get_all_start_methods()
     processes = multiprocessing.get_context("fork" if "fork" in ways else None)
     for each in chosen:
@@ -133,16 +139,16 @@ def _send(architecture: Architecture, answers: Connection) -> None:
 
 
 def attempt(architecture: Architecture) -> Outcome:
-    """Try one, in this process."""
+    """Try one architecture in this process."""
     blank = _failed(architecture, "")
     try:
         model = tiny_model(architecture.kind, tiny_config(architecture.config))
         asked = _requests(bool(model.config.is_encoder_decoder))
         wanted = [_generated(model, each) for each in asked]
-    except Exception as error:  # of any kind: what a family needs beside small sizes
+    except Exception as error:  # any error: some families need more than small sizes
         return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
     try:
-        named = type(model.config) is architecture.config  # else transformers' own automatic classes do not know it
+        named = type(model.config) is architecture.config  # else transformers' automatic classes cannot load it
         target = _by_name(model) if named else load_scorer(model)
         decoder = Decoder(target, EveryOther(ModelDrafter(load_scorer(model))), controller=Fixed(GAMMA))
         rows = generate(decoder, asked)
@@ -157,7 +163,7 @@ def attempt(architecture: Architecture) -> Outcome:
 
 
 def _by_name(model: Any) -> Any:
-    """The Scorer of a model that was saved, and is loaded from its folder as users do."""
+    """Save a model and load its Scorer from the folder, as users do."""
     with TemporaryDirectory() as folder:
         place = Path(folder) / type(model).__name__
         model.save_pretrained(place)
@@ -173,12 +179,13 @@ def _failed(architecture: Architecture, why: str) -> Outcome:
 
 
 def _text(name: int, count: int) -> tuple[int, ...]:
-    """A random text without the first tokens, which are padding, begin and end."""
+    """Return `count` random tokens; `name` is the seed. The first four ids (padding, BOS, EOS) are left out."""
     return tuple(torch.randint(4, VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist())
 
 
 def _requests(encoder: bool) -> list[Request]:
-    """Three prompts of different lengths, across the window of a tiny model, and with an encoder sources beside."""
+    """Return requests with three prompts of different lengths, some beyond a tiny model's window; with sources if
+    `encoder`."""
     lengths, sources = (15, 3, 9), (6, 17, 2)
     return [
         Request(
@@ -192,7 +199,7 @@ def _requests(encoder: bool) -> list[Request]:
 
 
 def _generated(model: Any, request: Request) -> list[int]:
-    """The tokens of transformers' own greedy decoding. Raises ValueError if they end early."""
+    """Return the output tokens of transformers' own greedy decoding. Raises ValueError if it ends early."""
     for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, name, None)
     prompt, source = torch.tensor([request.prompt]), request.source
@@ -206,13 +213,13 @@ def _generated(model: Any, request: Request) -> list[int]:
 
 
 class EveryOther:
-    """Drafts of another drafter, which are wrong from the second token on in every other round, in every other row."""
+    """Wraps a drafter and makes its drafts wrong at the second token, in every other round and every other row."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self._turns = inner, itertools.count()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The drafts, or wrong ones."""
+        """Return the inner drafter's draft, altered in every other round."""
         draft = self.inner.propose(context, gammas)
         if not next(self._turns) % 2:
             return draft
@@ -221,12 +228,12 @@ class EveryOther:
         return replace(draft, tokens=tokens, law=draft.law and Law(tokens=tokens))
 
     def observe(self, round: Round) -> None:
-        """Passed on."""
+        """Pass the round to the inner drafter."""
         self.inner.observe(round)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a table in Markdown, with how many there are of each."""
+    """Return the outcomes as a table in Markdown, after a count of the verdicts."""
     lines = ["| type | class | verdict | way, or why not |", "|---|---|---|---|"]
     for each in sorted(outcomes, key=lambda each: (each.vision, each.encoder, each.family, each.name)):
         why = " ".join(each.why.split()).replace("|", "/")
@@ -235,7 +242,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def counted(outcomes: Sequence[Outcome]) -> str:
-    """How many outcomes there are of each kind, in a sentence or two."""
+    """Return the number of outcomes per kind and verdict, as one to three sentences."""
     parts = []
     for sort, what in (((False, False), "causal"), ((True, False), "encoder-decoder"), ((False, True), "vision")):
         some = [each.verdict for each in outcomes if (each.encoder, each.vision) == sort]

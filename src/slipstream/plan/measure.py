@@ -1,8 +1,8 @@
-"""Acceptance, costs and memory, measured in real rounds on the caches that decoding uses.
+"""Measures acceptance, costs and memory in real rounds, on the caches that decoding uses.
 
-Plain runs and runs of every drafter take turns, text by text, so that a drift of the machine meets all alike. A run of
-a drafter sweeps: every third round asks for the most tokens, the others for 1, 2, ... in turn. So one run tells how
-many tokens are kept and what rounds of every width cost.
+Plain runs and runs of every drafter alternate text by text, so that changes of the machine's speed affect all alike. A
+run of a drafter sweeps: every third round asks for the most tokens, the others for 1, 2, ... in turn. So one run
+measures both the acceptance and the cost of rounds of every width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.measure.timing import Beat, beats
 from slipstream.plan.predict import PlanCosts, Tally, between
 
 Step = Callable[[str], None]
-"""Told the name of what begins."""
+"""A callback that receives the name of each step as it begins."""
 
 
 # ---- a drafter in its turns ------------------------------------------------------------------------------------------
@@ -38,30 +38,32 @@ Step = Callable[[str], None]
 class Sweep:
     """A controller that asks for the most in every third round and for 1, 2, ... in turn in the others.
 
-    `start` is the place in that cycle where it begins.
+    `start` is the position in that cycle where it begins.
     """
 
     most: int
     start: int = 0
 
     def init(self) -> int:
-        """The place in the cycle."""
+        """Return the first state, a position in the cycle."""
         return self.start
 
     def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
-        """Return one draft length for all rows, taken from the state's place in the cycle."""
+        """Return one draft length for all rows, by the state's position in the cycle."""
         third, rest = divmod(state, 3)
         return [1 + (2 * third + rest - 1) % self.most if rest else self.most] * len(rows)
 
     def update(self, state: int, round: Round) -> int:
-        """Move on to the next place in the cycle."""
+        """Return the next position in the cycle."""
         return state + 1
 
 
 @dataclass(frozen=True)
 class PlanTask:
-    """A piece of work: `texts` of token ids, at most `rows` at a time, `length` new tokens for each, EOS ignored. With
-    a `frame`, the texts are sources."""
+    """The texts to measure on: `texts` of token ids, in batches of at most `rows`, with `length` new tokens for each.
+
+    EOS is ignored. With a `frame`, the texts are sources of an encoder-decoder.
+    """
 
     texts: tuple[tuple[int, ...], ...]
     rows: int
@@ -71,7 +73,7 @@ class PlanTask:
     frame: Frame | None = None
 
     def requests(self, places: Sequence[int], seed: int = 0) -> list[Request]:
-        """Requests for some of the texts. A text draws the same random numbers whatever it is batched with."""
+        """Return requests for some of the texts, whose random numbers do not depend on the batch."""
         seed += self.seed
         return [
             request_for(self.texts[place], self.sampler, self.length, copy=place, seed=seed, frame=self.frame)
@@ -79,22 +81,22 @@ class PlanTask:
         ]
 
     def parts(self) -> list[range]:
-        """Texts that are decoded in one call: one, or enough that new rows join while others run."""
+        """Return the texts of each call: one, or twice the batch size, so that new rows join while others run."""
         size = 1 if self.rows == 1 else 2 * self.rows
         return [range(start, min(start + size, len(self.texts))) for start in range(0, len(self.texts), size)]
 
 
 class Ledger:
-    """Counts of one text, see `Tally`."""
+    """The mutable counts of tested and kept tokens of one text; see `Tally`."""
 
     def __init__(self, most: int) -> None:
         self.tested, self.kept = [0] * most, [0] * most
         self.flow_tested, self.flow_kept = [0] * most, [0] * most
-        self.flowing = False  # the round before kept all it asked for
+        self.flowing = False  # whether the previous round kept its whole draft
         self.stats = Stats()
 
     def add(self, room: int, accepted: int) -> None:
-        """A round that asked for so many tokens, and had room for them."""
+        """Count a round that asked for `room` tokens and kept `accepted` of them."""
         for place in range(min(room, accepted + 1)):
             kept = place < accepted
             self.tested[place] += 1
@@ -105,13 +107,13 @@ class Ledger:
 
     @property
     def tally(self) -> Tally:
-        """The counts for good."""
+        """The counts as an immutable record."""
         counts = (tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
         return Tally(*counts, tuple(self.flow_tested), tuple(self.flow_kept))
 
 
 class Record:
-    """The measurements of one drafter, taken while it sweeps. `beats` come with the number of their part."""
+    """The measurements of one drafter during its sweep; `beats` are (number of the part, times of a round)."""
 
     def __init__(self, most: int, texts: int, rows: int) -> None:
         self.most, self.rows = most, rows
@@ -120,7 +122,7 @@ class Record:
         self.lengths: list[int] = []
 
     def take(self, round: Round, beat: Beat, part: int, places: Sequence[int]) -> None:
-        """Count a round; its time counts if the batch was full."""
+        """Count the acceptance of a round, and record its time if the batch was full."""
         if beat.rows == self.rows:
             self.beats.append((part, beat))
         for r, row in enumerate(round.rows):
@@ -131,8 +133,11 @@ class Record:
                 self.lengths.append(round.draft.lengths[r])
 
     def costs(self, calm: Sequence[tuple[int, Beat]]) -> PlanCosts:
-        """The rounds beside the plain ones, at one pace. What a new row costs the drafter is the median of what its
-        round took more."""
+        """Return the costs of the drafter beside plain decoding, corrected for changes of the machine's speed.
+
+        `calm` are the plain rounds. The startup cost of a new row is the median extra drafting time of the rounds in
+        which rows joined.
+        """
         pace = paces(calm)
         plain, ours = at_one_pace(calm, pace), at_one_pace(self.beats, pace)
         usual = PlanCosts(self.rows, plain, ours, tuple(self.lengths) or (0,))
@@ -142,12 +147,12 @@ class Record:
 
     @property
     def tallies(self) -> list[Tally]:
-        """Per text that was decoded."""
+        """The counts of every text that was decoded."""
         return [ledger.tally for ledger in self.ledgers if any(ledger.tested)]
 
 
 def paces(calm: Sequence[tuple[int, Beat]]) -> dict[int, float]:
-    """Part -> how much slower than usual the machine was: its median plain round over the median of all parts."""
+    """Return the relative slowness of the machine per part: its median plain round over the median of all parts."""
     parts: dict[int, list[float]] = {}
     for part, beat in calm:
         parts.setdefault(part, []).append(beat.seconds)
@@ -157,13 +162,13 @@ def paces(calm: Sequence[tuple[int, Beat]]) -> dict[int, float]:
 
 
 def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tuple[Beat, ...]:
-    """Rounds as if the machine had been at its usual pace: what ran within the same second is compared."""
+    """Return the rounds with times divided by the slowness of their part, as if the machine's speed were constant."""
     return tuple(beat.scaled(1 / pace.get(part, 1.0)) for part, beat in found)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The target's reading of prompts: so many tokens in so many seconds."""
+    """The target's prefill of prompts: the number of tokens, and the seconds it took."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -175,8 +180,8 @@ class Reading:
 def sweep(
     decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
 ) -> tuple[list[tuple[int, Beat]], list[Record], Reading]:
-    """Measure plain decoding and every drafter by turns -> plain rounds of full batches, a record per drafter, and how
-    the target read the prompts."""
+    """Measure plain decoding and every drafter in turns -> plain rounds of full batches, a record per drafter, and the
+    target's prefill."""
     records = [Record(most, len(task.texts), task.rows) for _ in drafters]
     calm: list[tuple[int, Beat]] = []
     reading = Reading()
@@ -200,7 +205,7 @@ def sweep(
 
 
 def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step) -> None:
-    """Run everything once, untimed, at every width, so that memory, graphs and caches are there."""
+    """Run plain decoding and every drafter at every width, untimed, so that memory, graphs and caches are allocated."""
     requests = task.requests(range(len(task.texts)))
     for drafter in (NoDraft(), *drafters):
         step("warm-up")
@@ -211,7 +216,7 @@ def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most:
 
 
 def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int) -> Decoder:
-    """The decoder with another drafter, controller and batch size."""
+    """Return the decoder with another drafter, controller and batch size."""
     return replace(decoder, drafter=drafter, controller=controller, batch_size=rows)
 
 
@@ -220,7 +225,7 @@ def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int)
 
 @dataclass(frozen=True)
 class Speed:
-    """The amount of work that ran in full batches: tokens, seconds, rounds, and rows times rounds."""
+    """The amount of work done in full batches: tokens, seconds, rounds, and target calls (rows times rounds)."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -247,7 +252,7 @@ class Speed:
 
 
 def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed]:
-    """Decode all texts with every decoder, taking turns part by part -> the speed of each in full batches."""
+    """Decode all texts with every decoder, in turns part by part -> the speed of each in full batches."""
 
     def run(decoder: Decoder, part: range) -> Speed:
         timed = beats(decoder, task.requests(part, seed))
@@ -258,7 +263,7 @@ def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed
 
 
 def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:
-    """Bytes of a model's weights, of its cache for one token, and for `tokens`; zeros for what is no model."""
+    """Return the bytes of a model's weights, of its cache per token and for `tokens`; zeros without a model."""
     model, each = getattr(scorer, "model", None), int(getattr(scorer, "bytes_per_token", 0))
     parts = (*model.parameters(), *model.buffers()) if model is not None else ()  # packed weights are buffers
     held = {id(part): part.numel() * part.element_size() for part in parts}

@@ -1,9 +1,9 @@
-"""Which size a new draft should have: measured costs of untrained models, and an acceptance that sizes promise.
+"""Chooses the size of a new draft, by the measured costs of untrained models and the acceptance predicted from sizes.
 
-An untrained draft costs what a trained one does. Its acceptance has to be guessed: Table 3 of the paper
+An untrained draft costs as much time as a trained one. Its acceptance has to be estimated: Table 3 of the paper
 (arXiv 2211.17192) has drafts of 0.07 % to 7 % of their targets' parameters, whose 1 - alpha falls as a power of that
-share. The exponent below is the mean over its targets and tasks, the level that of drafts a fourteenth of their target.
-So the order of the sizes is worth more than the speed-ups themselves: texts that are easier or harder move them all.
+share. The exponent below is the mean over its targets and tasks, the level that of drafts of a fourteenth of their
+target. So the order of the sizes is more reliable than the speed-ups: easier or harder texts change all of them.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from slipstream.training.distill import DraftCosts
 from slipstream.training.material import target_of
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35)
-"""Shares of the target's parameters that are tried where no size is given."""
+"""The shares of the target's parameters that are tried if no size is given."""
 
 EXPONENT = 0.105
 SHARE = 0.07
 REFUSED = {0.0: 0.22, 1.0: 0.30}
-"""1 - alpha of a draft with the SHARE of its target's parameters, by temperature."""
+"""The value of 1 - alpha of a draft with the SHARE of its target's parameters, by temperature."""
 
 
 def promised_alpha(share: float, temperature: float) -> float:
-    """The alpha that a draft with a share of its target's parameters promises, at temperature 0 or 1."""
+    """Return the predicted alpha of a draft with a share of its target's parameters, at temperature 0 or 1."""
     return max(0.0, 1.0 - REFUSED[temperature] * (share / SHARE) ** -EXPONENT)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A size that was measured: its `share` of the target's parameters, what it costs, and what it promises.
+    """A size that was measured: its `share` of the target's parameters, its costs, and its predicted speed-up.
 
-    `alpha`, `gammas` and `gains` (speed-ups over plain decoding) are those at temperature 0 and 1.
+    `alpha`, `gammas` and `gains` (speed-ups over plain decoding) are predictions at temperature 0 and 1.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Candidate:
 
     @staticmethod
     def of(name: str, share: float, costs: DraftCosts) -> Candidate:
-        """What a size promises by its costs (Theorem 3.8)."""
+        """Predict alpha, gamma and speed-up of a size from its costs (Theorem 3.8)."""
         alpha = tuple(promised_alpha(share, temperature) for temperature in REFUSED)
         most = len(costs.verify) - 1
         found = [costs.gain([one**position for position in range(1, most + 1)]) for one in alpha]
@@ -71,7 +71,7 @@ class Candidate:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the greatest speed-up; of equals the smaller one."""
+    """Return the candidate with the greatest speed-up; ties go to the smaller one."""
     return max(candidates, key=lambda one: (one.gain, -one.share))
 
 
@@ -83,7 +83,7 @@ def measure_candidates(
     mode: Mode,
     step: Callable[[str], None] = lambda what: None,
 ) -> list[Candidate]:
-    """Measure what models, by their names, cost as drafts beside the target of an engine -> what they promise.
+    """Measure the costs of models, given by name, as drafts for an engine's target -> a candidate for each.
 
     They draft up to `gamma` tokens a round behind texts (token ids), run in `mode`, and need not be trained.
     """
@@ -97,12 +97,12 @@ def measure_candidates(
 
 
 def _parameters(model: Any) -> int:
-    """How many parameters a model has, those that two parts share counted once; packed weights are buffers."""
+    """Return the number of a model's parameters; shared ones count once, and packed weights (buffers) are included."""
     return sum({id(part): part.numel() for part in (*model.parameters(), *model.buffers())}.values())
 
 
 NEW_TOKENS = 24
-"""Tokens written behind each text while costs are measured."""
+"""The number of tokens generated behind each text while costs are measured, or more for large gammas."""
 
 
 def draft_costs(
@@ -112,8 +112,10 @@ def draft_costs(
     gamma: int,
     step: Callable[[str], None] = lambda what: None,
 ) -> dict[str, DraftCosts]:
-    """What each drafter costs beside the target of an engine, from real rounds of up to `gamma` tokens behind texts
-    (token ids), one at a time."""
+    """Measure the costs of each drafter for an engine's target, in real rounds of up to `gamma` tokens.
+
+    The rounds continue `texts` (token ids), one at a time.
+    """
     task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
     plain, records, _ = sweep(engine.decoder, list(drafters.values()), task, gamma, step)
     found = {}
@@ -126,8 +128,10 @@ def draft_costs(
 
 
 def _rising(measured: Sequence[float]) -> list[float]:
-    """The rising values nearest to measured ones, by pooling neighbours that fall: more tokens never cost less, and a
-    gamma shall not look good by chance."""
+    """Return the non-decreasing values nearest to measured ones, by pooling adjacent violators.
+
+    Verifying more tokens never costs less, so this keeps a gamma from looking cheap by chance.
+    """
     pools: list[tuple[float, int]] = []
     for value in measured:
         pools.append((value, 1))
@@ -140,11 +144,11 @@ def _rising(measured: Sequence[float]) -> list[float]:
 # ---- what was chosen -------------------------------------------------------------------------------------------------
 
 CHOICE = "size.json"
-"""The file in the folder of a training that says which size was chosen, so that resuming it does not choose anew."""
+"""The file in a training's folder that stores the chosen size, so that a resumed training keeps it."""
 
 
 def save_choice(folder: Path, candidates: Sequence[Candidate], chosen: Candidate) -> None:
-    """Write what was measured, and which size was taken."""
+    """Write the measured candidates and the chosen one to a training's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / CHOICE) as part:
         record = {"chosen": chosen.name, "candidates": [asdict(one) for one in candidates]}
@@ -152,7 +156,7 @@ def save_choice(folder: Path, candidates: Sequence[Candidate], chosen: Candidate
 
 
 def read_choice(folder: Path) -> tuple[list[Candidate], Candidate] | None:
-    """The candidates and the one that was taken; None if none was yet. Raises ValueError if the file is damaged."""
+    """Read the candidates and the chosen one; None if none is stored yet. Raises ValueError for a damaged file."""
     file = folder / CHOICE
     if not file.exists():
         return None
