@@ -1,4 +1,4 @@
-"""The plane of baselines: speed over plain decoding against the distance from the target's law, ours among them."""
+"""The plane of baselines: speed over plain decoding against the distance from the target's law, for all methods."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slipstream.paper.runs.methods import BLOCKWISE, EXITS, SOURCES
 from slipstream.paper.tables import TEMPERATURES, about
 
 METHODS_TRAINED = (BLOCKWISE, EXITS, SOURCES)
-"""Methods whose models are trained where the stand-ins lie."""
+"""The methods that need trained models, which are kept in the folder of the stand-ins."""
 
 
 def baselines(lab: Lab) -> Sheet:
-    """All methods over their settings, on the embedded pair and on the tasks that were given."""
+    """Return the sheet of all methods over their settings, on the embedded pair and on the tasks that were given."""
     rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     trained = lab.inputs.standins is not None
     for task in (WRITING, *([EDITING] if trained else []), *lab.tasks):
@@ -45,7 +45,7 @@ def _row(found: dict[str, Any], row: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 def _curves(found: dict[str, Any]) -> list[Curve]:
-    """A line for each method, from setting to setting."""
+    """Return a curve for each method, through its settings in order of distance."""
     group, lines = f"{found['subject']}, temperature {found['temperature']:g}", []
     for method in dict.fromkeys(row["method"] for row in found["rows"][1:]):
         points = sorted((r["distance"], r["over_plain"]["median"]) for r in found["rows"] if r["method"] == method)
@@ -89,4 +89,4 @@ TRAINED_NOTES = (
     "apart. `edits`: functions of Python's standard library with one to three slips, to be written without them, by "
     "copies of the embedded pair that were taught that.",
 )
-"""What the methods are that need training."""
+"""Notes that explain the methods that need training."""

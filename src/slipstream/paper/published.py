@@ -1,4 +1,4 @@
-"""The figures that the paper printed (arXiv 2211.17192), to compare ours with. No figure of ours stands here."""
+"""The figures printed in the paper (arXiv 2211.17192), to compare ours with; none of our own figures are here."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Lenient(NamedTuple):
 
 
 TRANSLATION, SUMMARIES, WRITING, DIALOG = "translation", "lead", "embedded", "dialog"
-"""Our names for the paper's tasks: WMT English-German, CNN/DailyMail, lm1b, and the one that we have no match for."""
+"""Our names for the paper's tasks: WMT English-German, CNN/DailyMail, lm1b, and dialog, for which we have no task."""
 
 EDITING = "edits"
-"""A task of the baselines alone, whose answers resemble their sources as grammar correction's do."""
+"""A task for the baselines only, whose answers resemble their sources, as in grammar correction."""
 
 TASKS = {TRANSLATION: "EnDe", SUMMARIES: "CNN/DM", WRITING: "lm1b", DIALOG: "dialog"}
 TABLE_1 = (
@@ -114,12 +114,12 @@ BASELINES = {
     "Shallow Aggressive Decoding": "about 10x (grammar correction)",
     "Blockwise Parallel Decoding": "1.72x to 3.31x, BLEU 28.95 to 27.40",
 }
-"""What the methods' own papers report, on their models, tasks and machines; nothing where no one figure tells it."""
+"""The speed-ups in the methods' own papers, on their models, tasks and machines; "" if there is no single figure."""
 
 FIGURE_1 = (38, 9)
-"""Tokens, and serial runs of the target that made them."""
+"""The numbers of tokens and of serial target runs in Figure 1."""
 
 FIGURE_5_GAMMAS = (7, 3)
 
 GAMMAS = (3, 5, 7)
-"""The numbers of drafted tokens among which the paper chose in Table 2."""
+"""The gammas among which the paper chose in Table 2."""

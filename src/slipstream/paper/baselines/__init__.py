@@ -1,1 +1,1 @@
-"""The methods that the paper is compared with, each by its own rule or with its own models. No engine uses them."""
+"""Methods of other papers to compare with, each with its own rule or its own models; engines do not use them."""

@@ -1,4 +1,4 @@
-"""A draft model whose scores go along with its draft, and which may stop where it is unsure."""
+"""A drafter that keeps the draft model's scores in its draft, and may stop drafting where the model is unsure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from slipstream.drafters.sampled import law_of
 
 
 class ScoredDrafter:
-    """Samples chains from a model as `ModelDrafter` does, and keeps the scores behind greedy choices, which say how
-    sure the model was. With `sure`, a row's chain ends before the first token whose most probable one has less than
-    that chance: known before the token is drawn.
+    """Samples chains from a model like `ModelDrafter`, and keeps the scores of greedy choices, to compute confidence.
 
-    Several of them may share one `follower`, by turns.
+    With `sure`, a row's chain ends at the first position where the most probable token has a lower probability than
+    that, which is known before the token is drawn. Several drafters may use one `follower` in turns.
     """
 
     on_target_rows = False
@@ -30,15 +29,15 @@ class ScoredDrafter:
 
     @property
     def scorer(self) -> object:
-        """The model."""
+        """The Scorer of the draft model."""
         return self.follower.scorer
 
     def release(self) -> None:
-        """Forget all rows."""
+        """Free all rows of the model's cache."""
         self.follower.follow(())
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` tokens per row."""
+        """Draft up to `gammas[r]` tokens per row, fewer where the model is unsure."""
         if not any(gammas):
             return Draft.empty(len(context.rows), self.follower.scorer.device)
         self.follower.follow(context.rows, context.watch)
@@ -60,20 +59,20 @@ class ScoredDrafter:
         return Draft(tokens, Law.join(laws, 1), tuple(lengths), windowed)
 
     def observe(self, round: Round) -> None:
-        """Forget drafted tokens that were not kept."""
+        """Roll the model's cache back to the tokens that the round kept."""
         self.follower.rollback(round)
 
     def _law(self, context: Context, logits: Tensor, tokens: Tensor) -> Law:
         return law_of(context, pad_vocabulary(logits, self.vocab), tokens, self.follower.scorer.name)
 
     def _goes_on(self, law: Law, lengths: Sequence[int], wanted: Sequence[int]) -> list[bool]:
-        """The rows that draft one more token: those whose chain has reached here, is not full, and are sure."""
+        """Return which rows draft one more token: those whose chain has not ended, is not full, and is sure."""
         here, sure = max(lengths, default=0), (confidence(law)[:, -1] >= self.sure).tolist()
         return [length == here < most and yes for length, most, yes in zip(lengths, wanted, sure, strict=True)]
 
 
 def probabilities(law: Law) -> Tensor:
-    """(rows, positions, vocab): the law's weights, or those that a greedy choice was made among."""
+    """Return the law's probabilities (rows, positions, vocab); for a greedy law, the softmax of its scores."""
     if law.probs is not None:
         return law.probs
     assert law.scores is not None, "a greedy law without its scores"
@@ -81,5 +80,5 @@ def probabilities(law: Law) -> Tensor:
 
 
 def confidence(law: Law) -> Tensor:
-    """The chance of the most probable token, (rows, positions)."""
+    """Return the probability of the most probable token, (rows, positions)."""
     return probabilities(law).amax(-1)

@@ -1,7 +1,7 @@
-"""Confident adaptive language modeling (CALM, arXiv 2207.07061): a pass leaves after the first layer that is sure.
+"""Confident adaptive language modeling (CALM, arXiv 2207.07061): a pass exits after the first confident layer.
 
-The layers that it skips get keys and values from the state it left with (section 3.2 there: states are copied upwards),
-so that later tokens attend to every token in every layer.
+The skipped layers get keys and values from the state at the exit (section 3.2 there: states are copied upwards), so
+that later tokens attend to every token in every layer.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ from slipstream.core.round import Context, Round
 from slipstream.models.layers import find_layers
 
 STEEPNESS = 4.0
-"""How fast the threshold falls along a text (tau of eq. 5)."""
+"""The rate at which the threshold falls along a text (tau of eq. 5)."""
 
 Confidence = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], float]
-"""(states before and behind a layer, (1, 1, width) both; the model's norm and head) -> how sure it is, 0 to 1."""
+"""A function of the states before and behind a layer, (1, 1, width), and of the norm and head, that returns the
+confidence of exiting there, 0 to 1."""
 
 
 def softmax_gap(before: Tensor, behind: Tensor, head: Callable[[Tensor], Tensor]) -> float:
-    """The distance of the two most probable tokens' chances, if this layer were the last."""
+    """Return the difference between the two highest token probabilities if this layer were the last."""
     first, second = head(behind).float().softmax(-1).topk(2).values.flatten().tolist()
     return first - second
 
 
 def saturation(before: Tensor, behind: Tensor, head: Callable[[Tensor], Tensor]) -> float:
-    """The cosine of the states before and behind the layer."""
+    """Return the cosine similarity of the states before and behind the layer."""
     return float(functional.cosine_similarity(before.flatten(), behind.flatten(), dim=0))
 
 
 @dataclass(frozen=True)
 class ExitRule:
-    """Leave after a layer whose confidence has reached `threshold`, which falls along a text of `length` tokens."""
+    """The rule to exit after a layer whose confidence reaches `threshold`, which falls along `length` output tokens."""
 
     confidence: Confidence
     threshold: float
     length: int
 
     def bar(self, place: int) -> float:
-        """The threshold for token `place` of the output (eq. 5)."""
+        """Return the threshold for token `place` of the output (eq. 5)."""
         falling = math.exp(-STEEPNESS * place / self.length)
         return min(1.0, max(0.0, 0.9 * self.threshold + 0.1 * falling))
 
 
 class Exits:
-    """A model that may leave after any of its layers while it decodes a text; with no `rule` it runs them all.
+    """A model that may exit after any of its layers while it decodes a text; without a `rule` it runs all layers.
 
-    The model is changed for good. Its passes over several tokens, as those over prompts, run all layers.
+    The model is changed permanently. Passes over several tokens, such as prefill, run all layers.
     """
 
     def __init__(self, target: HasModel) -> None:
@@ -67,14 +68,14 @@ class Exits:
             raise ValueError(f"{target.name} is no Llama: early exits are made for the embedded target's kind.")
         self.layers = len(layers)
         self.rule: ExitRule | None = None
-        self.place = 0  # of the token that is decoded, in the output
+        self.place = 0  # the position of the present token in the output
         self.passes, self.layers_run = 0, 0
         self._left = False
         for number in range(self.layers):
             layers[number] = _Leaving(layers[number], number, self)
 
     def runs(self, number: int, hidden: Tensor) -> bool:
-        """Whether a layer runs in this pass."""
+        """Return whether a layer runs in this pass, and count it."""
         if number == 0:
             self._left = False
             self.passes += hidden.shape[1] == 1
@@ -82,7 +83,7 @@ class Exits:
         return not self._left
 
     def look(self, number: int, before: Tensor, behind: Tensor) -> None:
-        """Leave behind this layer if it is sure and the pass decodes one token."""
+        """Exit after this layer if its confidence suffices and the pass decodes one token."""
         if self.rule is not None and before.shape[:2] == (1, 1) and number < self.layers - 1:
             self._left = self.rule.confidence(before, behind, self._head) >= self.rule.bar(self.place)
 
@@ -91,12 +92,12 @@ class Exits:
 
 
 class _Leaving(nn.Module):
-    """A layer that runs, or only writes the keys and values of the state that a pass left with."""
+    """A layer that either runs, or only writes keys and values computed from the state at the exit."""
 
     def __init__(self, layer: LlamaDecoderLayer, number: int, exits: Exits) -> None:
         super().__init__()
         self.layer, self.number = layer, number
-        self._exits = (exits,)  # in a tuple: no module of its own
+        self._exits = (exits,)  # in a tuple, so that torch does not register it
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         exits = self._exits[0]
@@ -115,17 +116,17 @@ class _Leaving(nn.Module):
 
 
 class ExitClock:
-    """Drafts nothing, and sets the exits' rule and the place in the text that they decode. One row at a time."""
+    """A drafter that drafts nothing, and sets the rule and the output position of `Exits`; for one row at a time."""
 
     def __init__(self, exits: Exits, rule: ExitRule | None) -> None:
         self.exits, self.rule = exits, rule
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """An empty draft."""
+        """Set the rule and the position for this round, and return an empty draft."""
         (row,) = context.rows
         self.exits.rule, self.exits.place = self.rule, len(row.output)
         return Draft.empty(1, torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
-        """Between texts, all layers run."""
+        """Remove the rule, so that all layers run between rounds."""
         self.exits.rule = None

@@ -1,7 +1,8 @@
-"""Lossy rules of other papers, as verifiers: what each lets pass, and how far its law is from the target's.
+"""Lossy rules of other papers as verifiers, which also report how far their law is from the target's.
 
-Each reports `distance`, the total variation of the law by which it emits the token of a position from the target's, for
-greedy decoding 1 where another token than the target's may stand. They work on chains, and are no rules of the engine.
+Each reports `distance`, the total variation between the law by which it emits the token of a position and the target's;
+for greedy decoding it is 1 where a token other than the target's is accepted. They work on chains, and engines do not
+use them.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def cascade(alpha: float) -> Verifier:
 
 
 def committee(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Wisdom of committees (arXiv 2012.01988), token by token: what the smaller model drafted stands, for it drafts
-    only where it is sure (`ScoredDrafter`); the next token is the target's."""
+    """Accept every drafted token, as in Wisdom of committees (arXiv 2012.01988), token by token.
+
+    The smaller model drafts only where it is sure (`ScoredDrafter`); the next token is the target's.
+    """
     if draft.law is None:
         return acceptance.nothing_drafted(p)
     ours = p.first(draft.law.positions)
@@ -73,7 +76,7 @@ def committee(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def _verdict(passed: Tensor, p: Law, draft: Draft, moved: Tensor) -> Verdict:
-    """What passed stands up to the first that did not; the next token is the target's own, whichever stood."""
+    """Accept tokens up to the first that has not passed; the next token is drawn from the target's law p."""
     assert draft.law is not None
     accepted = acceptance.leading(passed, draft)
     verdict = Verdict(accepted, p.at(accepted).bare(), acceptance.beta(p, draft.law.bare()))
@@ -81,7 +84,7 @@ def _verdict(passed: Tensor, p: Law, draft: Draft, moved: Tensor) -> Verdict:
 
 
 def _priced(verdict: Verdict, draft: Draft, moved: Tensor | None = None) -> Verdict:
-    """The verdict with its price; none is 0."""
+    """Return the verdict with the distances `moved` (rows, positions); None means 0 everywhere."""
     none = torch.zeros(draft.tokens.shape, device=draft.tokens.device)
     apart = none if moved is None else moved.float()
     return Verdict(verdict.accepted, verdict.law, verdict.beta, none.bool(), apart)

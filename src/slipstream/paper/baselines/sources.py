@@ -1,4 +1,4 @@
-"""Shallow Aggressive Decoding's guesses (arXiv 2106.04970): the source is the draft of a text that resembles it."""
+"""The drafts of Shallow Aggressive Decoding (arXiv 2106.04970): the source is the draft of a text that resembles it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ended, sure
 
 Source = Callable[[Sequence[int]], Sequence[int]]
-"""Finds the source in the token ids of a prompt."""
+"""A function that returns the token ids of the source for the token ids of a prompt."""
 
 
 class SourceDrafter:
-    """Copies the rest of the source as long as the output is its beginning.
+    """Drafts the rest of the source as long as the output equals its beginning.
 
-    After the first difference a round is a plain step, until the last tokens of the output occur at one place of the
-    source alone: the fewest for which that holds. From there the rest of the source is copied again. How much of it at
-    once is the controller's to say; the paper copies all of it.
+    After the first difference nothing is drafted until the last tokens of the output (as few as suffice) occur at
+    exactly one place of the source. From there the rest of the source is copied again. The controller sets how many
+    tokens are copied at once; the paper copies all.
     """
 
     by_text = True
@@ -27,11 +27,11 @@ class SourceDrafter:
         self.source = source
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Up to `gammas[r]` copied tokens per row, none where the output has left the source."""
+        """Return up to `gammas[r]` copied tokens per row, none where the output has no unique place in the source."""
         return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
 
     def observe(self, round: Round) -> None:
-        """Nothing is remembered: the texts say it all."""
+        """Do nothing: drafts depend on the texts alone."""
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
         source = list(self.source(row.request.prompt))
@@ -40,7 +40,7 @@ class SourceDrafter:
 
 
 def continuation(source: Sequence[int], output: Sequence[int]) -> int | None:
-    """Where the source goes on from an output; None if the output has left it, or stands at its end."""
+    """Return the position at which the source continues an output; None if there is no unique one, or at its end."""
     source, output = list(source), list(output)
     if output == source[: len(output)]:
         return len(output) if len(output) < len(source) else None

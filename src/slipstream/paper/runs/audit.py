@@ -1,4 +1,4 @@
-"""How far the law of a method with a model of its own is from the target's: its texts, read again by the target."""
+"""Measures how far a method with a model of its own is from the target's law, by scoring its texts with the target."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slipstream.paper.runs.subjects import Subject
 
 
 class Laws:
-    """Decodes as `rounds` does, one text at a time, and keeps the law that every token was emitted by."""
+    """Decodes like `rounds`, one text at a time, and stores the law by which every token was emitted."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
         self._laws: list[Law] = []
 
     def play(self, decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
-        """The rounds."""
+        """Decode the requests, and yield the rounds."""
         for round in rounds(decoder, requests):
             assert round.p is not None and len(round.rows) == 1, "one text at a time, with models"
             self.rows[id(round.rows[0])] = round.rows[0]
@@ -31,7 +31,10 @@ class Laws:
             yield round
 
     def distances(self, subject: Subject, temperature: float) -> Tensor:
-        """The total variation of every token's law from the target's on the same prefix (tokens,)."""
+        """Return the total variation of every token's law from the target's on the same prefix, (tokens,).
+
+        At temperature 0 it is 1 for tokens that the target would not have chosen, and 0 for others.
+        """
         p = torch.cat([_target_laws(subject, row, temperature) for row in self.rows.values()])
         if not temperature:
             chosen = torch.cat([law.tokens[0] for law in self._laws if law.tokens is not None])
@@ -40,7 +43,7 @@ class Laws:
 
 
 def _target_laws(subject: Subject, row: Row, temperature: float) -> Tensor:
-    """The target's law at every token of the output, (tokens, vocab); at temperature 0 that of temperature 1."""
+    """Return the target's law at every token of the output, (tokens, vocab); for temperature 0 at temperature 1."""
     target = subject.engine.decoder.target
     logits = target.alone(row.tokens)[0, len(row.request.prompt) - 1 : -1]  # type: ignore[attr-defined]
     return (logits.float() / (temperature or 1.0)).softmax(-1)

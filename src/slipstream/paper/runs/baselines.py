@@ -1,4 +1,4 @@
-"""The plane of baselines: speed over plain decoding against the distance from the target's law, by turns."""
+"""The runs behind the plane of baselines: speed and distance from the target's law of all methods, in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.paper.runs.subjects import Subject
 
 @dataclass(frozen=True)
 class Course:
-    """How much is measured: the first `texts` sources, `repetitions` times, at one temperature."""
+    """The amount to measure: the first `texts` sources, `repetitions` times, at one temperature."""
 
     texts: int
     repetitions: int
@@ -29,7 +29,7 @@ class Course:
 
 
 def measure(subject: Subject, methods: Sequence[Method], course: Course, say: Callable[[str], Any]) -> dict[str, Any]:
-    """All methods, by turns, text by text -> a JSON object."""
+    """Measure all methods in turns, text by text -> a JSON object."""
     contenders = [ours(PLAIN, subject.plain), *(ours(each.name, each.decoder, each.gamma) for each in methods)]
     prompts = tuple(map(subject.engine.encode, subject.sources[: course.texts]))
     eos, frame = subject.engine.eos, subject.engine.frame
@@ -57,7 +57,7 @@ def measure(subject: Subject, methods: Sequence[Method], course: Course, say: Ca
 def _race(
     subject: Subject, contenders: Sequence[Contender], task: BenchTask, course: Course, say: Callable[[str], Any]
 ) -> list[Repetition]:
-    """Warm up, then all texts by turns -> the outputs of every repetition."""
+    """Warm up, then run all methods in turns, text by text -> the outputs of every repetition."""
 
     def run(contender: Contender, one: BenchTask) -> Output:
         say(f"{subject.name} at temperature {task.temperature:g}: {contender.name}")
@@ -75,14 +75,14 @@ def _race(
 
 
 def _pooled(outputs: Sequence[Output]) -> Output:
-    """One repetition of a contender: its texts together."""
+    """Return the outputs of a contender's texts in one repetition, pooled to one."""
     tokens, stats = [text for output in outputs for text in output.tokens], (output.stats for output in outputs)
     calls, seconds = sum(output.calls for output in outputs), sum(output.seconds for output in outputs)
     return Output(tokens, sum(stats, Stats()), calls, seconds)
 
 
 def _row(subject: Subject, contender: Contender, task: BenchTask, repeated: Sequence[Repetition]) -> dict[str, Any]:
-    """What one method did in all repetitions, and the quality of the first."""
+    """Return the figures of one method over all repetitions, with the text quality of the first."""
     found, runs = result(contender, task, repeated), [outputs[contender] for outputs in repeated]
     plain = next(output for one, output in repeated[0].items() if one.name == PLAIN)
     stats = sum((run.stats for run in runs), Stats())
@@ -105,7 +105,7 @@ def _texts(subject: Subject, output: Output) -> list[str]:
 
 
 def _about(subject: Subject, method: Method, task: BenchTask) -> dict[str, Any]:
-    """What a method is, and what only another run of it tells, which is not timed."""
+    """Return the method's name and setting, and, for a method with its own model, figures of another, untimed run."""
     about: dict[str, Any] = {"method": method.method, "setting": method.setting}
     if method.other:
         laws, exits = Laws(), method.exits

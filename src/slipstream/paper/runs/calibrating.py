@@ -1,4 +1,4 @@
-"""Thresholds of early exits for stated risks, on held-out texts."""
+"""Calibrates the thresholds of early exits for given risks, on held-out texts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from slipstream.paper.runs.quality import unlike
 from slipstream.paper.runs.subjects import Subject
 
 RISKS = (0.1, 0.25, 0.5)
-"""Mean distances from the text of all layers (1 - chrF) that are allowed."""
+"""The risks: allowed mean distances (1 - chrF) from the texts of all layers."""
 
 FAILURE = 0.05
-"""The chance that is allowed for a threshold to miss its risk."""
+"""The allowed chance that a threshold exceeds its risk."""
 
 THRESHOLDS = (1.1, 1.07, 1.04, 1.0, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0)
-"""The thresholds that are tried, the safest first. Above 1 the decay of a text never brings them below 0.9 of that."""
+"""The thresholds that are tried, the safest first; the decay along a text lowers each to no less than 0.9 of it."""
 
 
 def thresholds(subject: Subject, exits: Exits, first: int, texts: int, say: Callable[[str], Any]) -> dict[str, Any]:
-    """The lowest threshold of each confidence for each risk, None where none is shown to keep it -> a JSON object.
+    """Find the lowest threshold of each confidence for each risk, None if no threshold keeps it -> a JSON object.
 
-    The texts are greedy ones from the sources `first` to `first + texts`, which are not measured on later.
+    The texts are decoded greedily from the sources `first` to `first + texts`, which must not be measured on later.
     """
     requests = subject.requests(0.0, range(first, min(first + texts, len(subject.sources))))
 

@@ -1,4 +1,4 @@
-"""The methods of the plane of baselines, each at several settings, as decoders that run beside the target alone."""
+"""The methods in the plane of baselines, each at several settings, as decoders to compare with plain decoding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ SOURCES = "Shallow Aggressive Decoding"
 
 @dataclass(frozen=True)
 class Method:
-    """A method at one setting. `other`: it has a model of its own, so that only reading its texts with the target
-    tells how far its law is from the target's. `exits`, if it has such: which layers ran."""
+    """A method at one setting.
+
+    `other`: it has a model of its own, so the distance of its law must be measured by scoring its texts with the
+    target. `exits`: the model with early exits, if any, which counts the layers that ran.
+    """
 
     method: str
     setting: str
@@ -39,7 +42,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Method and setting."""
+        """The name of the method with its setting."""
         return f"{self.method}, {self.setting}" if self.setting else self.method
 
 
@@ -48,8 +51,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A rule at one setting for what a draft model proposes: its verifier, and how sure that model has to be to go on
-    (0: always)."""
+    """A rule for the tokens of a draft model, at one setting: its verifier, and the confidence that the draft model
+    needs to go on drafting (0: always)."""
 
     method: str
     setting: str
@@ -65,11 +68,11 @@ BASELINES = (
     *(Baseline("speculative cascade", f"alpha = {a:g}", cascade(a)) for a in (0.0, 0.3, 1.0)),
     *(Baseline("committee", f"tau = {t:g}", committee, t) for t in (0.9, 0.7, 0.5)),
 )
-"""Every rule over its own setting, so that none stands or falls with one choice of it."""
+"""Every rule at several values of its setting, so that no result depends on a single choice."""
 
 
 def drafted(subject: Subject, draft: str) -> list[Method]:
-    """All rules with one draft model, whose cache they use by turns."""
+    """Return all rules with one draft model, whose cache they use in turns."""
     follower, vocab = Follower(subject.lend(draft)), subject.engine.decoder.target.vocab
 
     def decoder(baseline: Baseline) -> Decoder:
@@ -86,11 +89,11 @@ def _drafting(plain: Decoder, drafter: Drafter, gamma: int, verify: Verifier = a
 # ---- Blockwise Parallel Decoding -----------------------------------------------------------------------------------
 
 BLOCKS = (2, 4, 6)
-"""Tokens of a block (k of Stern et al.): the base's own and those of the parallel heads."""
+"""The numbers of tokens in a block (k of Stern et al.): the base's own and those of the parallel heads."""
 
 
 def blockwise(subject: Subject, frozen: ParallelHeads, tuned: tuple[Engine, ParallelHeads]) -> list[Method]:
-    """Blocks of several sizes, proposed by heads on the frozen target and by heads that a copy of it learned with.
+    """Return Blockwise Parallel Decoding at several block sizes, on the frozen target and on a fine-tuned copy.
 
     The base checks a block by its most probable tokens, so this is for greedy decoding.
     """
@@ -111,7 +114,7 @@ CONFIDENCES = {"softmax gap": softmax_gap, "state saturation": saturation}
 
 
 def early_exits(subject: Subject, exits: Exits, thresholds: Sequence[dict[str, Any]]) -> list[Method]:
-    """Exits at calibrated thresholds, and the copy with the exits when it runs all of its layers."""
+    """Return CALM at calibrated thresholds, and the copy with exits running all of its layers."""
     rules: dict[str, ExitRule | None] = {"no exits": None}
     for each in thresholds:
         setting = f"{each['confidence']}, risk {each['risk']:g}"
@@ -122,7 +125,7 @@ def early_exits(subject: Subject, exits: Exits, thresholds: Sequence[dict[str, A
 
 
 def exiting(subject: Subject, exits: Exits, rule: ExitRule | None) -> Decoder:
-    """The copy with exits, by this rule."""
+    """Return a decoder of the copy with exits, which leaves by `rule`, or runs all layers if it is None."""
     return replace(subject.plain, target=exits.target, drafter=ExitClock(exits, rule))
 
 
@@ -132,6 +135,6 @@ PIECES = {"all of the source": 512, "pieces of 16": 16}
 
 
 def from_sources(subject: Subject, source: Source) -> list[Method]:
-    """The source as the draft: all that is left of it, as the paper does, or a piece of it at a time."""
+    """Return Shallow Aggressive Decoding, drafting the whole rest of the source, as in the paper, or pieces of it."""
     plain, drafter = subject.plain, SourceDrafter(source)
     return [Method(SOURCES, name, _drafting(plain, drafter, most), most) for name, most in PIECES.items()]

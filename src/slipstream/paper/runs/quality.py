@@ -1,4 +1,4 @@
-"""BLEU and chrF of what methods wrote (sacrebleu)."""
+"""The quality of texts by BLEU and chrF (sacrebleu)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def quality(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """BLEU and chrF of texts, 0 to 100. Raises ValueError in one sentence without sacrebleu."""
+    """Compute BLEU and chrF of texts, 0 to 100. Raises ValueError in one sentence without sacrebleu."""
     scores = {"bleu": _sacrebleu().BLEU(), "chrf": _sacrebleu().CHRF()}
     return {name: metric.corpus_score(list(texts), [list(references)]).score for name, metric in scores.items()}
 
 
 def unlike(text: str, other: str) -> float:
-    """How far a text is from another, from 0 (equal) to 1: what their chrF leaves."""
+    """Return the distance between two texts, from 0 (equal) to 1: 1 - chrF."""
     return 0.0 if text == other else 1 - _sacrebleu().sentence_chrf(text, [other]).score / 100
 
 

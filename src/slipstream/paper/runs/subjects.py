@@ -1,4 +1,4 @@
-"""The subjects of measurements: a target, its drafts from the smallest on, and the texts they are asked to continue."""
+"""The subjects of measurements: a target, its drafts from the smallest on, and the texts to continue."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ DRAFT = "embedded draft"
 
 @dataclass(frozen=True)
 class Subject:
-    """A target (as an engine without a draft), `drafts` by name, `sources` as text, the `references` they should
-    give (or none), and `known()`, the token ids that n-grams are counted in."""
+    """A target (as an engine without a draft), with drafts and texts to measure on.
+
+    `drafts` are by name, `sources` are texts, `references` the expected answers (or none), and `known()` returns the
+    token ids of the texts in which n-grams are counted.
+    """
 
     name: str
     engine: Engine
@@ -47,29 +50,29 @@ class Subject:
 
     @property
     def plain(self) -> Decoder:
-        """The target alone."""
+        """The decoder of the target without a draft."""
         alone = replace(self.engine.decoder, drafter=NoDraft(), controller=Fixed(0), batch_size=1)
         return replace(alone, verifier=TOKEN.verify, rng=TOKEN.rng)
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """How the decoder of an encoder-decoder begins; nothing for a causal model."""
+        """The tokens with which the decoder of an encoder-decoder begins; empty for a causal model."""
         return self.engine.frame.begin if self.engine.frame else ()
 
     def drafted(self, draft: str, gamma: int) -> Decoder:
-        """The target with a draft, by Algorithm 1."""
+        """Return the decoder of the target with a draft, by Algorithm 1."""
         if draft not in self._drafters:
             self._drafters[draft] = ModelDrafter(self.drafts[draft], self.engine.decoder.target.vocab)
         return replace(self.plain, drafter=self._drafters[draft], controller=Fixed(gamma))
 
     def lend(self, draft: str) -> Scorer:
-        """A draft's model for other work than drafting, without the rows that drafting left in its cache."""
+        """Return a draft's Scorer with an empty cache, for other use than drafting."""
         self._drafters.pop(draft, None)
         self.drafts[draft].free(range(len(self.drafts[draft].lengths)))
         return self.drafts[draft]
 
     def requests(self, temperature: float, places: Sequence[int], seed: int = 0) -> list[Request]:
-        """Requests for some of the sources; one that is taken again draws other numbers."""
+        """Return requests for some of the sources; repeated sources get different random numbers."""
         sampler, copies, made = Sampling(temperature=temperature), Counter[int](), list[Request]()
         eos, frame = self.engine.eos, self.engine.frame
         for place in places:
@@ -81,7 +84,7 @@ class Subject:
 
     @property
     def models(self) -> dict[str, dict[str, Any]]:
-        """Return the facts of every model that a report names."""
+        """The numbers of parameters and the dtypes of all models, for reports."""
         scorers = {"target": self.engine.decoder.target, **self.drafts}
         found = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
         return {
@@ -92,18 +95,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Loading:
-    """How models are loaded."""
+    """The options with which models are loaded."""
 
     compile: bool = False
     device: str | None = None
     dtype: str = "float32"
-    draft_dtype: str | None = None  # None: as the target's
+    draft_dtype: str | None = None  # None: the target's
     progress: Callable[[str], object] | None = None
-    task: str | None = None  # for models that know several, as for `slipstream.load`
+    task: str | None = None  # for encoder-decoders with several tasks, as in `slipstream.load`
 
 
 def embedded(length: int, how: Loading) -> Subject:
-    """The pair that ships with the package, writing Python."""
+    """Return the embedded pair, which ships with the package, with Python code as texts."""
     engine, drafts = _loaded(EMBEDDED / "target", {DRAFT: EMBEDDED / "draft"}, how)
 
     def known() -> list[list[int]]:
@@ -113,7 +116,7 @@ def embedded(length: int, how: Loading) -> Subject:
 
 
 def family(pairs: Pairs, target: str | Path, drafts: Mapping[str, str | Path], length: int, how: Loading) -> Subject:
-    """Models that answer sources: stand-ins from their folders, or others by their hub names."""
+    """Return a target and drafts that answer the sources of `pairs`, from folders or by hub names."""
     engine, found = _loaded(target, drafts, how)
     sources, references = zip(*pairs.held_out, strict=True)
 

@@ -1,4 +1,4 @@
-"""The methods of the plane that need training: their models, loaded from where the copies lie."""
+"""The methods in the plane of baselines that need training, with their models loaded from the folder of the copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.paper.standins.tuning import HEADS, TARGET
 
 @dataclass
 class Trained:
-    """The models that were trained for methods, each loaded once."""
+    """The models that were trained for the methods, each loaded once."""
 
     copies: Copies
     how: Loading
@@ -27,17 +27,17 @@ class Trained:
     _exits: Exits | None = None
 
     def blockwise(self, subject: Subject) -> list[Method]:
-        """Blockwise Parallel Decoding with the base as it is, and fine-tuned."""
+        """Return Blockwise Parallel Decoding with the frozen base and with the fine-tuned one."""
         frozen, tuned = self.copies.frozen_heads, self.copies.blockwise
         base = self._engine(str(tuned / TARGET))
         return blockwise(subject, ParallelHeads.load(frozen), (base, ParallelHeads.load(tuned / HEADS)))
 
     def early_exits(self, subject: Subject, found: dict[str, Any]) -> list[Method]:
-        """CALM, by the thresholds of a calibration."""
+        """Return CALM at the thresholds that `calibrate` found."""
         return early_exits(subject, self._leaving(), found["thresholds"])
 
     def calibrate(self, subject: Subject, first: int, texts: int, say: Callable[[str], Any]) -> dict[str, Any]:
-        """Thresholds for CALM, on texts that are not measured: from the source `first` on."""
+        """Calibrate thresholds for CALM on `texts` sources from `first` on, which are not measured later."""
         return thresholds(subject, self._leaving(), first, texts, say)
 
     def _leaving(self) -> Exits:

@@ -1,4 +1,4 @@
-"""The copies of the embedded target that the plane of baselines measures, trained in a folder if they are not there."""
+"""The copies of the embedded target that the plane of baselines measures, trained in a folder if they are missing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slipstream.training.heads import HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Progress
 
 HEADS = 5
-"""Parallel heads beside the base: blocks of up to six tokens."""
+"""The number of parallel heads beside the base, for blocks of up to six tokens."""
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """How long every copy is taught. On two cores all of them take about half an hour."""
+    """The training settings of every copy. On two cores, all of them take about half an hour."""
 
     frozen: TrainingSettings = field(
         default_factory=lambda: TrainingSettings(
@@ -45,13 +45,12 @@ QUICK_LESSONS = Lessons(
     *(Lesson(60, 4, rate=1e-3), Lesson(60, 4, rate=1e-3)),
     {"target": Lesson(120, 8, rate=1e-3), "draft": Lesson(120, 8, rate=3e-3)},
 )
-"""A few minutes in all: the methods work, and would do better for having learned more."""
+"""Settings that take a few minutes in all: the methods work, but would be better with more training."""
 
 
 @dataclass
 class Copies:
-    """Copies of the embedded target in a folder, each trained when it is asked for the first time; what was begun and
-    interrupted goes on."""
+    """Copies of the embedded target in a folder, each trained at its first use; an interrupted training is resumed."""
 
     folder: Path
     lessons: Lessons
@@ -59,7 +58,7 @@ class Copies:
 
     @property
     def frozen_heads(self) -> Path:
-        """The folder of parallel heads on the target as it is."""
+        """The folder of parallel heads on the frozen target."""
         folder = self.folder / "blockwise-frozen"
         if not (folder / FILE).is_file():
             settings, text = self.lessons.frozen, self._text.numpy()
@@ -68,16 +67,16 @@ class Copies:
 
     @property
     def blockwise(self) -> Path:
-        """The folder of a base and the heads that it learned with."""
+        """The folder of a fine-tuned base and the heads trained with it."""
         return tuning.blockwise(self.folder / "blockwise-tuned", self._teaching, self.lessons.tuned, HEADS)
 
     @property
     def exits(self) -> Path:
-        """The folder of a target that may leave after any layer."""
+        """The folder of a target trained to exit after any layer."""
         return tuning.exits(self.folder / "exits", self._teaching, self.lessons.exits)
 
     def editing(self, pairs: Pairs) -> dict[str, Path]:
-        """The folders of target and draft that write corrected functions."""
+        """Return the folders of a target and a draft that write corrected functions, by role."""
         found = {role: self.folder / edits.NAME / role for role in self.lessons.editing}
         if not all((folder / "config.json").is_file() for folder in found.values()):
             lesson = edits.Editing.of(pairs.train, self._tokenizer)
@@ -100,7 +99,7 @@ class Copies:
 
     @cached_property
     def _text(self) -> Tensor:
-        """What the pair itself has learned from, as tokens."""
+        """The training text of the embedded pair, as tokens."""
         ids = self._tokenizer(list(writing.texts()), verbose=False)["input_ids"]
         return torch.tensor([token for text in ids for token in text])
 

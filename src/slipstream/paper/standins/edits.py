@@ -1,4 +1,4 @@
-"""A task whose answers resemble their sources: Python functions with slips of the pen, to be written without them."""
+"""A task whose answers resemble their sources: Python functions with typing errors, to be written correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.paper.standins.tuning import STATE, Lesson, Say, tune
 
 NAME = "edits"
 OPENING, CLOSING = "# Broken:\n", "\n# Corrected:\n"
-"""What stands before and behind the broken text in a prompt."""
+"""The text before and after the broken function in a prompt."""
 
 SHORTEST, LONGEST = 60, 260  # characters of a function
 SLIPS = 3  # at most, of a text
@@ -30,10 +30,9 @@ NAMES = re.compile(r"[A-Za-z_]{3,}")
 
 
 def pairs(seed: int = 0, most: int = 20_000_000) -> Pairs:
-    """Prompts with functions of the standard library, each broken by a few slips, and what they were.
+    """Return prompts with functions of the standard library, each broken by a few slips, and the correct functions.
 
-    `most` characters of files are read; functions of the modules that the embedded pair has not learned from are held
-    out.
+    `most` characters of files are read; functions of modules outside the embedded pair's training text are held out.
     """
     rng = random.Random(seed)
     held_out = list(functions((writing.library() / name).read_text(encoding="utf-8") for name in writing.HELD_OUT))
@@ -45,7 +44,7 @@ def pairs(seed: int = 0, most: int = 20_000_000) -> Pairs:
 
 
 def functions(files: Iterable[str]) -> Iterator[str]:
-    """The short functions of some source files, each once."""
+    """Yield the short functions in source files, each once."""
     seen = set[str]()
     for source in files:
         try:
@@ -62,8 +61,8 @@ def functions(files: Iterable[str]) -> Iterator[str]:
 
 
 def broken(text: str, rng: random.Random) -> str:
-    """The text with one to three slips: letters swapped, a letter or sign left out, a word written twice or taken for
-    another of the text's."""
+    """Return the text with one to three slips: letters swapped, a letter or sign left out, a word doubled or replaced
+    by another one of the text."""
     for _ in range(rng.randint(1, SLIPS)):
         text = rng.choice((_swapped, _left_out, _without_sign, _doubled, _mistaken))(text, rng)
     return text
@@ -107,27 +106,29 @@ def _mistaken(text: str, rng: random.Random) -> str:
 
 
 def prompt(source: str) -> str:
-    """What the model is asked to go on from."""
+    """Return the prompt for a broken function."""
     return f"{OPENING}{source}{CLOSING}"
 
 
 def source_of(prompts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> Callable[[Sequence[int]], list[int]]:
-    """What finds the tokens of the broken text for the tokens of one of these prompts. They are no part of each other
-    token by token: a text may be cut otherwise where the prompt goes on."""
+    """Return a function from the tokens of one of the prompts to the tokens of its broken text.
+
+    The latter need not be a part of the former: the tokenizer may split the text differently within the prompt.
+    """
     sources = {tuple(encode(each)): list(encode(each[len(OPENING) : -len(CLOSING)])) for each in prompts}
     return lambda ids: sources[tuple(ids)]
 
 
 @dataclass(frozen=True)
 class Editing:
-    """What every model of the task learns from: token ids of prompts and of answers that end with EOS."""
+    """The training data of the task: token ids of prompts, and of answers that end with EOS."""
 
     prompts: Sequence[Sequence[int]]
     answers: Sequence[Sequence[int]]
 
     @staticmethod
     def of(known: Sequence[tuple[str, str]], tokenizer: Any) -> Editing:
-        """Pairs as tokens."""
+        """Create the training data from pairs of prompts and answers."""
         prompts, answers = zip(*known, strict=True)
         eos = [tokenizer.eos_token_id]
         return Editing(
@@ -135,7 +136,7 @@ class Editing:
         )
 
     def batch(self, lesson: Lesson, step: int) -> tuple[Tensor, Tensor]:
-        """Token ids and labels (rows, longest) of a step: prompts teach nothing, nor does padding."""
+        """Return token ids and labels (rows, longest) of a step; prompts and padding have no loss (label -100)."""
         rng = random.Random(lesson.seed * 1_000_003 + step)
         some = sorted(rng.sample(range(len(self.prompts)), min(8 * lesson.rows, len(self.prompts))), key=self._length)
         start = rng.randrange(max(1, len(some) - lesson.rows + 1))  # neighbours are of similar length
@@ -150,7 +151,7 @@ class Editing:
 
 
 def train(model: Any, tokenizer: Any, editing: Editing, lesson: Lesson, folder: Path, say: Say) -> None:
-    """Teach a causal model to write what was meant, and save it in `folder`, unless it lies there."""
+    """Train a causal model to write the correct functions, and save it in `folder`, unless it is there already."""
     if (folder / "config.json").is_file():
         return
 

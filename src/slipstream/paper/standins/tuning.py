@@ -1,5 +1,5 @@
-"""Copies of the embedded target that other papers' methods are trained into: exits after every layer, parallel heads
-with a base that learns along. Both learn the target's own law; an interrupted training goes on where it stopped."""
+"""Trains copies of the embedded target for other papers' methods: exits after every layer, and parallel heads with a
+fine-tuned base. Both learn the target's own law; an interrupted training is resumed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slipstream.paper.standins.models import save
 from slipstream.training.trainer import Checkpoint, Loss, Steps, Trainer
 
 TARGET, HEADS, STATE = "target", "heads", "training.safetensors"
-"""In the folder of a copy: the folders of the model and of its heads, and the file of an unfinished training."""
+"""Names in the folder of a copy: the folders of the model and of its heads, and the file of an unfinished training."""
 
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """How a copy is taught: `rows` windows of `length` tokens, or so many pairs of texts, make a step."""
+    """The training settings of a copy; a step has `rows` windows of `length` tokens, or `rows` pairs of texts."""
 
     steps: int = 200
     rows: int = 8
@@ -38,7 +38,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Teaching:
-    """What a copy is made of: the target with its tokenizer, the tokens of a text, and where progress is told."""
+    """The inputs for training a copy: the target with its tokenizer, the tokens of a text, and a progress callback."""
 
     model: Any
     tokenizer: Any
@@ -47,7 +47,7 @@ class Teaching:
 
 
 def tune(module: nn.Module, loss_of: Loss, lesson: Lesson, file: Path, said: tuple[str, Say]) -> None:
-    """Train a module, of which `file` keeps the state. `said`: what it is called in messages, and who takes these."""
+    """Train a module, saving the state in `file`. `said`: the module's name for messages, and their callback."""
     name, say = said
     optimizer = torch.optim.AdamW(module.parameters(), lr=lesson.rate, betas=(0.9, 0.95), weight_decay=0.01)
     known = {field: value for field, value in asdict(lesson).items() if field != "save_every"}
@@ -64,12 +64,12 @@ def tune(module: nn.Module, loss_of: Loss, lesson: Lesson, file: Path, said: tup
 
 
 def _factor(step: int, used: float) -> float:
-    """A short warm-up, then a straight line to zero."""
+    """Return the factor of the learning rate: a short warm-up, then constant, then linear decay to zero."""
     return min(1.0, used / 0.1 + 0.05, (1.0 - used) / 0.7)
 
 
 def windows(text: Tensor, lesson: Lesson, step: int) -> Tensor:
-    """Random windows (rows, length) of a text. They depend on seed and step alone, so resuming changes nothing."""
+    """Return random windows (rows, length) of a text, which depend only on seed and step, so resuming repeats them."""
     rng = np.random.default_rng([lesson.seed, step])
     starts = torch.from_numpy(rng.integers(0, len(text) - lesson.length + 1, lesson.rows))
     return text[starts[:, None] + torch.arange(lesson.length)]
@@ -79,8 +79,10 @@ def windows(text: Tensor, lesson: Lesson, step: int) -> Tensor:
 
 
 def exits(folder: Path, teaching: Teaching, lesson: Lesson) -> Path:
-    """The folder of a copy whose every layer can be the last, as CALM's authors train theirs (arXiv 2207.07061, eq. 6):
-    the loss is the sum of the layers' losses, each weighted by its number."""
+    """Train a copy that can exit after every layer, as in CALM (arXiv 2207.07061, eq. 6) -> its folder.
+
+    The loss is the sum of the layers' losses, each weighted by its number.
+    """
     if not (folder / TARGET / "config.json").is_file():
         student, teacher = copy.deepcopy(teaching.model), teaching.model.eval()
 
@@ -98,7 +100,7 @@ def exits(folder: Path, teaching: Teaching, lesson: Lesson) -> Path:
 
 
 def logits_by_layer(model: Any, tokens: Tensor) -> list[Tensor]:
-    """What each layer would say if it were the last one: (rows, n, vocab) each, by the model's own norm and head."""
+    """Return the logits (rows, n, vocab) of each layer as if it were the last, by the model's own norm and head."""
     out, norm, head = (
         model(input_ids=tokens, output_hidden_states=True, use_cache=False),
         model.model.norm,
@@ -108,14 +110,14 @@ def logits_by_layer(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def weighted_loss(p: Tensor, logits: Sequence[Tensor]) -> Tensor:
-    """Cross entropy of every layer against the law p (rows, n, vocab), the mean weighted by the layers' numbers."""
+    """Return the mean of all layers' cross entropies against the law p (rows, n, vocab), weighted by layer number."""
     losses = [_against(p, each) for each in logits]
     total = sum(range(1, len(losses) + 1))
     return torch.stack([number / total * loss for number, loss in enumerate(losses, 1)]).sum()
 
 
 def _against(p: Tensor, logits: Tensor) -> Tensor:
-    """The cross entropy of a law p and logits, a mean over positions."""
+    """Return the cross entropy of logits against a law p, as a mean over positions."""
     return functional.cross_entropy(logits.float().flatten(0, -2), p.flatten(0, -2))
 
 
@@ -123,7 +125,7 @@ def _against(p: Tensor, logits: Tensor) -> Tensor:
 
 
 class Blockwise(nn.Module):
-    """A base and `heads` more outputs that learn together, as in the fine-tuned setting of arXiv 1811.03115."""
+    """A base model and `heads` more outputs, trained together as in the fine-tuned setting of arXiv 1811.03115."""
 
     def __init__(self, base: Any, heads: int, name: str) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Blockwise(nn.Module):
         self.heads = ParallelHeads(Sizes(heads, config.hidden_size, config.intermediate_size, False, name))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (rows, n, 1 + heads, vocab): entry [t, k] is about the token k + 1 places behind t."""
+        """Return logits (rows, n, 1 + heads, vocab): entry [t, k] predicts the token k + 1 places behind t."""
         out = self.base(input_ids=tokens, output_hidden_states=True, use_cache=False)
         hidden = out.hidden_states[-1]  # behind the final norm
         states = self.heads(hidden, hidden[..., :0])
@@ -140,7 +142,7 @@ class Blockwise(nn.Module):
 
 
 def blockwise(folder: Path, teaching: Teaching, lesson: Lesson, heads: int) -> Path:
-    """The folder of a copy that learned to serve its parallel heads, which lie beside it."""
+    """Train a copy together with its parallel heads -> its folder, which holds both."""
     if not (folder / TARGET / "config.json").is_file():
         torch.manual_seed(lesson.seed)
         student = Blockwise(copy.deepcopy(teaching.model), heads, "blockwise base")
