@@ -132,7 +132,7 @@ def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterat
 
 def _send(architecture: Architecture, answers: Connection) -> None:
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print to stdout
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answers.send(attempt(architecture))

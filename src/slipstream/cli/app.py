@@ -42,7 +42,7 @@ class Commands(TyperGroup):
                 code = super().main(*args, **{**kwargs, "standalone_mode": False})
                 sys.stdout.flush()
             except (BrokenPipeError, LostOutput) as error:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit works
                 code = BROKEN_PIPE
                 if isinstance(error, LostOutput):
                     say(str(error))

@@ -108,5 +108,5 @@ def check_media(scorer: object, media: Media | None, prompt: Sequence[int], wher
 
 
 def only(modalities: frozenset[Modality]) -> str:
-    """Say what a model reads that supports these modalities, such as "text and images only", for messages."""
+    """Return what a model with these modalities reads, such as "text and images only", for messages."""
     return f"text and {named(modalities)} only" if modalities else "text only"

@@ -1,4 +1,4 @@
-"""Beam search for many prompts: draft a trie of prefixes, score it in one call of the target, and search on in it."""
+"""Beam search for many prompts: draft tries of prefixes, score them in one target call, and advance the searches."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def best_continuations(
             for value, token in zip(values, tokens, strict=True)
             if value > -inf
         ]
-    found.sort(key=_score, reverse=True)  # stable, also reversed
+    found.sort(key=_score, reverse=True)  # sorting is stable, also with reverse=True
     return found[:count]
 
 

@@ -25,9 +25,9 @@ KIND = Kind("counts of tokens", "slipstream token counts", "1", "make it with `s
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How often a target wrote each of its tokens: `counts` (vocab,) over the number `texts` of texts.
+    """How often a target wrote each of its tokens: `counts` (vocab,).
 
-    `target` is the model's name, and `tokenizer` the fingerprint of its tokenizer, or empty.
+    `texts` is the number of texts, `target` the model's name, and `tokenizer` its tokenizer's fingerprint, or empty.
     """
 
     counts: Tensor

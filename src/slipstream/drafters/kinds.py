@@ -170,7 +170,7 @@ def _int4(context: BuildContext, value: str, **options: Any) -> Drafter:
     return _quantized(context, "int4", **options)
 
 
-SINKS = 4  # first tokens of a text, on which attention leans whatever they say (arXiv 2309.17453)
+SINKS = 4  # the first tokens of a text, which get much attention whatever they are (arXiv 2309.17453)
 
 
 def _window(
@@ -387,5 +387,5 @@ QUANTIZED = ("int4", "int8", "quantized")
 MODELS = ("model", "embedded", *QUANTIZED)
 
 ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
-"""Names of options in other engines."""
+"""The names of options in other engines, with ours."""
 ALIASES |= {name.replace("-", "_"): name for name in SERVER if "-" in name}

@@ -44,7 +44,7 @@ def tried(draft: str, context: BuildContext) -> Offer:
 
 
 def _about(draft: str) -> str:
-    """Say in words what a draft is."""
+    """Return a description of a draft, from its specification."""
     syntax = parse(draft)
     if isinstance(syntax, Part):
         return KINDS[syntax.kind].about

@@ -41,7 +41,7 @@ class SameRowsDrafter:
         """
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
-        before = self.scorer.lengths[: len(context.rows)]  # behind them prompts may still be read
+        before = self.scorer.lengths[: len(context.rows)]  # further rows may belong to prompts in prefill
         if before != [len(row.tokens) - 1 for row in context.rows]:
             raise ValueError(f"{self.scorer.name} drafts only for the target it was made of: make one for this target.")
         draft = self._at_once(context, gammas) or self._token_by_token(context, gammas)

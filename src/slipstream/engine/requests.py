@@ -42,7 +42,7 @@ class Chat:
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat | TextWithMedia | Tensor
-"""Text, token ids, messages of a chat, alone or as a `Chat`, a text with images or sounds, or audio features."""
+"""A prompt: a text, token ids, a chat (messages or a `Chat`), a text with images or sounds, or audio features."""
 
 ALLOWED = (
     "a prompt is a text, token ids (a list, an array, or what a tokenizer returns), a chat (a list of messages with "
@@ -308,7 +308,7 @@ class Encoder:
         messages = [_in_parts(message, processor) for message in chat.messages]
         try:
             return processor.chat(messages, chat.tools, dict(chat.template_kwargs or {}))
-        except Exception as error:  # templates are programs of the model's maker and raise what they like
+        except Exception as error:  # chat templates are programs and may raise any error
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _check(self, given: frozenset[Modality]) -> None:
@@ -338,7 +338,7 @@ class Encoder:
         try:
             ids = tokenizer.apply_chat_template(list(chat.messages), tools=chat.tools, return_dict=False, **variables)
             return tuple(ids)
-        except Exception as error:  # templates are programs of the model's maker and raise what they like
+        except Exception as error:  # chat templates are programs and may raise any error
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def text(self, prompt: Prompt, ids: Source) -> str:

@@ -237,17 +237,17 @@ class Speed:
 
     @property
     def per_second(self) -> float:
-        """Tokens per second."""
+        """The tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def per_call(self) -> float:
-        """Tokens per target call."""
+        """The tokens per target call."""
         return self.tokens / self.calls
 
     @property
     def per_round(self) -> float:
-        """Seconds per round."""
+        """The seconds per round."""
         return self.seconds / self.rounds
 
 

@@ -33,7 +33,7 @@ ENDLESS = 1 << 62
 
 @dataclass
 class Served:
-    """A row of a client: `row.tokens` are the `base` committed tokens and those drafted ahead, `goal` of them if done.
+    """A row of a client: `row.tokens` are the `base` committed tokens and up to `goal` tokens drafted ahead.
 
     In mode `LAW`, `laws` and `drawn_by` have an entry for each token ahead: the law it was drawn from, and the number
     that drew it. `numbers` draw the `gamma` tokens of the present round, and `later` those of the next if all of these
@@ -68,7 +68,8 @@ class Served:
     def commit(self, ask: AskRow, ahead: bool) -> tuple[int, list[int]]:
         """Apply a client's commit -> how many tokens of the old text stay valid, and the new text.
 
-        The new text may end with tokens drafted ahead. Raises FrameError for a commit that does not fit the known text.
+        The new text may end with tokens drafted ahead. Raises FrameError for a commit that does not fit the known text,
+        and without the numbers that mode `LAW` needs.
         """
         if ask.keep > self.base:
             raise FrameError(f"row {ask.row} is not known as far as that: open it")

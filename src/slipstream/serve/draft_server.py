@@ -27,8 +27,9 @@ from slipstream.serve.draft_rows import DraftRows, Served
 class DraftSettings:
     """The settings of a draft server.
 
-    `name` is that of the draft; clients must have `key` (empty: no key). A client that sends nothing for `quiet`
-    seconds is disconnected, and so is one that leaves more than `unsent` bytes of answers unread.
+    `name` is that of the draft; clients must have `key` (empty: no key). At most `most_rows` rows of all clients are
+    served. A client that sends nothing for `quiet` seconds is disconnected, and so is one that leaves more than
+    `unsent` bytes of answers unread.
     """
 
     name: str
@@ -224,7 +225,7 @@ class DraftServer:
                 await self._greet(reader, writer)
             self.desk.clients[client] = Client(writer, asyncio.get_running_loop(), self.settings.unsent)
             while True:
-                # Not by `wait_for`, which in Python 3.11 loses our being cancelled if a frame comes at that moment.
+                # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with a frame.
                 async with asyncio.timeout(self.settings.quiet):
                     frame = await read_frame(reader)
                 if frame.kind == Kind.PING:

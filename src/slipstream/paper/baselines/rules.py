@@ -21,8 +21,10 @@ Draw = Callable[..., Tensor]
 
 
 def typical(epsilon: float) -> Verifier:
-    """Typical acceptance (Medusa, arXiv 2401.10774): a drafted token stands if p(x) > min(epsilon, delta exp(-H(p))),
-    where delta is the root of epsilon and H the entropy; after the first that does not, the next token comes from p.
+    """Return the verifier of typical acceptance (Medusa, arXiv 2401.10774).
+
+    A drafted token is accepted if p(x) > min(epsilon, delta exp(-H(p))), where delta is the square root of epsilon and
+    H the entropy; after the first that is not, the next token is drawn from p.
 
     Greedy decoding keeps the target's own tokens alone, as Medusa does at temperature 0.
     """
@@ -43,8 +45,11 @@ def typical(epsilon: float) -> Verifier:
 
 
 def cascade(alpha: float) -> Verifier:
-    """Speculative cascade (arXiv 2405.19261), its rule OPT: Algorithm 1 with pi in place of p, where pi is q as long as
-    max q >= max p - alpha TV(p, q), and p elsewhere. Greedily the same choice is made between the two best tokens."""
+    """Return the verifier of speculative cascades (arXiv 2405.19261) with their rule OPT.
+
+    It is Algorithm 1 with pi in place of p, where pi is q as long as max q >= max p - alpha TV(p, q), and p elsewhere.
+    For greedy decoding, the same choice is made between the two best tokens.
+    """
 
     def verify(p: Law, draft: Draft, draw: Draw) -> Verdict:
         if draft.law is None:

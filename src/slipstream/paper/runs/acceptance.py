@@ -30,7 +30,7 @@ Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
 """A function that returns q (rows, 1, vocab) before every token of given outputs, in their order."""
 
 BATCH = 32
-TIMES = 8  # a source is taken at most this often
+TIMES = 8  # the greatest number of texts from one source
 LAGS, RUN, PLACES = 5, 6, 12
 REPLICATES = 200
 GAMMAS, ENDLESS = range(1, 17), range(1, 17)

@@ -72,7 +72,7 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
     decoders = {f"gamma {gamma}": subject.drafted(draft, gamma) for gamma in FIGURE_5_GAMMAS}
     decoders["plain"] = subject.plain
     runs: dict[str, list[Run]] = {name: [] for name in decoders}
-    for number in range(repetitions + 1):  # the first warms up
+    for number in range(repetitions + 1):  # the first is a warm-up
         say(f"timeline: run {number} of {repetitions}")
         for name, decoder in decoders.items():
             runs[name].append(_run(decoder, request))

@@ -92,7 +92,7 @@ class Replica:
         ready, self.state = asyncio.Event(), await asyncio.to_thread(recipe.state)
         self.state.worker.on_ready = self.state.worker.on_death = ready.set
         self.app = create_app(self.state)
-        self._open = AsyncExitStack()  # until the process ends
+        self._open = AsyncExitStack()  # stays open until the process ends
         await self._open.enter_async_context(self.app.router.lifespan_context(self.app))
         await ready.wait()
         self.check_health()
@@ -128,7 +128,7 @@ class Replica:
                     yield message["body"]
         finally:
             gone.set()
-            with suppress(Exception):  # an error of ours was answered with status 500
+            with suppress(Exception):  # the app has answered its own errors with status 500
                 await task
 
 
