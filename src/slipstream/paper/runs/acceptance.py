@@ -45,7 +45,7 @@ class Trail:
         self.lenient = dict.fromkeys(LENIENCES, 0.0)  # sums over positions
 
     def begin(self, texts: int) -> None:
-        """Add texts that are walked together."""
+        """Add texts whose positions are then added together by `step`."""
         self.betas += [[] for _ in range(texts)]
         self.chances += [[] for _ in range(texts)]
 

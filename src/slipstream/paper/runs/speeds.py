@@ -48,7 +48,7 @@ class Log:
             yield round
 
     def costs(self, gamma: int) -> SpeedCosts:
-        """Return medians of the recorded times; a draft's first round of a text, which reads the source, is apart."""
+        """Return medians of the recorded times; a draft's first round, which reads the source, counts separately."""
         later = [beat for beat in self.beats if not beat.new] or self.beats
         first = [beat for beat in self.beats if beat.new]
         draft = median(beat.draft for beat in later)
@@ -63,9 +63,9 @@ class Log:
 
 @dataclass(frozen=True)
 class SpeedCosts:
-    """Seconds of a target run, of a draft run, and of the rest of a round; and once per text, of target and draft.
+    """The seconds of a target run, of a draft run, and of the rest of a round; and once per text, of target and draft.
 
-    What the target takes once per text is its encoder, or the prompt.
+    The target's time once per text is that of its encoder, or of reading the prompt.
     """
 
     target: float
@@ -163,7 +163,7 @@ def _run(
 def _row(
     result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[SpeedCosts, SpeedCosts]
 ) -> dict[str, Any]:
-    """Return the figures of one draft: the speed expected from more and more of the costs, and the measured one.
+    """Return the figures of one draft: its expected speed, with step by step more costs included, and the measured one.
 
     `found` are its own costs and those of plain decoding.
     """
