@@ -84,6 +84,7 @@ def test_rows_are_complete() -> None:
         assert (row.alpha is None) == (row.contender != SPECULATIVE)
 
 
+@pytest.mark.slow
 def test_figures_of_ours_fit_each_other() -> None:
     row = bench.measure(pair(), PROMPTS, replace(SMALL, gammas=(3,), batches=(1,))).rows[1]
     assert row.milliseconds and row.alpha and row.mean_acceptance_length
@@ -473,6 +474,7 @@ def test_prompts_must_fill_the_batch_and_fit_the_models() -> None:
     assert bench.measure(engine, PROMPTS, replace(SMALL, max_new_tokens=11, repetitions=1, batches=(4,))).rows
 
 
+@pytest.mark.slow
 def test_json_round_trip_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "/" + "somewhere/models"
     command = [

@@ -161,6 +161,7 @@ def test_copied_drafts_pass(rule: Rule) -> None:
     assert report.verdict == "pass", report.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["zeros", "points"])
 def test_laws_with_zeros_pass(pair: str) -> None:
     report = run(engine(PAIRS[pair]))
@@ -549,6 +550,7 @@ def test_noise_beyond_rounding_is_a_fault_of_the_scores() -> None:
 # ---- what cannot be judged ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_draft_that_equals_its_target_cannot_be_judged() -> None:
     report = check(engine(PAIRS["same"]), PROMPTS, **FEW)
     assert report.verdict == "cannot judge", report.text()
@@ -569,6 +571,7 @@ def test_too_few_samples_cannot_judge() -> None:
     assert run(samples=1500, temperature=1.0).remedy is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_judged_for_want_of_drafts_ends_with_what_helps() -> None:
     report = check(engine(PAIRS["same"]), PROMPTS, **FEW)
     assert report.remedy and report.text().splitlines()[-1] == report.remedy

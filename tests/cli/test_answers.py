@@ -251,6 +251,7 @@ def test_a_prompt_that_fails_takes_no_other_with_it(mode: list[str]) -> None:
         assert all(name in result.stdout for name in ("prompt 1", "prompt 2", "prompt 3"))
 
 
+@pytest.mark.slow
 def test_a_full_context_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Engine.generate
 

@@ -645,6 +645,7 @@ def test_what_never_fits_is_refused_and_what_grows_too_long_ends() -> None:
         Scheduler(pair(), memory=10)
 
 
+@pytest.mark.slow
 def test_a_real_model_keeps_to_its_memory() -> None:
     """What its cache has allocated is never more; texts are those of unlimited rows."""
 

@@ -186,6 +186,7 @@ def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
     assert total_variation(law_of(decoder, (0, 2), 3), want) > 1e-3
 
 
+@pytest.mark.slow
 def test_control_without_the_rollback_the_target_goes_astray() -> None:
     target = trio()
     drafter = ExitDrafter(target, 1)

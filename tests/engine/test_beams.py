@@ -80,6 +80,7 @@ def test_an_interrupted_search_gives_what_there_is_and_leaves_the_engine_free() 
     assert engine().generate(PROMPTS[0], max_new_tokens=4)[0].tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"tree": (2, 2)}, *rare({})])
 def test_a_draft_serves_samples_and_beams_in_turn(how: dict[str, Any]) -> None:
     mixed = slipstream.load(draft="embedded", dtype="float32", batch_size=2, **how)

@@ -152,6 +152,7 @@ def engine() -> slipstream.Engine:
     return slipstream.load()
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(OPTIONS), ODD, max_size=2))
 @settings(max_examples=300)
 def test_any_options_are_understood_or_refused(engine: slipstream.Engine, options: dict[str, Any]) -> None:

@@ -261,6 +261,7 @@ def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str]) -> None:
     assert report.verdict == "pass"
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_the_same_tokens_for_all(pair: tuple[str, str]) -> None:
     settings = replace(QUICK, batches=(1, 2), gammas=(2,), max_new_tokens=8, repetitions=1, temperatures=(0.0,))
     report = measure(slipstream.load(*pair, dtype="float32"), SOURCES, settings)
@@ -272,6 +273,7 @@ def test_the_benchmark_counts_the_same_tokens_for_all(pair: tuple[str, str]) -> 
     assert all(row.matches_plain == row.matches_transformers == len(SOURCES) for row in report.rows)
 
 
+@pytest.mark.slow
 def test_a_plan_is_made(pair: tuple[str, str]) -> None:
     engine = slipstream.load(*pair, dtype="float32")
     settings = PlanSettings(gammas=(1, 2), batches=(1,), max_new_tokens=8, repetitions=1)

@@ -113,6 +113,7 @@ def test_rows_that_are_copied_leave_the_law_of_pixels() -> None:
     assert float(((always_kept - laws[-1]).square() / laws[-1]).sum()) > 152
 
 
+@pytest.mark.slow
 def test_digits_are_learned_in_pieces(tmp_path: Path) -> None:
     """A training that was stopped goes on, a finished one is not begun again, and wrong settings are told."""
     pytest.importorskip("sklearn")

@@ -78,6 +78,7 @@ def test_small_weights_which_inductor_writes_into_its_code_are_told_apart() -> N
     check(Scale(0, size=8), made=False)
 
 
+@pytest.mark.slow
 def test_constants_that_were_computed_out_of_weights_are_never_kept(place: Path) -> None:
     check(Scale(0, fold=True), made=True)
     assert not list(place.iterdir())

@@ -81,6 +81,15 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence() -> None:
 
 
 @packs
+def test_a_compiled_scorer_gives_the_eager_logits_of_one_text() -> None:
+    model = packed(tiny(FAMILIES["llama"], num_hidden_layers=1))
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy"))
+    for left, right in zip(drive(eager, 1), drive(fast, 1), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+@packs
+@pytest.mark.slow
 def test_a_compiled_scorer_gives_the_eager_logits() -> None:
     """Three graphs (single rows, batches, batches of one new token each) serve every shape that decoding meets."""
     said, before = list[str](), counters["stats"]["unique_graphs"]

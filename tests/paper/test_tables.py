@@ -118,6 +118,7 @@ def test_what_was_measured_is_used_again(arguments: list[str], out: Path, monkey
     assert again.exit_code == 2 and "measured again" in again.stderr
 
 
+@pytest.mark.slow
 def test_bleu_is_unchanged_by_speculation(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sacrebleu")
     monkeypatch.setattr(lab, "QUICK", TINY)
@@ -128,6 +129,7 @@ def test_bleu_is_unchanged_by_speculation(arguments: list[str], monkeypatch: pyt
     assert "nrefs:1" in table["notes"][0]
 
 
+@pytest.mark.slow
 def test_models_of_ones_own(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     family = Path(arguments[1]) / "quick" / "translation"
     monkeypatch.setattr(lab, "QUICK", TINY)

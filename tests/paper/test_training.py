@@ -216,6 +216,7 @@ RECIPE = Recipe(
 )
 
 
+@pytest.mark.slow
 def test_models_of_a_task_that_repeats_its_source_copy_first(tmp_path: Path) -> None:
     """Target and drafts; and what was learned is not learned again."""
     copying, said = Plan(0.01, batch=8, warm=2), list[str]()

@@ -149,6 +149,7 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
     assert "private" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_prompts_are_logged_where_that_is_wanted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with ServerProcess.start("--access-log", str(log), "--log-prompts") as server, server.http() as http:
