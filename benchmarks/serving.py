@@ -4,6 +4,7 @@ python benchmarks/serving.py HumanEval.jsonl.gz [--target DIR --draft DIR --dtyp
 python benchmarks/serving.py HumanEval.jsonl.gz --part arrivals --trace azure-llm-2023-conversation.csv.gz
 python benchmarks/serving.py HumanEval.jsonl.gz --part prefix      # the second turn of a long chat
 python benchmarks/serving.py HumanEval.jsonl.gz --part prompt      # a short prompt while a long one is read
+python benchmarks/serving.py HumanEval.jsonl.gz --part overhead    # the server beside the library, request by request
 
 Both servers run, but whoever is not measured is stopped (SIGSTOP), and they take turns; figures are medians over the
 repetitions. "plain" is our own server told not to speculate, "library" the engine without a server, one prompt at a
@@ -153,6 +154,27 @@ def without_server(engine: slipstream.Engine, prompts: Sequence[str], tokens: in
     return {"tokens_per_second": written / (perf_counter() - began)}
 
 
+def overhead(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """What the server, and its client on the same machine, take longer than the library: by turns, text by text."""
+    rows, engine = [], library(args)
+    engine.warm_up((1, 2))
+    with serving(ours(args), OURS) as server:
+        for number in range(args.repetitions):
+            seconds: dict[str, list[float]] = {"library": [], "server": []}
+            for text in (f"# Part {number}\n{prompt}" for prompt in prompts[: args.prompts]):
+                began = perf_counter()
+                engine.generate(text, max_new_tokens=args.max_tokens, ignore_eos=True)
+                between = perf_counter()
+                with server.awake():
+                    asyncio.run(ask(server, text, args.max_tokens))
+                seconds["library"].append(between - began)
+                seconds["server"].append(perf_counter() - between)
+            speeds = {name: args.max_tokens * len(some) / sum(some) for name, some in seconds.items()}
+            rows.append({**speeds, "ratio": sum(seconds["server"]) / sum(seconds["library"])})
+            tell(f"library {speeds['library']:.1f}, server {speeds['server']:.1f} tokens/s")
+    return [{"ratio": statistics.median(row["ratio"] for row in rows), "runs": rows}]
+
+
 def arrivals(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
     """Recorded arrivals at several loads, ours with and without speculation."""
     trace, rows = read_trace(args.trace, args.requests), []
@@ -270,7 +292,7 @@ def roomy(args: argparse.Namespace) -> Iterator[None]:
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-PARTS = {"race": race, "arrivals": arrivals, "prefix": prefix, "prompt": prompt}
+PARTS = {"race": race, "overhead": overhead, "arrivals": arrivals, "prefix": prefix, "prompt": prompt}
 
 
 def table(found: Mapping[str, Any]) -> str:
