@@ -181,7 +181,7 @@ def distiller(folder: Path, steps: int = 6, **settings: Any) -> Distiller:
     one = engine()
     material = gather(one, divide([TEXT]), Amount(16, 320, 200), folder)
     student = new_student(one.decoder.target.model, Size(1, 32))  # type: ignore[attr-defined]
-    few = DistillSettings(steps, 4, 16, measure_every=3, gamma=2, new_tokens=6, **settings)
+    few = DistillSettings(steps, 4, 16, **{"measure_every": 3, "gamma": 2, "new_tokens": 6, **settings})
     return Distiller(one, student, material, COSTS, few, folder)
 
 
@@ -211,10 +211,10 @@ def test_an_interruption_changes_neither_weights_nor_measurements(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [*OBJECTIVES, "sequence"])
 def test_a_student_comes_to_say_what_its_target_says(objective: str, tmp_path: Path) -> None:
-    one = distiller(tmp_path, 120, objective=objective, rate=0.01)
-    one.settings.__dict__["measure_every"] = 120
+    one = distiller(tmp_path, 120, objective=objective, rate=0.01, measure_every=120)
     last = one.train()
-    assert last.alpha[0] > one.found[0].alpha[0] + 0.1
+    (_, before), (_, after) = one.found[0].alpha, last.alpha  # at temperature 1; greedily few prompts say little
+    assert after > before + 0.1
 
 
 def test_what_the_target_wrote_is_kept_and_belongs_to_it(tmp_path: Path) -> None:
