@@ -410,6 +410,7 @@ def test_an_interrupted_run_keeps_whole_repetitions(clock: Clock, runs: int, kep
     assert [len(row.speeds) for row in report.rows] == ([] if kept is None else [kept, kept])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_finished_races() -> None:
     engine = pair()
     contenders = bench.line_up(engine, SMALL)

@@ -40,6 +40,7 @@ def test_texts_and_json_are_those_of_the_engine() -> None:
     assert [(told[place]["prompt"], told[place]["sample"]) for place in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+@pytest.mark.slow
 def test_a_file_of_which_half_is_lost_is_completed(tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     assert run(*PROMPTS, *BEAMS, "--out", str(out)).exit_code == 0

@@ -125,6 +125,7 @@ def test_texts_are_kept_apart_by_the_end_of_text(text: Path) -> None:
     assert len(_heads.read_texts([text], [])) == 2
 
 
+@pytest.mark.slow
 def test_the_search_says_what_to_use_or_not(small: None) -> None:
     words = ("def f(a):", "--max-new-tokens", "4", "--gamma", "2")
     result = run("exits", *words)

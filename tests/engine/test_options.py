@@ -179,6 +179,7 @@ def test_lossy_rules_are_refused_in_shared_batches_too(engine: slipstream.Engine
         engine.prepare(["x"], {"verify": "lenient:0.5", "lossless": True}, shared=True)
 
 
+@pytest.mark.slow
 def test_calls_in_a_shared_batch_have_the_texts_that_they_have_alone() -> None:
     engine = slipstream.load(verify="coupled")  # what was loaded holds for requests without a rule
     calls: list[dict[str, Any]] = [

@@ -68,7 +68,8 @@ def test_what_is_no_one_plus_tanh_stays() -> None:
     assert torch.allclose(graph(WIDE), both(WIDE), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_graphs_have_it(dtype: torch.dtype) -> None:
     """Inductor runs the pass, and every row has the same bits beside others as alone."""
     gelu, width = NewGELUActivation(), 320

@@ -129,6 +129,7 @@ def test_a_place_that_cannot_be_written_only_costs_time(place: Path, monkeypatch
     check(Scale(0), made=True)
 
 
+@pytest.mark.slow
 def test_pairs_in_lists_as_encoders_return_them_are_taken_over() -> None:
     def check_pairs(model: Scale, *, made: bool) -> None:
         def function(given: Tensor) -> list[tuple[Tensor, Tensor | None]]:

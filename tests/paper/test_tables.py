@@ -105,6 +105,7 @@ def test_the_timeline_ends_where_its_calls_do(out: Path) -> None:
     assert len({row["tokens"] for row in rows(out, "figure5")}) == 1  # the same greedy text
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_used_again(arguments: list[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("measured again")
