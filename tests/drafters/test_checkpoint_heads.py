@@ -549,7 +549,8 @@ def test_a_trained_eagle3_draft_is_accepted_far_more_often_than_a_shuffled_one(t
     assert good > 0.75 and bad < 0.3
 
 
-@pytest.mark.parametrize("kind", ["glm", pytest.param("qwen", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glm", "qwen"])
 def test_trained_heads_are_accepted_far_more_often_than_shuffled_ones(kind: str, folder: Path, tmp_path: Path) -> None:
     model = mtp_model(kind, folder, 40)
     heads, target = load_mtp(model, kind), load_scorer(model)

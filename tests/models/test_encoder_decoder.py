@@ -362,11 +362,8 @@ def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.Monk
     assert len(said) == (1 if family == "whisper" else 2)  # audio is read eagerly
 
 
-@pytest.mark.parametrize(
-    "family",
-    [*(pytest.param(SEQ2SEQ[each], marks=pytest.mark.slow) for each in ("t5", "bart")), FAMILIES["llama"]],
-    ids=["t5", "bart", "llama"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [SEQ2SEQ["t5"], SEQ2SEQ["bart"], FAMILIES["llama"]], ids=["t5", "bart", "llama"])
 def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for every length, until torch makes no more of them and all runs eagerly."""
     compiler = torch.compile
