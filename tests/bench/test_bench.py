@@ -33,7 +33,7 @@ from slipstream.kernels.packing import PackedLinear
 from slipstream.measure import environment, racing
 from slipstream.measure import environment as machine
 from slipstream.models.loading import load_scorer
-from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, scorer, tiny
+from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, Clock, scorer, tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 8], [3, 3], [60, 2, 11, 30]]
 SMALL = BenchSettings(gammas=(2, 3), batches=(1, 3), temperatures=(0.0, 1.0), max_new_tokens=6, repetitions=2)
@@ -318,16 +318,6 @@ def test_who_can_take_part() -> None:
 
 
 # ---- the race, on a clock of our own ----------------------------------------------------------------------------
-
-
-class Clock:
-    """Time that passes only when a contender says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

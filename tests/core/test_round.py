@@ -13,17 +13,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.tables import TableScorer
-from toys import dirichlet_table, request, scorer
-
-
-class Clock:
-    """Time that passes only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from toys import Clock, dirichlet_table, request, scorer
 
 
 @pytest.fixture

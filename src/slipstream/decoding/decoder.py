@@ -53,7 +53,7 @@ class Decoder:
 
     @cached_property
     def stores(self) -> tuple[Recalling, ...]:
-        """The same models as stores, which can take over texts from the prefix cache."""
+        """The target and the models that draft, as stores that take over texts from the prefix cache."""
         return tuple(map(recalling, self.scorers))
 
     @cached_property

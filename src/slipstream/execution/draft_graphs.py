@@ -80,8 +80,8 @@ class ModelNetwork:
         pass_masks = PassMasks.chain(slots, seat.places.shape[0])
         masks = {kind: pass_masks.mask(sight, self.model.dtype) for kind, sight in self.kinds.items()}
         cross = seat.cross
-        beside = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
-        logits = forward(self.model, Pass(tokens, slots, slots, masks, beside), seat.stores)
+        cross_pass = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
+        logits = forward(self.model, Pass(tokens, slots, slots, masks, cross_pass), seat.stores)
         return seat.at_last(logits), None
 
 

@@ -53,7 +53,7 @@ class CompiledReader:
         graph = Frozen(function, ["given", "mask"], on_graph)
         found = graph(given, mask)
         for layer, same in zip(self.eager(given, mask), found, strict=True):
-            for ours, theirs in zip(layer, same, strict=True):
-                compare(ours, theirs, "keys and values")
+            for expected, made in zip(layer, same, strict=True):
+                compare(expected, made, "keys and values")
         self._graphs[single] = graph
         return found

@@ -82,8 +82,8 @@ class Compiled:
             constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
             vary(_sizes(work, stores), constant)
             found = graph(*_inputs(work, stores))
-            for what, ours, theirs in zip(("logits", *["hidden states"] * len(places)), found, eager, strict=True):
-                compare(theirs, ours, what)
+            for what, made, expected in zip(("logits", *["hidden states"] * len(places)), found, eager, strict=True):
+                compare(expected, made, what)
         except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._give_up(error)
             return _result(places, eager)

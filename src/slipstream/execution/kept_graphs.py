@@ -253,8 +253,8 @@ def _try(graph: BoundGraph, inputs: dict[str, Any], found: Any) -> None:
     arguments = graph.arguments(inputs)
     if arguments is None:
         raise NotKept("it does not take the inputs it was made for")
-    for ours, theirs in zip(tree_leaves(graph.run(arguments)), tree_leaves(found), strict=True):
-        if ours is not theirs and not torch.equal(ours, theirs):
+    for kept, made in zip(tree_leaves(graph.run(arguments)), tree_leaves(found), strict=True):
+        if kept is not made and not torch.equal(kept, made):
             raise NotKept("it gives something else")
 
 

@@ -97,7 +97,7 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     """Run every kernel on two tokens -> pairs of its result and the expected one."""
     generator = torch.Generator().manual_seed(0)
     left, right, state = (torch.randn(*shape, generator=generator) for shape in ((2, 40), (2, 50), (40, 50)))
-    tokens, beside = left[None, :, None], right[None, :, None]
+    tokens, values = left[None, :, None], right[None, :, None]
     decays, strengths = torch.tensor([-0.5, -0.1]).view(1, 2, 1), torch.tensor([0.3, 0.8]).view(1, 2, 1)
     keys, before, delta, space = left / (left.square().sum(-1, keepdim=True) + 1e-6).sqrt(), state, [], []
     for key, value, decay, strength in zip(keys, right, decays.flatten(), strengths.flatten(), strict=True):
@@ -110,9 +110,9 @@ def samples() -> list[tuple[Tensor, Tensor]]:
         space.append(summed @ into + inputs)
     whole, taps = state[None, None], left.T
     return [
-        (gated_delta_rule(tokens, tokens, beside, decays, strengths, whole)[0, :, 0], torch.stack(delta)),
-        (gated_delta_state(tokens, beside, decays, strengths, whole)[0, 0], before),
-        (state_space(tokens, strengths, decays, beside, beside, torch.ones(1), whole)[0, :, 0], torch.stack(space)),
-        (state_space_state(tokens, strengths, decays, beside, whole)[0, 0], summed),
+        (gated_delta_rule(tokens, tokens, values, decays, strengths, whole)[0, :, 0], torch.stack(delta)),
+        (gated_delta_state(tokens, values, decays, strengths, whole)[0, 0], before),
+        (state_space(tokens, strengths, decays, values, values, torch.ones(1), whole)[0, :, 0], torch.stack(space)),
+        (state_space_state(tokens, strengths, decays, values, whole)[0, 0], summed),
         (short_convolution(state[None], taps, None)[0], state[:, :-1] * taps[:, :1] + state[:, 1:] * taps[:, 1:]),
     ]

@@ -98,16 +98,16 @@ def proof(key: bytes, side: str, nonces: Sequence[str], rest: Vocabulary) -> str
 
 def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> Vocabulary:
     """Return the vocabulary in the other side's frame after checking its HMAC. Raises Refused if the keys differ."""
-    told = Vocabulary.read(frame)
-    if not hmac.compare_digest(proof(key, side, nonces, told).encode(), frame.text("proof").encode()):
+    vocabulary = Vocabulary.read(frame)
+    if not hmac.compare_digest(proof(key, side, nonces, vocabulary).encode(), frame.text("proof").encode()):
         raise Refused("the keys of draft server and client differ: give both the same --key-file, ?key-file= or "
                       f"{KEY_VARIABLE}")  # fmt: skip
-    return told
+    return vocabulary
 
 
-def vouch(kind: Kind, key: bytes, side: str, nonces: Sequence[str], told: Vocabulary) -> Frame:
+def vouch(kind: Kind, key: bytes, side: str, nonces: Sequence[str], vocabulary: Vocabulary) -> Frame:
     """Return the frame with which one side sends its vocabulary and the HMAC that proves its key."""
-    return Frame(kind, 0, {**told.values(), "nonce": nonces[-1], "proof": proof(key, side, nonces, told)})
+    return Frame(kind, 0, {**vocabulary.values(), "nonce": nonces[-1], "proof": proof(key, side, nonces, vocabulary)})
 
 
 def check_fit(ours: Vocabulary, theirs: Vocabulary) -> None:

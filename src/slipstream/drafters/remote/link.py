@@ -89,7 +89,7 @@ class _State:
     strikes: int = 0
     peer: str = ""
     fault: str = ""
-    told: threading.Event = field(default_factory=threading.Event)  # the first connection succeeded or failed
+    settled: threading.Event = field(default_factory=threading.Event)  # the first connection succeeded or failed
 
     def settle(self, answer: Frame | Missed) -> None:
         """Pass an answer to the waiting thread, if there is one."""
@@ -132,7 +132,7 @@ class Connection:
 
         Raises Refused if client and server cannot work together.
         """
-        self._state.told.wait(seconds)
+        self._state.settled.wait(seconds)
         if self._task.refusal:
             raise Refused(self._task.refusal)
         return "" if self.generation else self._state.fault or "no answer"
@@ -262,7 +262,7 @@ class _Task:
                 self.state.generation, self.state.peer = self.state.connections, peer
                 self.state.patience, self.state.asked_at, self.state.strikes = settings.timeout, None, 0
                 self.state.asked.clear()
-            self.state.told.set()
+            self.state.settled.set()
             await self._listen(reader, writer)
         finally:
             self._writer = None
@@ -334,7 +334,7 @@ class _Task:
         with self.state.lock:
             was, self.state.generation = bool(self.state.generation), 0
             self.state.settle(Missed(REFUSED if self.refusal else DISCONNECTED))
-        self.state.told.set()
+        self.state.settled.set()
         return was
 
 
