@@ -104,8 +104,8 @@ def probe(scorer: Probed, kind: str) -> None:
     except Exception as error:
         reason = f"{type(error).__name__}: {first_sentence(error)}"
         raise ValueError(f"{scorer.name} ({kind}) does not run with our cache: {reason}") from error
-    theirs = torch.cat([logits.to(ours.device) for logits in alone]).float()
-    gap, allowed = spread_gap(ours.float(), theirs), allowed_gap(ours.dtype)
+    expected = torch.cat([logits.to(ours.device) for logits in alone]).float()
+    gap, allowed = spread_gap(ours.float(), expected), allowed_gap(ours.dtype)
     if not gap <= allowed:
         raise ValueError(
             f"{scorer.name} ({kind}) gives other logits with a rolled-back cache "
@@ -145,10 +145,10 @@ def trial_text(vocab: int, length: int, place: int = 0) -> list[int]:
     return [low + (7 * i + 3 * place) % (vocab - low) for i in range(length)]
 
 
-def spread_gap(ours: Tensor, theirs: Tensor) -> float:
-    """The greatest difference of logits, in standard deviations; tokens that are impossible in both are alike."""
-    difference = torch.where((ours == -math.inf) & (theirs == -math.inf), 0, ours - theirs).abs().max()
-    return float(difference / theirs[theirs.isfinite()].std())
+def spread_gap(ours: Tensor, expected: Tensor) -> float:
+    """Return the greatest difference of logits, in standard deviations; tokens impossible in both count as equal."""
+    difference = torch.where((ours == -math.inf) & (expected == -math.inf), 0, ours - expected).abs().max()
+    return float(difference / expected[expected.isfinite()].std())
 
 
 def allowed_gap(dtype: torch.dtype) -> float:
