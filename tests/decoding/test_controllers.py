@@ -21,15 +21,16 @@ import slipstream
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng
 from slipstream.core.protocols import Controller, Drafter
-from slipstream.core.request import Row
+from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.decoding.adaptive import Adaptive, Learned
 from slipstream.decoding.budget import Guarded
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
-from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts
+from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts, RoundKind
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
+from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.choice import Ucb
 from slipstream.drafters.model import ModelDrafter
 from toys import (
@@ -206,7 +207,8 @@ class Prepared:
 def on_the_edge() -> Learned:
     """A state in which one round decides whether and how far to speculate."""
     curve = Curve().add(0, 1.0).add(1, 1.1).add(2, 1.2)
-    costs = RoundCosts({1: Curve().add(1, 0.4).add(2, 0.75)}, {1: curve})
+    alone = RoundKind(1, sampled=True)
+    costs = RoundCosts({alone: Curve().add(1, 0.3).add(2, 0.55)}, {alone: curve})
     return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, rounds=9, wait=1)
 
 
@@ -284,10 +286,89 @@ def test_a_curve_takes_medians_and_never_falls() -> None:
     assert Curve().at(4) == 0.0
 
 
-def test_an_unknown_batch_size_borrows_the_shape_of_the_nearest() -> None:
-    known = Curve().add(0, 1.0).add(4, 2.0)
-    assert RoundCosts({}, {1: known}).of(3)[1].at(4) == 2.0
-    assert RoundCosts({}, {1: known, 4: Curve().add(0, 3.0)}).of(3)[1].at(4) == 6.0
+def test_an_unknown_kind_of_rounds_borrows_the_shape_of_the_nearest() -> None:
+    known, steep = Curve().add(0, 1.0).add(4, 2.0), Curve().add(0, 1.0).add(4, 9.0)
+    alone, four, rows = RoundKind(1, sampled=True), RoundKind(4, sampled=True), [row([1])] * 3
+    assert RoundCosts({}, {alone: known}).of(rows)[1].at(4) == 2.0
+    assert RoundCosts({}, {alone: known, four: Curve().add(0, 3.0)}).of(rows)[1].at(4) == 6.0
+    assert RoundCosts({}, {alone: known, RoundKind(4, sampled=False): steep}).of(rows)[1].at(4) == 2.0
+
+
+def test_stalls_do_not_make_what_is_measured_often_look_cheaper() -> None:
+    """A round in twenty takes three times as long: the costs of 1,000 plain rounds stay beside those of old drafts."""
+    costs = RoundCosts()
+    for number in range(1000):
+        depth, stall = 2 * (number < 12 and number % 2), 3 if number % 20 == 19 else 1
+        costs = costs.learn(turn([depth], [depth], 0, 0.2 * depth, stall * (1.0 + 0.2 * depth)), 0)
+    rest = costs.of([row([1])])[1]
+    assert rest.at(2) / rest.at(0) == pytest.approx(1.4, rel=0.1)
+
+
+# ---- adaptive: reading the texts, and what is kept from call to call ---------------------------------------------
+
+
+READING = 0.02  # plain steps in which the draft reads a token of a prompt
+
+
+def call(adaptive: Adaptive, state: Learned, prompt: int, most: int, stands: bool) -> tuple[Learned, float, int]:
+    """Decode four texts of `most` tokens -> the state, the plain steps that it took for each token, drafting rounds."""
+    rows = [Row(Request((0,) * prompt, Sampling(), most), index, [0] * prompt) for index in range(4)]
+    unread, spent, drafting = prompt * len(rows), 0.0, 0
+    while any(each.room for each in rows):
+        asked = tuple(min(gamma, rows[0].room - 1) for gamma in adaptive.gammas(state, rows))
+        depth = max(asked)
+        accepted = tuple(gamma * stands for gamma in asked)
+        tokens = tuple((1,) * (stood + 1) for stood in accepted)
+        for each, new in zip(rows, tokens, strict=True):
+            each.tokens += new
+            each.finish_reason = None if each.room else "length"
+        seconds = {"draft": 0.2 * depth, "target": 1.0 + 0.05 * depth, "prefill": READING * unread if depth else 0.0}
+        unread, drafting = (0 if depth else unread + len(rows)), drafting + (depth > 0)
+        draft = Draft(torch.empty(4, depth), None, asked)
+        state = adaptive.update(state, Round(tuple(rows), draft, bench.NOTHING, tokens, accepted, asked, seconds))
+        spent += sum(seconds.values())
+    return state, spent / most, drafting
+
+
+def test_a_later_call_does_not_pay_for_what_an_earlier_one_learned() -> None:
+    adaptive = Adaptive()
+    state, first, drafting = call(adaptive, adaptive.init(), 100, 96, stands=False)
+    assert drafting >= 2
+    assert first > 1.1, "learning costs nothing"
+    for _ in range(8):
+        state, again, _ = call(adaptive, adaptive.resume(state), 100, 96, stands=False)
+        assert again < 1.13
+    total = 0.0
+    for _ in range(10):
+        state, again, _ = call(adaptive, adaptive.resume(state), 100, 96, stands=False)
+        total += again / 10
+    assert total < 1.02
+    _, anew, _ = call(adaptive, adaptive.init(), 100, 96, stands=False)
+    assert anew > 1.1, "control: without it every call pays"
+
+
+def test_texts_are_read_if_drafts_win_the_time_back() -> None:
+    """Drafts that stand win about half a step per token: 8 steps of reading pay in 96 tokens, but not in 8."""
+    adaptive = Adaptive()
+    state, _, _ = call(adaptive, adaptive.init(), 100, 96, stands=True)
+    _, steps, drafting = call(adaptive, adaptive.resume(state), 100, 96, stands=True)
+    assert drafting > 5
+    assert steps < 0.7
+    short = adaptive.resume(state)
+    for _ in range(3):  # until short texts are what it expects
+        short, steps, drafting = call(adaptive, adaptive.resume(short), 100, 8, stands=True)
+        assert (steps, drafting) == (pytest.approx(1.0), 0)
+
+
+def test_an_engine_goes_on_with_what_its_controller_learned() -> None:
+    engine = slipstream.load(gamma="auto")
+    engine.generate("def f(x):", max_new_tokens=12)
+    state = engine.decoder.experience.begin(engine.decoder.controller)
+    assert state.inside.rounds > 0
+    assert not state.inside.acceptance.rows
+    assert engine.decoder.experience.begin(controller("auto", most=2)).inside.rounds == 0, "another controller"
+    engine.generate("def f(x):", max_new_tokens=12, gamma=2)
+    assert engine.decoder.experience.begin(Fixed(2)) is None
 
 
 def test_it_switches_off_and_comes_back_on() -> None:

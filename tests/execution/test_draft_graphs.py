@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+import slipstream
 from slipstream.core.draft import Draft
 from slipstream.core.draws import draw
 from slipstream.core.request import Request, Row
@@ -195,6 +197,23 @@ def test_a_graph_that_cannot_be_made_gives_way_with_one_warning(monkeypatch: pyt
     assert [draft.tokens.tolist() for draft in found] == [
         draft.tokens.tolist() for draft in drafts(other, [Sampling()], ONE)
     ]
+
+
+@pytest.mark.parametrize("gamma", ["auto", 3])
+def test_warming_up_makes_every_graph_that_texts_need(untraced: None, gamma: str | int) -> None:
+    """Whatever stands and whatever a controller chooses: alone and in a batch, greedy and sampled, one or two fed."""
+    engine = slipstream.load(gamma=gamma)
+    small: Any = engine.decoder.scorers[1]
+    small.make_draft_graphs([] if gamma == "auto" else [3])
+    engine.warm_up((1, 2), (Sampling(), Sampling(temperature=1.0)))
+    made = small.draft_graphs.made
+    assert len({(kind.single, kind.sampled) for kind in made}) == 4
+    assert {kind.width for kind in made if not kind.single} == {1, 2}
+    texts = [f"def part_{number}(x):\n    return" for number in range(5)]
+    for count, temperature in product((1, 2, 5), (0.0, 1.0)):
+        for seed in range(2):
+            engine.generate(texts[:count], max_new_tokens=16, temperature=temperature, seed=seed)
+    assert small.draft_graphs.made == made
 
 
 @pytest.mark.slow  # the next two tests make real graphs of batches and of single texts

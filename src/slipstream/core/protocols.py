@@ -247,6 +247,15 @@ class Controller(Protocol):
     def update(self, state: Any, round: Round) -> Any: ...
 
 
+@runtime_checkable
+class Resumes(Controller, Protocol):
+    """A controller that can begin with what it learned in earlier calls."""
+
+    def resume(self, state: Any) -> Any:
+        """Return the state for new rows, from the last state of an earlier call."""
+        ...
+
+
 def secret_among(drafter: Drafter) -> int | None:
     """Return the secret for draws if a drafter, or one inside it, is not trusted; None if all are trusted."""
     if isinstance(drafter, Untrusted) and drafter.secret is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.core.protocols import Controller
+from slipstream.core.protocols import Controller, Resumes
 from slipstream.core.request import Row
 from slipstream.core.round import Round
 from slipstream.decoding.adaptive import Adaptive
@@ -63,6 +63,11 @@ class Guarded:
     def init(self) -> Purse:
         """Return the state before any round: no times are known, and no seconds may be lost."""
         return Purse(self.inner.init())
+
+    def resume(self, state: Purse) -> Purse:
+        """Return the state for new rows: the purse and the times that were measured, and what the inner one keeps."""
+        inner = self.inner
+        return replace(state, inside=inner.resume(state.inside) if isinstance(inner, Resumes) else inner.init())
 
     def gammas(self, state: Purse, rows: Sequence[Row]) -> list[int]:
         """Return the inner controller's gammas for as many rows as may draft, and 0 for the others."""

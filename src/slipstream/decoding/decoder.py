@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from slipstream.cache.prefixes import Recalling, recalling
 from slipstream.core.draft import Draft, Verifier
 from slipstream.core.draws import Rng, draw
-from slipstream.core.protocols import Controller, Drafter, Scorer, scorers_among, secret_among
+from slipstream.core.protocols import Controller, Drafter, Resumes, Scorer, scorers_among, secret_among
 from slipstream.core.round import Context, Round
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
@@ -31,9 +32,31 @@ class NoDraft:
         """Do nothing: there is no draft that could learn from a round."""
 
 
+class Experience:
+    """Keeps what controllers have learned from one call to the next, so that costs are not measured anew in each."""
+
+    def __init__(self) -> None:
+        self._states: list[tuple[Resumes, Any]] = []
+
+    def begin(self, controller: Controller) -> Any:
+        """Return the state with which a controller begins: resumed from an earlier call of one that is equal to it."""
+        known = (state for other, state in self._states if other == controller)
+        state = next(known, None)
+        return controller.resume(state) if state is not None and isinstance(controller, Resumes) else controller.init()
+
+    def keep(self, controller: Controller, state: Any) -> None:
+        """Keep a controller's last state, in the place of an older one."""
+        if isinstance(controller, Resumes):
+            others = [(other, old) for other, old in self._states if other != controller]
+            self._states = [*others, (controller, state)]
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """The parts with which requests are decoded. Target, drafter and their caches serve one `Scheduler` at a time."""
+    """The parts with which requests are decoded. Target, drafter and their caches serve one `Scheduler` at a time.
+
+    Decoders that `dataclasses.replace` makes of each other share their `experience`.
+    """
 
     target: Scorer
     drafter: Drafter = field(default_factory=NoDraft)
@@ -41,6 +64,7 @@ class Decoder:
     controller: Controller = field(default_factory=lambda: Fixed(5))
     batch_size: int = 8
     rng: Rng = draw
+    experience: Experience = field(default_factory=Experience, compare=False)
     inside: bool = False  # it decodes a draft: where no law can be made, an arbitrary one serves, and the text goes on
 
     def __post_init__(self) -> None:

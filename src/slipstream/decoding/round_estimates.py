@@ -5,11 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from slipstream.core.request import Row
 from slipstream.core.round import Round
 
-WINDOW = 9  # samples kept per kind: older ones were measured under another load or with other text lengths
-DRIFT = 0.1  # how fast the estimate of the machine's load follows new measurements
+WINDOW = 9  # samples of a kind whose median is its first level, which follows later ones slowly
+FOLLOW = 0.05  # how fast the level of a kind follows new measurements
+DRIFT = 0.1  # how fast the estimate of the machine's load follows them
+STALL = 1.4  # a measurement counts as at most this many times the expected one, and at least its inverse
 FAST, SLOW = 0.88, 0.985  # the factor by which counts fade per round: those of a row, and of all rows together
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds that a clock can have measured
 LOADS = 1e-50, 1e50  # only ratios count, so that the load may drift, but within the range of floats
@@ -22,20 +26,38 @@ def believable(seconds: float) -> bool:
     return SHORTEST <= seconds <= LONGEST
 
 
+def limited(ratio: float) -> float:
+    """Return how many times the expected seconds a measurement counts as: machines stall now and then.
+
+    Levels and the load have to follow the same ratios. If stalls moved one of them more than the other, the load would
+    grow without end, and kinds that are measured often would look faster than those measured long ago.
+    """
+    return min(STALL, max(1 / STALL, ratio))
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds as a function of a number of tokens, from noisy samples: monotone medians, interpolated linearly.
+    """Seconds as a function of a number of tokens, from noisy samples: monotone levels, interpolated linearly.
 
-    Beyond the greatest number that was measured, the last line is extrapolated.
+    The level of a number of tokens is the median of its first samples, and then follows further ones. Beyond the
+    greatest number that was measured, the last line is extrapolated.
     """
 
     samples: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    levels: Mapping[int, float] = field(default_factory=dict)
     points: tuple[tuple[int, float], ...] = ()
 
     def add(self, tokens: int, seconds: float) -> Curve:
         """Return the curve with one more sample."""
-        samples = {**self.samples, tokens: (*self.samples.get(tokens, ())[1 - WINDOW :], seconds)}
-        return Curve(samples, _monotone([(n, _median(samples[n]), len(samples[n])) for n in sorted(samples)]))
+        samples, level = {**self.samples}, self.levels.get(tokens, 0.0)
+        if len(samples.get(tokens, ())) < WINDOW:
+            samples[tokens] = (*samples.get(tokens, ()), seconds)
+            level = _median(samples[tokens])
+        elif level:
+            level *= limited(seconds / level) ** FOLLOW
+        levels = {**self.levels, tokens: level}
+        points = _monotone([(n, levels[n], len(samples[n])) for n in sorted(levels)])
+        return Curve(samples, levels, points)
 
     def timed(self, tokens: int) -> int:
         """Return how many samples there are of exactly this number of tokens."""
@@ -54,7 +76,7 @@ class Curve:
 
     def scaled(self, factor: float) -> Curve:
         """Return a curve of the same points times `factor`, without samples."""
-        return Curve({}, tuple((tokens, seconds * factor) for tokens, seconds in self.points))
+        return Curve(points=tuple((tokens, seconds * factor) for tokens, seconds in self.points))
 
     @property
     def tried(self) -> bool:
@@ -80,52 +102,70 @@ def _monotone(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[int, floa
     return tuple((tokens, level) for names, level, _ in blocks for tokens in names)
 
 
+class RoundKind(NamedTuple):
+    """A kind of rounds that have similar costs: their number of rows (the next power of two), and whether any of them
+    is sampled, since laws over the whole vocabulary take time."""
+
+    size: int
+    sampled: bool
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> RoundKind:
+        """Return the kind of a round of these rows."""
+        return RoundKind(size(len(rows)), not all(row.request.sampler.greedy for row in rows))
+
+    def distance(self, other: RoundKind) -> tuple[bool, int]:
+        """Return how different another kind is, in a form that can be compared."""
+        return self.sampled != other.sampled, abs(self.size.bit_length() - other.size.bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """The seconds of a round by its number of rows (the next power of two) and the depth of its longest draft.
+    """The seconds of a round by its kind and the depth of its longest draft.
 
     All are divided by the load of the machine when they were measured, so that a gamma does not look slow because it
-    was tried last, when the machine was slower or the text longer: only ratios count here.
+    was tried last, when the machine was slower or the text longer: only ratios count here. `reading` are the seconds in
+    which the draft reads a number of tokens that it has not read, of prompts or emitted without it.
     """
 
-    draft: Mapping[int, Curve] = field(default_factory=dict)
-    rest: Mapping[int, Curve] = field(default_factory=dict)  # target, laws, verification, bookkeeping
-    missed: tuple[float, ...] = ()  # seconds per token emitted without the draft, which it then had to read
+    draft: Mapping[RoundKind, Curve] = field(default_factory=dict)
+    rest: Mapping[RoundKind, Curve] = field(default_factory=dict)  # target, laws, verification, bookkeeping
+    reading: Curve = field(default_factory=lambda: Curve().add(0, 0.0))
     load: float = 1.0
 
-    @property
-    def catching_up(self) -> float:
-        """The seconds in which the draft reads one token that was emitted without it."""
-        return min(self.missed, default=0.0)
+    def of(self, rows: Sequence[Row]) -> tuple[Curve, Curve]:
+        """Return the curves for a round of these rows: the seconds of drafting, and those of everything else."""
+        kind = RoundKind.of(rows)
+        return _find(self.draft, kind), _find(self.rest, kind)
 
-    def of(self, rows: int) -> tuple[Curve, Curve]:
-        """Return the curves for this number of rows: the seconds of drafting, and those of everything else."""
-        return _find(self.draft, size(rows)), _find(self.rest, size(rows))
+    def knows_plain(self, rows: Sequence[Row]) -> bool:
+        """Return whether a plain round of this kind was measured: what is gained or lost depends on it."""
+        return self.rest.get(RoundKind.of(rows), Curve()).timed(0) > 0
 
-    def learn(self, round: Round, new: bool, behind: int) -> RoundCosts:
-        """Return the costs after one more round.
+    def learn(self, round: Round, unread: int) -> RoundCosts:
+        """Return the costs after one more round, before whose drafts `unread` tokens had to be read.
 
-        If a draft read the prompts of `new` rows, or tokens that were emitted without it (`behind`), and did not report
-        how long that took, its time is only an upper limit of the cost of drafting. Times that cannot be true change
-        nothing."""
+        If the draft did not report how long it read, the time of such a round is only an upper limit of the cost of
+        drafting. Times that cannot be true change nothing."""
         if not clocked(round):
             return self
-        rows, depth = len(round.rows), max(round.draft.depths)
+        depth = max(round.draft.depths)
         asked = depth or max(round.gammas)  # a drafter that found nothing has searched nevertheless
         draft = round.seconds["draft"]
         rest = sum(round.seconds.values()) - draft - round.reading
-        key, after = size(rows), self.rest.get(size(rows), Curve())
-        load = self.load
+        kind = RoundKind.of(round.rows)
+        after, own = self.rest.get(kind, Curve()), self.draft.get(kind, Curve())
+        load, reading = self.load, self.reading
         if after.timed(depth) >= 3:
-            load *= min(1.4, max(0.7, rest / (after.at(depth) * load))) ** DRIFT
+            load *= limited(rest / (after.at(depth) * load)) ** DRIFT
             load = min(LOADS[1], max(LOADS[0], load))
-        own = self.draft.get(key, Curve())
-        missed = self.missed
-        if own.tried and behind >= 4 and asked and not new:
-            missed = (*missed[1 - WINDOW :], max(0.0, (draft + round.reading) / load - own.at(asked)) / behind)
-        if round.reading or not (new or behind) or not asked or not own.tried or draft / load < own.at(asked):
+        if unread and asked and (round.reading or own.tried):
+            seconds = round.reading or max(0.0, draft - own.at(asked) * load)
+            reading = reading.add(size(unread), seconds / load * size(unread) / unread)
+        if round.reading or not unread or not asked or not own.tried or draft / load < own.at(asked):
             own = own.add(asked, draft / load)
-        return RoundCosts({**self.draft, key: own}, {**self.rest, key: after.add(depth, rest / load)}, missed, load)
+        after = after.add(depth, rest / load)
+        return RoundCosts({**self.draft, kind: own}, {**self.rest, kind: after}, reading, load)
 
 
 def clocked(round: Round) -> bool:
@@ -139,13 +179,13 @@ def size(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _find(curves: Mapping[int, Curve], key: int) -> Curve:
-    """Return the curve of this key; while it has at most one point, the nearest other, scaled to it."""
-    own = curves.get(key, Curve())
+def _find(curves: Mapping[RoundKind, Curve], kind: RoundKind) -> Curve:
+    """Return the curve of this kind; while it has at most one point, that of the nearest other, scaled to it."""
+    own = curves.get(kind, Curve())
     known = [other for other, curve in curves.items() if len(curve.points) > 1]
     if len(own.points) > 1 or not known:
         return own
-    near = curves[min(known, key=lambda other: abs(other.bit_length() - key.bit_length()))]
+    near = curves[min(known, key=kind.distance)]
     if not own.points:
         return near
     tokens, seconds = own.points[0]

@@ -46,6 +46,9 @@ BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal, multipath.gbv))
 MATCH = Rule("match", ByShape(acceptance.match, trees.match, trees.match))
 COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 
+WARM_UP = Rule("everything", ByShape(acceptance.everything, trees.recursive, trees.recursive), lossless=False)
+"""Accepts whole chains, after which a draft is fed most: its graphs for that are made while nobody waits."""
+
 MOST_PATHS = 32
 """The greatest number of paths in a round; each is a chain of gamma tokens that the target scores."""
 

@@ -65,7 +65,7 @@ class Scheduler:
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
         self._aborted: SimpleQueue[Row] = SimpleQueue()
         self._numbers, self._turns = count(), count()
-        self._state = decoder.controller.init()
+        self._state = decoder.experience.begin(decoder.controller)
         for store in decoder.stores:
             store.use_prefixes(prefix_cache)
 
@@ -136,6 +136,7 @@ class Scheduler:
         """Free all rows; those that have not ended stay as they are. The next scheduler may run in another thread."""
         self.decoder.target.free(range(len(self.decoder.target.lengths)))
         self.running, self.waiting, self._reader.groups = [], [], []
+        self.decoder.experience.keep(self.decoder.controller, self._state)
         release_threads()
 
     def __enter__(self) -> Self:

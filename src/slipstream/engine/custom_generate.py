@@ -23,7 +23,7 @@ from slipstream.core.protocols import Controller
 from slipstream.core.request import Request, Row
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import controller
-from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.decoder import Decoder, Experience
 from slipstream.decoding.generate import rounds, sound
 from slipstream.decoding.rules import TOKEN, Rule
 from slipstream.decoding.sampling import Processor
@@ -141,7 +141,7 @@ class Speculation:
         self._loaded: PreTrainedModel | None = None
         self._scorers: tuple[CausalScorer, CausalScorer] | None = None
         self._made_for: tuple[Any, ...] = ()
-        self._busy = threading.Lock()
+        self._busy, self._experience = threading.Lock(), Experience()
 
     def _draft(self, model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(self._source, PreTrainedModel):
@@ -168,7 +168,9 @@ class Speculation:
         requests = batch.requests(seed, away)
         check_requests(target, requests)
         read = opening.read(model, batch)
-        decoder = Decoder(target, drafter, rule.verify, self._controller, len(requests), rule.rng)
+        decoder = Decoder(
+            target, drafter, rule.verify, self._controller, len(requests), rule.rng, experience=self._experience
+        )
         rows = _run(_after(read, decoder, requests), requests, streamer)
         if not batch.pads_ended:
             _level(decoder, read, rows)

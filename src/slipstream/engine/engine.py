@@ -21,7 +21,7 @@ from slipstream.decoding.controllers import Fixed, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.grammar import GrammarLimits, Grammars
-from slipstream.decoding.rules import BLOCK, Rule, rule
+from slipstream.decoding.rules import BLOCK, WARM_UP, Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler, check_requests
 from slipstream.drafters.known_first import KnownFirst
@@ -195,9 +195,11 @@ class Engine:
         """
         most, form = self.decoder.controller.most, self.decoder.target.source_form
         source = None if form is None else form.example()
-        for decoder in (self.decoder, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
+        # Whole drafts that are accepted, so that the next one is fed most; a controller would choose by the clock.
+        speculative = replace(self.decoder, verifier=WARM_UP.verify, controller=Fixed(most))
+        for decoder in (speculative, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
             for count, sampler in product(rows, samplers):
-                requests = [Request((0, 0), sampler, 2 + most, key=key, source=source) for key in range(count)]
+                requests = [Request((0, 0), sampler, 2 * (1 + most), key=key, source=source) for key in range(count)]
                 deque(rounds(decoder, requests), maxlen=0)
 
     def encode(self, prompt: Prompt | Mapping[str, Any]) -> tuple[int, ...]:
