@@ -209,10 +209,10 @@ def race_lines(found: dict[str, Any]) -> Iterator[Line]:
         rows = (each for each in found.get("race", []) if each["temperature"] == heat)
         return next((each for each in rows if (each["contender"], each["execution"]) == (name, execution)), None)
 
-    def line(bar: str, ours: tuple[str, str | None], theirs: str, heat: float, what: Callable[[Any], float]) -> Line:
-        one, other = row(*ours, heat), row(theirs, None, heat)
+    def line(bar: str, ours: tuple[str, str | None], peer: str, heat: float, what: Callable[[Any], float]) -> Line:
+        one, other = row(*ours, heat), row(peer, None, heat)
         kind = {milliseconds: "round", speed: "tokens/s"}[what]
-        name = f"{kind}, temperature {heat:g}: {' '.join(filter(None, ours))} / {theirs}"
+        name = f"{kind}, temperature {heat:g}: {' '.join(filter(None, ours))} / {peer}"
         if not one or not other:
             return name, bar, None, ""
         how = f"{what(one):.1f} / {what(other):.1f}"
@@ -261,8 +261,10 @@ def batch_line(what: str, bar: str, rows: list[dict[str, Any]]) -> Line:
     if not rows:
         return what, bar, None, ""
     best = {size: max((row for row in rows if row["batch"] == size), key=speed) for size in (1, 8)}
-    told = [f"{speed(row):.0f} ({'gamma ' + str(row['gamma']) if row['draft'] else 'plain'})" for row in best.values()]
-    return what, bar, speed(best[8]) / speed(best[1]), f"{told[1]} / {told[0]} tokens/s"
+    speeds = [
+        f"{speed(row):.0f} ({'gamma ' + str(row['gamma']) if row['draft'] else 'plain'})" for row in best.values()
+    ]
+    return what, bar, speed(best[8]) / speed(best[1]), f"{speeds[1]} / {speeds[0]} tokens/s"
 
 
 def limit_lines(found: dict[str, Any], dtype: str = "bfloat16", gamma: int = ROWS - 1) -> Iterator[Line]:
@@ -297,9 +299,9 @@ def peer_lines(found: dict[str, Any]) -> Iterator[Line]:
             if isinstance(value, int | float):
                 yield f"{name}: {figure}", "", value, peer.get("how", "")
         for kind, row in ours.items():
-            if theirs := peer.get("round_ms"):
+            if peer_round := peer.get("round_ms"):
                 mine = row["milliseconds"]["round"]
-                yield f"round, ours {kind} / {name}", "", mine / theirs, f"{mine:.1f} / {theirs:.1f} ms"
+                yield f"round, ours {kind} / {name}", "", mine / peer_round, f"{mine:.1f} / {peer_round:.1f} ms"
 
 
 if __name__ == "__main__":

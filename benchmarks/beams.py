@@ -95,12 +95,12 @@ def lap(contender: str, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, .
     return found
 
 
-def compare(ours: Sequence[Texts], theirs: Sequence[Texts]) -> dict[str, Any]:
+def compare(ours: Sequence[Texts], reference: Sequence[Texts]) -> dict[str, Any]:
     """How many prompts have equal texts, near-ties, and others."""
     counts: dict[str, Any] = {"equal": 0, "near_ties": 0, "different": 0, "largest_score_difference": 0.0}
-    for our, their in zip(ours, theirs, strict=True):
-        gap = max(abs(one - other) for (_, one), (_, other) in zip(our, their, strict=True))
-        same = [text for text, _ in our] == [text for text, _ in their]
+    for our, expected in zip(ours, reference, strict=True):
+        gap = max(abs(one - other) for (_, one), (_, other) in zip(our, expected, strict=True))
+        same = [text for text, _ in our] == [text for text, _ in expected]
         counts["different" if gap >= TIE else "equal" if same else "near_ties"] += 1
         counts["largest_score_difference"] = max(counts["largest_score_difference"], gap)
     return counts

@@ -155,8 +155,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--dtype", default="auto", help="of the written weights (default: as stored)")
     args = parser.parse_args()
-    given = {name: getattr(args, name) for name in vars(Size()) if getattr(args, name)}
-    size = Size(**{**(vars(PRESETS[args.preset]) if args.preset else {}), **given})
+    options = {name: getattr(args, name) for name in vars(Size()) if getattr(args, name)}
+    size = Size(**{**(vars(PRESETS[args.preset]) if args.preset else {}), **options})
     try:
         write(args.source, args.dest, size, args.dtype)
     except (ValueError, OSError) as error:

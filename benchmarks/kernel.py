@@ -45,13 +45,13 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {"products": [], "quantized": [], "attentions": []}
     for name, shapes in (("134 M target", TARGET), ("24 M draft", DRAFT)):
         for rows in (1, 2, 6, 12, 48):
-            ours, theirs = products(shapes, rows, args.repetitions)
-            found["products"].append({"model": name, "rows": rows, "ours": ours, "onednn": theirs})
+            ours, onednn_seconds = products(shapes, rows, args.repetitions)
+            found["products"].append({"model": name, "rows": rows, "ours": ours, "onednn": onednn_seconds})
     for name, shapes in (("134 M", TARGET), ("1.1 B", LARGE)):
         found["quantized"] += [{"model": name, **row} for row in quantized(shapes, args.repetitions)]
     for case in ATTENTIONS:
-        ours, theirs = attentions(*case, args.repetitions)
-        found["attentions"].append({"case": list(case), "ours": ours, "torch": theirs})
+        ours, torch_seconds = attentions(*case, args.repetitions)
+        found["attentions"].append({"case": list(case), "ours": ours, "torch": torch_seconds})
     print(json.dumps(found) if args.json else table(found))
 
 
@@ -76,7 +76,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, ...]:
     """Seconds for all matrices one after another, ours and oneDNN's."""
-    given = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
+    inputs = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     stretch = Stretch(sum(map(panel_bytes, weights)))
     panels = [stretch.hold(into_panels(weight)) for weight in weights]
@@ -84,13 +84,13 @@ def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tupl
 
     def ours() -> None:
         for (features, width), panel in zip(shapes, panels, strict=True):
-            panel_linear(given[width], panel, None, features)
+            panel_linear(inputs[width], panel, None, features)
 
-    def theirs() -> None:
+    def by_onednn() -> None:
         for (_, width), block in zip(shapes, blocks, strict=True):
-            torch.ops.mkldnn._linear_pointwise(given[width], block, None, "none", [], "")
+            torch.ops.mkldnn._linear_pointwise(inputs[width], block, None, "none", [], "")
 
-    return timed([ours, theirs], repetitions)
+    return timed([ours, by_onednn], repetitions)
 
 
 def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str, Any]]:
@@ -111,14 +111,14 @@ def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str,
             for weight in weights
         ]
 
-    def through(name: str, given: dict[int, Tensor]) -> None:
+    def through(name: str, inputs: dict[int, Tensor]) -> None:
         for (_, width), layer in zip(shapes, layers[name], strict=True):
-            layer(given[width])
+            layer(inputs[width])
 
     found = []
     for rows in (1, 2, 6, 8, 16, 48):
-        given = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
-        times = timed([partial(through, name, given) for name in layers], repetitions)
+        inputs = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
+        times = timed([partial(through, name, inputs) for name in layers], repetitions)
         each = {name: {"seconds": one, "bytes": sizes[name]} for name, one in zip(layers, times, strict=True)}
         found.append({"rows": rows, "times": each})
     return found
@@ -132,11 +132,11 @@ def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, rep
         torch.full((tokens, slots), torch.finfo(torch.bfloat16).min).triu(1 + slots - tokens).bfloat16()[None, None]
     )
 
-    def theirs() -> None:
+    def by_torch() -> None:
         wide = (store.repeat_interleave(heads // groups, 1) for store in (keys, values))
         functional.scaled_dot_product_attention(queries, *wide, attn_mask=hidden)
 
-    return timed([lambda: panel_attention(queries, keys, values, hidden, width**-0.5), theirs], repetitions)
+    return timed([lambda: panel_attention(queries, keys, values, hidden, width**-0.5), by_torch], repetitions)
 
 
 def timed(runs: Sequence[Callable[[], object]], repetitions: int) -> tuple[float, ...]:

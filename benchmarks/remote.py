@@ -183,7 +183,7 @@ def lines(
     shared = tuple(replace(beat, target=beat.target * place.slower) for beat in costs.speculative)
     here = predict(tallies, replace(costs, delay=place.away, speculative=shared), outline)
     made = []
-    for prediction, beside in zip(outlook.predictions, here.predictions, strict=True):
+    for prediction, on_one_machine in zip(outlook.predictions, here.predictions, strict=True):
         pairs = found[prediction.gamma]
         factor = median(ours.per_second / plain.per_second for plain, ours in pairs)
         made.append(
@@ -192,10 +192,10 @@ def lines(
                 "network_ms": 1000 * place.away,
                 "gamma": prediction.gamma,
                 "predicted": prediction.factor,
-                "predicted_on_one_machine": beside.factor,
+                "predicted_on_one_machine": on_one_machine.factor,
                 "measured": factor,
                 "difference": factor / prediction.factor - 1,
-                "difference_on_one_machine": factor / beside.factor - 1,
+                "difference_on_one_machine": factor / on_one_machine.factor - 1,
                 "target_slower": place.slower,
                 "tokens_per_call": sum((ours for _, ours in pairs), Speed()).per_call,
                 "tokens_per_call_predicted": prediction.tokens_per_call,
@@ -205,33 +205,33 @@ def lines(
     return made
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """All distances, by turns with nothing: a server and a relay for each."""
     torch.set_num_threads(1)
-    place, dtype = embedded(given.target, given.dtype)
+    place, dtype = embedded(args.target, args.dtype)
     engine = load(place, dtype=dtype)
     context = BuildContext(engine.decoder.target, engine.tokenizer, dtype)
-    texts = tuple(engine.encode(prompt) for prompt in list(PROMPTS)[: given.texts])
-    sampler = Sampling(temperature=given.temperature)
-    task = PlanTask(texts, 1, given.max_new_tokens, sampler, frame=engine.frame)
-    local, table = drafter(given.draft, context), list[dict[str, Any]]()
-    known = measured(engine, local, task, max(given.gamma))
-    serve = ("-m", "slipstream", "serve-draft", "--draft", given.draft, "--dtype", str(dtype), "--port", "0", "--json")
+    texts = tuple(engine.encode(prompt) for prompt in list(PROMPTS)[: args.texts])
+    sampler = Sampling(temperature=args.temperature)
+    task = PlanTask(texts, 1, args.max_new_tokens, sampler, frame=engine.frame)
+    local, table = drafter(args.draft, context), list[dict[str, Any]]()
+    known = measured(engine, local, task, max(args.gamma))
+    serve = ("-m", "slipstream", "serve-draft", "--draft", args.draft, "--dtype", str(dtype), "--port", "0", "--json")
     with started(*serve) as ready:
         port = json.loads(ready)["url"].rsplit(":", 1)[1]
-        for added in given.delay:
+        for added in args.delay:
             with started(str(Path(__file__)), "--relay", port, str(added)) as shown:
-                name = f"tcp://127.0.0.1:{int(shown)}?timeout-ms=10000&trust={'true' if given.trust else 'false'}"
+                name = f"tcp://127.0.0.1:{int(shown)}?timeout-ms=10000&trust={'true' if args.trust else 'false'}"
                 far = drafter(name, context)
                 assert isinstance(far, RemoteDrafter)
-                most = max(given.gamma)
+                most = max(args.gamma)
                 away = distance(far, texts[0], most)
                 spot = Place(added, away, slowdown(engine, local, far, task, most))
-                found = compare(engine, far, task, given.gamma, given.repetitions)
-                table += lines(spot, known, found, given.max_new_tokens)
+                found = compare(engine, far, task, args.gamma, args.repetitions)
+                table += lines(spot, known, found, args.max_new_tokens)
     costs = known[1]
-    facts = {"step_ms": 1000 * costs.step, "draft_ms": 1000 * costs.draft(given.gamma[-1]) / given.gamma[-1]}
-    return {"environment": environment(engine), "settings": vars(given), **facts, "lines": table}
+    facts = {"step_ms": 1000 * costs.step, "draft_ms": 1000 * costs.draft(args.gamma[-1]) / args.gamma[-1]}
+    return {"environment": environment(engine), "settings": vars(args), **facts, "lines": table}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -264,14 +264,14 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", help="write the figures to this file too")
-    given = parser.parse_args()
-    given.delay, given.gamma = given.delay or [0.0, 1.0, 5.0], given.gamma or [2, 4]
-    result = run(given)
+    args = parser.parse_args()
+    args.delay, args.gamma = args.delay or [0.0, 1.0, 5.0], args.gamma or [2, 4]
+    result = run(args)
     show(result)
-    if given.json:
+    if args.json:
         from slipstream.text.jsontext import json_text
 
-        Path(given.json).write_text(json_text(result, indent=1) + "\n", encoding="utf-8")
+        Path(args.json).write_text(json_text(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -134,8 +134,8 @@ def row(name: str, stats: Sequence[Stats], base: Sequence[Stats]) -> dict[str, A
 
 def difference(pairs: Sequence[tuple[Stats, Stats]]) -> float:
     """Pooled mean acceptance length of the rule minus that of the first."""
-    ours, theirs = (sum(column, Stats()).mean_acceptance_length or 0 for column in zip(*pairs, strict=True))
-    return ours - theirs
+    length, first_length = (sum(column, Stats()).mean_acceptance_length or 0 for column in zip(*pairs, strict=True))
+    return length - first_length
 
 
 # ---- computed ---------------------------------------------------------------------------------------------------

@@ -54,12 +54,12 @@ def ours(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "slipstream", "serve", *pair, *compiled, *rows, "--dtype", args.dtype]
 
 
-def theirs(args: argparse.Namespace) -> list[str]:
+def transformers_command(args: argparse.Namespace) -> list[str]:
     """The command of transformers' server."""
     blocks = max(args.streams) * math.ceil((args.longest + args.max_tokens) / PAGE) + 1
     program = str(Path(sys.executable).with_name("transformers"))
     compiled = ["--compile"] if args.compile else []
-    cache = ["--cb-num-blocks", str(blocks), *args.theirs.split()]
+    cache = ["--cb-num-blocks", str(blocks), *args.transformers_options.split()]
     how = ["--device", "cpu", "--dtype", args.dtype, "--log-level", "error"]
     return [program, "serve", str(args.target or EMBEDDED), "--continuous-batching", *cache, *compiled, *how]
 
@@ -71,7 +71,7 @@ OURS = {**GREEDY, "ignore_eos": True, "stream_options": {"include_usage": True}}
 PLAIN = {**OURS, "speculative": False}
 
 
-def fields_of_theirs(args: argparse.Namespace) -> dict[str, Any]:
+def transformers_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Greedy, with an end of text that never comes."""
     never = json.dumps({"eos_token_id": -1, "do_sample": False})
     return {**GREEDY, "model": str(args.target or EMBEDDED), "generation_config": never}
@@ -119,7 +119,7 @@ def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any
             ("slipstream, plain", mine, {"speculative": False}),
         ]
         if not args.alone:
-            other = stack.enter_context(serving(theirs(args), fields_of_theirs(args)))
+            other = stack.enter_context(serving(transformers_command(args), transformers_fields(args)))
             contenders.append(("transformers serve", other, {}))
         engine = library(args)
         for repetition in range(args.repetitions):
@@ -337,7 +337,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="requests per run, at least two per stream")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--theirs", default="", help="more options of transformers serve, in one text")
+    parser.add_argument(
+        "--theirs", dest="transformers_options", default="", help="more options of transformers serve, in one text"
+    )
     parser.add_argument("--alone", action="store_true", help="without transformers serve")
     parser.add_argument("--trace", type=Path, help="TIMESTAMP,ContextTokens,GeneratedTokens as .csv.gz, of arrivals")
     parser.add_argument("--requests", type=int, default=200, help="of the trace")

@@ -72,7 +72,7 @@ def _with_byte_fallback(core: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def new_draft(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def new_draft(ours: PreTrainedTokenizerFast, target_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return the embedded draft with the tokens of `ours`; each begins as the mean of the old tokens for its text."""
     draft = AutoModelForCausalLM.from_pretrained(EMBEDDED / "draft", dtype=torch.float32)
     known = draft.get_input_embeddings().weight.detach().clone()
@@ -80,7 +80,7 @@ def new_draft(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) ->
     weight = draft.get_input_embeddings().weight
     with torch.no_grad():
         for token in range(1, len(ours)):
-            pieces = theirs(ours.decode([token])).input_ids
+            pieces = target_tokenizer(ours.decode([token])).input_ids
             weight[token] = known[pieces].mean(0) if pieces else known.mean(0)
     return draft
 
@@ -95,12 +95,15 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     library = corpus.read_library()
-    ours, theirs = train_tokenizer(args.kind, library.train), AutoTokenizer.from_pretrained(EMBEDDED / "target")
+    ours, target_tokenizer = (
+        train_tokenizer(args.kind, library.train),
+        AutoTokenizer.from_pretrained(EMBEDDED / "target"),
+    )
     target = AutoModelForCausalLM.from_pretrained(EMBEDDED / "target", dtype=torch.bfloat16).eval()
     pool = Pool(args.work / "samples.pt")  # shared by both kinds
-    prompts = corpus.prompts(library.train, corpus.Stream(library.train, theirs), theirs)
+    prompts = corpus.prompts(library.train, corpus.Stream(library.train, target_tokenizer), target_tokenizer)
     pool.fill(target, prompts, ON_SAMPLES * args.minutes)
-    written = [corpus.Source("", text) for text in theirs.batch_decode(pool.rows, skip_special_tokens=True)]
+    written = [corpus.Source("", text) for text in target_tokenizer.batch_decode(pool.rows, skip_special_tokens=True)]
     streams = [corpus.Stream(sources, ours) for sources in (library.train, written)]
     print(f"{len(ours)} tokens; {[f'{len(stream.tokens):,}' for stream in streams]} tokens of library and target")
 
@@ -108,7 +111,7 @@ def main() -> None:
         tokens = streams[rng.random() < FROM_POOL].windows(rng, ROWS, LENGTH + 1)
         return text_loss(draft, tokens), ROWS * LENGTH
 
-    draft = new_draft(ours, theirs).train()
+    draft = new_draft(ours, target_tokenizer).train()
     steps, minutes = muon_and_adam(draft, muon=0.01, adam=2e-3), (1 - ON_SAMPLES) * args.minutes
     print(train(draft, steps, minutes, args.work / f"{args.kind}.safetensors", step))
     save_pretrained(draft, ours, args.out)

@@ -122,18 +122,20 @@ def generating(engine: Engine) -> dict[str, Any]:
 WORK = {each.__name__: each for each in (texts, few, read, seen, grown, disturbed, law, generating)}
 
 
-def loaded(given: dict[str, Any], **more: Any) -> Engine:
+def loaded(settings: dict[str, Any], **more: Any) -> Engine:
     """The engine of a test's folders, with chains of three tokens or a tree."""
-    shape = {"tree": given["tree"]} if "tree" in given else {"gamma": 3}
-    return slipstream.load(Path(given["target"]), given.get("draft"), dtype="float32", batch_size=2, **shape, **more)
+    shape = {"tree": settings["tree"]} if "tree" in settings else {"gamma": 3}
+    return slipstream.load(
+        Path(settings["target"]), settings.get("draft"), dtype="float32", batch_size=2, **shape, **more
+    )
 
 
 def main() -> None:
     """Follow, or load and work."""
     if slipstream.follow():
         return
-    given = json.loads(sys.argv[2])
-    engine = loaded(given, tp_plan="auto")
+    settings = json.loads(sys.argv[2])
+    engine = loaded(settings, tp_plan="auto")
     found = {} if sys.argv[1] == "nothing" else WORK[sys.argv[1]](engine)
     print(json.dumps({**found, "bytes_per_token": getattr(engine.decoder.target, "bytes_per_token")}))  # noqa: B009
 

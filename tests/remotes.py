@@ -102,8 +102,8 @@ class Liar:
 def serving(drafter: Drafter, vocab: int, port: int = 0, tls: Any = None, **settings: Any) -> Iterator[int]:
     """A draft server in a thread -> its port."""
     listener = socket.create_server(("127.0.0.1", port))
-    told = settings.pop("vocabulary", Vocabulary(vocab))
-    server = DraftServer(drafter, DraftSettings("toy", told, **settings), listener, tls)
+    vocabulary = settings.pop("vocabulary", Vocabulary(vocab))
+    server = DraftServer(drafter, DraftSettings("toy", vocabulary, **settings), listener, tls)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -118,12 +118,14 @@ def serving(drafter: Drafter, vocab: int, port: int = 0, tls: Any = None, **sett
 @contextmanager
 def connected(port: int, vocab: int, **settings: Any) -> Iterator[RemoteDrafter]:
     """A drafter that uses the server at a port."""
-    given = Settings("127.0.0.1", port, **{"backoff": 0.02, "longest_backoff": 0.1, **settings})
-    connection = Connection(given, Vocabulary(vocab))
+    connection_settings = Settings("127.0.0.1", port, **{"backoff": 0.02, "longest_backoff": 0.1, **settings})
+    connection = Connection(connection_settings, Vocabulary(vocab))
     try:
         with suppress(ValueError):
             connection.first_word(5)
-        yield RemoteDrafter(connection, vocab, Use(given.trust, given.top, given.ahead))
+        yield RemoteDrafter(
+            connection, vocab, Use(connection_settings.trust, connection_settings.top, connection_settings.ahead)
+        )
     finally:
         connection.close()
 

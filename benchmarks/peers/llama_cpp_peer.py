@@ -81,8 +81,8 @@ def arguments() -> argparse.Namespace:
 
 
 def version(program: str) -> str:
-    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    lines = (told.stderr + told.stdout).splitlines()
+    printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    lines = (printed.stderr + printed.stdout).splitlines()
     return next(line.removeprefix("version: ") for line in lines if line.startswith("version: "))
 
 

@@ -162,7 +162,7 @@ def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: 
     if not file.is_file():
         raise _refused(path, "it is a device or a pipe, not a file")
     ours = _readable(path) and kind.recognises(file)
-    if any(_is_input(file, Path(given), ours) for given in inputs):
+    if any(_is_input(file, Path(input_path), ours) for input_path in inputs):
         raise _refused(path, "it is an input of this command; name another file")
     if not (ours or force or not file.stat().st_size):
         raise _refused(path, f"it exists and is no {kind.what}; name another file, or replace it with --force")
@@ -187,11 +187,11 @@ def _refused(path: Name, why: str) -> ValueError:
     return ValueError(f"cannot write {os.fspath(path)}: {why}.")
 
 
-def _is_input(file: Path, given: Path, ours: bool) -> bool:
-    """Return whether a file is an input: the given one, or in a given folder, unless an earlier run wrote it there."""
-    if given.is_dir():
-        return not ours and file.resolve().is_relative_to(given.resolve())
-    return given.exists() and file.samefile(given)
+def _is_input(file: Path, input_path: Path, ours: bool) -> bool:
+    """Return whether a file is an input: `input_path`, or in that folder, unless an earlier run wrote it there."""
+    if input_path.is_dir():
+        return not ours and file.resolve().is_relative_to(input_path.resolve())
+    return input_path.exists() and file.samefile(input_path)
 
 
 def _readable(path: Name) -> bool:

@@ -204,8 +204,8 @@ def test_settings_of_the_user_neither_leak_in_nor_change() -> None:
     for model, config in zip(models(engine), own, strict=True):
         model.generation_config = config
         model.register_forward_hook(lambda module, *_: seen.append(module.generation_config.to_dict()))
-    theirs = [each for each in bench.line_up(engine, SMALL) if each.name in (GENERATE, ASSISTED)]
-    outputs = [race.timed(each, task(temperature=1.0)).tokens for each in theirs]
+    transformers_contenders = [each for each in bench.line_up(engine, SMALL) if each.name in (GENERATE, ASSISTED)]
+    outputs = [race.timed(each, task(temperature=1.0)).tokens for each in transformers_contenders]
     assert len(outputs) == 3  # generate, and assisted with two gammas
     assert {(config["temperature"], config["top_k"], config["top_p"]) for config in seen[:3]} == {(1.0, 0, 1.0)}
     assert not any(config.get("repetition_penalty") == 9 or config.get("top_k") == 1 for config in seen)
@@ -218,9 +218,9 @@ def test_settings_of_the_user_come_back_after_an_error() -> None:
     engine = pair()
     kept = [model.generation_config for model in models(engine)]
     models(engine)[0].register_forward_hook(lambda *_: 1 / 0)
-    theirs = next(each for each in bench.line_up(engine, SMALL) if each.name == ASSISTED)
+    assisted = next(each for each in bench.line_up(engine, SMALL) if each.name == ASSISTED)
     with pytest.raises(ZeroDivisionError):
-        theirs.run(task())
+        assisted.run(task())
     assert all(model.generation_config is config for model, config in zip(models(engine), kept, strict=True))
 
 
@@ -701,8 +701,8 @@ def test_transformers_contenders_run_without_our_packed_weights(tmp_path: Path) 
     model = tiny(FAMILIES["llama"])
     model.save_pretrained(tmp_path)
     packed = load_scorer(tmp_path, device="cpu", mode=Mode(packed=True))
-    theirs = contenders.untouched(packed)
-    assert not any(isinstance(part, PackedLinear) for part in theirs.modules())
-    assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
+    untouched = contenders.untouched(packed)
+    assert not any(isinstance(part, PackedLinear) for part in untouched.modules())
+    assert torch.equal(untouched.lm_head.weight, model.lm_head.weight)
     plain = load_scorer(model)
     assert contenders.untouched(plain) is model

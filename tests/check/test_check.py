@@ -652,10 +652,10 @@ def test_a_check_repeats() -> None:
 
 
 def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
-    run(samples=100, on_progress=lambda *what: told.append(what))
-    assert len({what for what, _, _ in told}) >= 5
-    assert all(0 <= done <= of for _, done, of in told)
+    messages: list[tuple[str, int, int]] = []
+    run(samples=100, on_progress=lambda *what: messages.append(what))
+    assert len({what for what, _, _ in messages}) >= 5
+    assert all(0 <= done <= of for _, done, of in messages)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     first = slipstream.load().encode("class A")[0]
     real = Engine.generate
     monkeypatch.setattr(
-        Engine, "generate", lambda self, *given, **options: real(self, *given, processors=[stuck], **options)
+        Engine, "generate", lambda self, *args, **options: real(self, *args, processors=[stuck], **options)
     )
     stream = Engine.stream_batch
     monkeypatch.setattr(
-        Engine, "stream_batch", lambda self, *given, **options: stream(self, *given, processors=[stuck], **options)
+        Engine, "stream_batch", lambda self, *args, **options: stream(self, *args, processors=[stuck], **options)
     )
 
 

@@ -56,8 +56,8 @@ def test_answers_are_the_engines_in_the_order_of_the_prompts(tmp_path: Path) -> 
     }
     assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 2 and found[7]["error"] is None
     assert "5000" in found[8]["error"]
-    told = json.loads(result.stdout)
-    assert (told["prompts"], told["answered"], told["failed"], told["resumed"]) == (9, 9, 2, 0)
+    summary = json.loads(result.stdout)
+    assert (summary["prompts"], summary["answered"], summary["failed"], summary["resumed"]) == (9, 9, 2, 0)
     assert "prompt 7: nonsense is not a field" in result.stderr
 
 

@@ -34,10 +34,15 @@ def test_texts_and_json_are_those_of_the_engine() -> None:
     shown = run(*PROMPTS, "--draft", "embedded", *BEAMS).stdout
     assert [text in shown for text in (each.text for each in done)] == [True] * 4
     assert shown.count("==> ") == 4 and "prompt 2, sample 2" in shown
-    told = lines(run(*PROMPTS, "--draft", "embedded", *BEAMS, "--json").stdout)
-    assert [told[place]["tokens"] for place in range(4)] == [list(each.tokens) for each in done]
-    assert [told[place]["score"] for place in range(4)] == pytest.approx([each.score for each in done], abs=1e-4)
-    assert [(told[place]["prompt"], told[place]["sample"]) for place in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    printed = lines(run(*PROMPTS, "--draft", "embedded", *BEAMS, "--json").stdout)
+    assert [printed[place]["tokens"] for place in range(4)] == [list(each.tokens) for each in done]
+    assert [printed[place]["score"] for place in range(4)] == pytest.approx([each.score for each in done], abs=1e-4)
+    assert [(printed[place]["prompt"], printed[place]["sample"]) for place in range(4)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 @pytest.mark.slow
@@ -74,8 +79,8 @@ def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence
 @pytest.mark.slow
 def test_early_stopping_is_written_in_words() -> None:
     for word, value in (("true", True), ("false", False), ("never", "never")):
-        told = lines(run(PROMPTS[0], *BEAMS, "--early-stopping", word, "--json").stdout)
+        printed = lines(run(PROMPTS[0], *BEAMS, "--early-stopping", word, "--json").stdout)
         done = slipstream.load(dtype="float32").generate(
             PROMPTS[0], num_beams=3, num_return_sequences=2, max_new_tokens=8, early_stopping=value
         )
-        assert [told[place]["tokens"] for place in range(2)] == [list(each.tokens) for each in done]
+        assert [printed[place]["tokens"] for place in range(2)] == [list(each.tokens) for each in done]

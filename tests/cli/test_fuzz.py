@@ -169,7 +169,7 @@ WORDS: dict[str, Sequence[str]] = {
     "draft_dtype": ("float32", "auto", "x"),
 }
 FILES = {
-    *("file", "plan", "out", "save", "plot", "given", "standins", "pairs", "articles", "texts", "text", "sources"),
+    *("file", "plan", "out", "save", "plot", "saved_plan", "standins", "pairs", "articles", "texts", "text", "sources"),
     "folder",
 }
 PICTURES = ("new.png", "new.svg", "new.xyz", "new", ".png", "nowhere/new.png")
@@ -229,7 +229,7 @@ GOOD: dict[str, Sequence[str]] = {
     "save": ("new.json",),
     "plot": ("new.png",),
     "plan": ("plan.json",),
-    "given": ("plan.json",),
+    "saved_plan": ("plan.json",),
     "what": ("table1", "figure2"),
     "device": ("cpu",),
     "task": ("x: ",),
@@ -353,8 +353,8 @@ def check(world: World, case: Case) -> int:
 def _covers(world: World, out: str, name: str) -> bool:
     """Whether a file is the output, lies in it, is where a link leads, or is the page beside a folder."""
     place, file = (world.folder / out), world.folder / name
-    beside = [place, place.resolve(), place.with_name(f"{place.name}.md")] if out else []
-    return any(each == file or each in file.parents for each in beside)
+    outputs = [place, place.resolve(), place.with_name(f"{place.name}.md")] if out else []
+    return any(each == file or each in file.parents for each in outputs)
 
 
 def try_cases(world: World, command: str, count: int, firsts: Sequence[Words]) -> Counter[int]:
@@ -424,8 +424,8 @@ def in_the_way(writer: str) -> Iterator[tuple[str, Words]]:
         yield from ((name, (name,)) for name in ("README.md", "answers.jsonl"))
     else:
         others = ("plan.json", "heads/heads.safetensors", "tiny/model.safetensors", "ids.npy")
-        theirs = [name for name in (*STRANGERS, *others) if name != "empty.txt"]
-        yield from ((name, (name,)) for name in (*theirs, "link"))
+        names = [name for name in (*STRANGERS, *others) if name != "empty.txt"]
+        yield from ((name, (name,)) for name in (*names, "link"))
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, *MEASURERS])

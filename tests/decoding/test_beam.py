@@ -53,13 +53,13 @@ def by_transformers(model: PreTrainedModel, request: Request) -> Found:
     beams, eos, sampler = request.beams, sorted(request.eos), request.sampler
     assert beams is not None and isinstance(sampler, Sampling)
     begin = torch.tensor([request.prompt])
-    given: dict[str, Any] = {"input_ids": begin, "attention_mask": torch.ones_like(begin)}
+    inputs: dict[str, Any] = {"input_ids": begin, "attention_mask": torch.ones_like(begin)}
     if request.source is not None:
         ids = torch.tensor([request.source])
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": begin}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": begin}
     out = GenerationMixin.generate(
         model,
-        **given,
+        **inputs,
         num_beams=beams.num_beams,
         num_return_sequences=beams.num_return_sequences,
         length_penalty=beams.length_penalty,

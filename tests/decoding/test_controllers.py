@@ -155,9 +155,9 @@ def test_rows_of_one_round_draft_as_many_tokens_as_each_was_given() -> None:
 
 def test_a_plan_gives_each_number_of_rows_its_gamma() -> None:
     plan = Planned({8: 0, 1: 5, 4: 2})
-    given = [plan.gammas(plan.init(), [row([1])] * count) for count in (1, 2, 4, 5, 8, 9)]
-    assert [gammas[0] for gammas in given] == [5, 2, 2, 0, 0, 0]
-    assert [len(gammas) for gammas in given] == [1, 2, 4, 5, 8, 9]
+    answers = [plan.gammas(plan.init(), [row([1])] * count) for count in (1, 2, 4, 5, 8, 9)]
+    assert [gammas[0] for gammas in answers] == [5, 2, 2, 0, 0, 0]
+    assert [len(gammas) for gammas in answers] == [1, 2, 4, 5, 8, 9]
     assert plan.most == 5
 
 
@@ -168,9 +168,9 @@ def test_an_impossible_plan_is_refused(by_rows: dict[int, int]) -> None:
 
 
 def test_a_plan_cannot_be_changed() -> None:
-    given = {1: 5}
-    plan = Planned(given)
-    given[1] = 9
+    gammas = {1: 5}
+    plan = Planned(gammas)
+    gammas[1] = 9
     assert plan.most == 5
     with pytest.raises(TypeError):
         plan.by_rows[1] = 9  # type: ignore[index]

@@ -68,8 +68,8 @@ def test_what_is_drafted_follows_the_drafts_own_law(inner: int) -> None:
         made = chain([draft, third], (inner,)).propose(Context((row(text),), rng), [gamma])
         tokens = made.tokens[0].tolist()
         assert made.lengths == (gamma,) and made.law is not None
-        for i, told in enumerate(made.law.dense[0]):
-            assert told.tolist() == pytest.approx(draft((*text, *tokens[:i])))
+        for i, probabilities in enumerate(made.law.dense[0]):
+            assert probabilities.tolist() == pytest.approx(draft((*text, *tokens[:i])))
         return tuple(tokens)
 
     assert total_variation(enumerate_outcomes(run, 300_000), plain_law(draft, text, gamma)) < EXACT

@@ -248,8 +248,8 @@ def test_heads_draft_as_transformers_own(folder: Path) -> None:
     ours, text = load_mtp(model, "glm"), [3, 1, 4, 1, 5, 9, 2, 6]
     with torch.inference_mode():
         states, places = states_of(model, torch.tensor([text[:-1]]), [LAST]), torch.arange(1, len(text))[None]
-        theirs = MtpCache(config=ours.network.config)
-        tokens, logits, _ = ours.network(torch.tensor([text[1:]]), states, None, places, theirs)
+        mtp_cache = MtpCache(config=ours.network.config)
+        tokens, logits, _ = ours.network(torch.tensor([text[1:]]), states, None, places, mtp_cache)
         laws = defined(ours, model, text, tokens[0].tolist())
     torch.testing.assert_close(torch.stack(laws), logits[0].softmax(-1), rtol=0, atol=FLOAT)
 
@@ -335,8 +335,8 @@ def test_greedy_texts_are_the_target_s(kind: str, folder: Path) -> None:
     decoder = Decoder(target, drafter, controller=Cycle((5, 0, 2)), batch_size=2)
     ends = {"eos": frozenset(range(0, HF_VOCAB, 9))}
     for more in ({}, ends):
-        ours, theirs = generate(decoder, requests(**more)), plain(decoder, requests(**more))
-        assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+        ours, expected = generate(decoder, requests(**more)), plain(decoder, requests(**more))
+        assert [row.tokens for row in ours] == [row.tokens for row in expected]
     assert sum(row.stats.drafted for row in ours) > 0
 
 
@@ -370,12 +370,12 @@ def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones
     """Batches and a single text; the graphs that draft were really used, and read the states that graphs gave."""
     model = llama()
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy"))
-    ours, theirs = (HeadDrafter(target, eagle(model), "eagle3") for target in (fast, eager))
+    ours, eager_drafter = (HeadDrafter(target, eagle(model), "eagle3") for target in (fast, eager))
     ours.scorer.make_draft_graphs((3,))
     for some in (requests(settings)[:1], requests(settings)):
         texts = [
             [row.tokens for row in generate(Decoder(target, drafter, controller=Fixed(3)), some)]
-            for target, drafter in ((fast, ours), (eager, theirs))
+            for target, drafter in ((fast, ours), (eager, eager_drafter))
         ]
         assert texts[0] == texts[1]
     assert ours.scorer.draft_graphs is not None and ours.scorer.draft_graphs.made
@@ -476,8 +476,8 @@ def test_blocks_are_exact() -> None:
     target = CausalScorer(llama())
     decoder = Decoder(target, DFlashDrafter(target, block_draft(llama()), "dflash"), controller=Fixed(9), batch_size=2)
     ends = frozenset(range(0, HF_VOCAB, 9))
-    ours, theirs = generate(decoder, requests(eos=ends)), plain(decoder, requests(eos=ends))
-    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    ours, expected = generate(decoder, requests(eos=ends)), plain(decoder, requests(eos=ends))
+    assert [row.tokens for row in ours] == [row.tokens for row in expected]
     assert max(len(row.stats.drafted_by_position) for row in ours) <= 4
     some = [replace(one, eos=frozenset(range(0, HF_VOCAB, 4)), max_new_tokens=16) for one in requests(SAMPLE)]
     company_changes_nothing(replace(decoder, batch_size=1), some)

@@ -100,11 +100,11 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
         torch.testing.assert_close(ours[row], shortened(model, (0, 1), [*text, *new])[-2:], rtol=0, atol=1e-3)
     part.rollback([len(text) for text in texts])
     assert target.lengths == [9, 2]
-    theirs = target.extend(torch.tensor(more), [2, 2])
+    target_logits = target.extend(torch.tensor(more), [2, 2])
     for row, (text, new) in enumerate(zip(texts, more, strict=True)):
         with torch.inference_mode():
             want = model(torch.tensor([[*text, *new]]), use_cache=False).logits[0, -2:]
-        torch.testing.assert_close(theirs[row], want, rtol=0, atol=1e-3)
+        torch.testing.assert_close(target_logits[row], want, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("layers", [1, 3, (0, 3), (1, 2), (2,)])
@@ -112,8 +112,8 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
 def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
     target = CausalScorer(deep(family))
     decoder = Decoder(target, ExitDrafter(target, layers), controller=Fixed(3), batch_size=2)
-    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [row.tokens for row in ours] == [row.tokens for row in expected]
     assert sum(row.stats.drafted for row in ours) > 0
     again = generate(decoder, ragged())  # the drafter serves the next call
     assert [row.stats.accepted for row in again] == [row.stats.accepted for row in ours]
@@ -248,10 +248,10 @@ def test_a_fixed_shape_sees_the_same_bits() -> None:
     target = CausalScorer(deep("llama"))
     target.fix_shape(Shape(3, 4, 64))
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3), batch_size=3)
-    ours, theirs = record(target, decoder), record(target, replace(decoder, controller=Fixed(0)))
-    common = ours.keys() & theirs.keys()
+    ours, expected = record(target, decoder), record(target, replace(decoder, controller=Fixed(0)))
+    common = ours.keys() & expected.keys()
     assert len(common) > 10
-    assert all(torch.equal(ours[text], theirs[text]) for text in common)
+    assert all(torch.equal(ours[text], expected[text]) for text in common)
 
 
 def record(target: CausalScorer, decoder: Decoder) -> dict[tuple[int, ...], torch.Tensor]:

@@ -282,8 +282,8 @@ def test_heads_draft_kept_tokens_and_the_target_s_text() -> None:
         return one
 
     decoder = Decoder(target, Altered(draft, noted), controller=Fixed(3))
-    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [each.tokens for each in ours] == [each.tokens for each in expected]
     assert drafted and drafted <= set(KEPT.tolist())
 
 

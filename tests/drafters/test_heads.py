@@ -191,8 +191,8 @@ def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
 def test_greedy_texts_are_the_target_s(family: str) -> None:
     target = target_of(family)
     decoder = Decoder(target, HeadsDrafter(target, some_heads()), controller=Fixed(5), batch_size=2)
-    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [row.tokens for row in ours] == [row.tokens for row in expected]
     assert max(len(row.stats.drafted_by_position) for row in ours) == 3  # a token per head
     again = generate(decoder, ragged())  # the drafter serves the next call, and knows its rows are new
     assert [row.stats.drafted for row in again] == [row.stats.drafted for row in ours]
@@ -256,7 +256,9 @@ def test_heads_are_saved_and_loaded(tmp_path: Path, pending: bool) -> None:
     heads.save(tmp_path)
     loaded = ParallelHeads.load(tmp_path)
     assert loaded.sizes == heads.sizes
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(heads.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(ours, reloaded) for ours, reloaded in zip(heads.parameters(), loaded.parameters(), strict=True)
+    )
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 

@@ -208,12 +208,12 @@ def test_the_draft_grows_with_the_match(settings: dict[str, Any], length: int) -
 def test_matches_are_those_of_transformers(text: list[int], size: int) -> None:
     """It takes the first occurrence and ends where the text ends; where there is one only, the drafts agree."""
     other = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=size, max_length=10**6)
-    theirs = other.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
+    expected = other.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
     (ours,) = drafted(Lookup(5, size, factor=0, offset=5), [row(text)], [5])
-    assert bool(ours) == bool(theirs)
+    assert bool(ours) == bool(expected)
     length, end = naive(text, size)
     if length and all(text[e - length : e] != text[-length:] for e in range(length, end)):
-        assert ours[: len(theirs)] == theirs == text[end : end + 5]
+        assert ours[: len(expected)] == expected == text[end : end + 5]
 
 
 NONSENSE: list[dict[str, Any]] = [

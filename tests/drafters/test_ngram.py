@@ -280,9 +280,9 @@ def test_large_vocabularies_need_wider_ids() -> None:
 
 
 def test_progress_is_told_order_by_order() -> None:
-    told: list[tuple[int, int]] = []
-    NgramModel.fit([[0, 1, 0, 1, 2]], 3, 4, lambda n, ngrams: told.append((n, ngrams)))
-    assert told == [(1, 3), (2, 4), (3, 4)]  # the start of the text is a context: (start) 0, (start) 0 1
+    messages: list[tuple[int, int]] = []
+    NgramModel.fit([[0, 1, 0, 1, 2]], 3, 4, lambda n, ngrams: messages.append((n, ngrams)))
+    assert messages == [(1, 3), (2, 4), (3, 4)]  # the start of the text is a context: (start) 0, (start) 0 1
 
 
 BAD_FITS: list[tuple[Any, int, int, str]] = [

@@ -127,7 +127,7 @@ def test_the_law_is_the_target_s_in_front_of_a_model(rule: rules.Rule, pair: str
 def test_a_text_is_the_same_beside_texts_with_predictions() -> None:
     target, draft = PAIRS["zeros"]
     alone = [request(PROMPT, 20, seed=3), request((1,), 20, seed=4)]
-    beside = [request(PROMPT, 20, seed=5, prediction=PREDICTED * 4), *alone]
+    batch = [request(PROMPT, 20, seed=5, prediction=PREDICTED * 4), *alone]
     for settings in (rules.TOKEN, rules.COUPLED):
         decoder = Decoder(
             scorer(target),
@@ -137,7 +137,7 @@ def test_a_text_is_the_same_beside_texts_with_predictions() -> None:
             rng=settings.rng,
         )
         want = [row.output for row in generate(decoder, alone)]
-        rows = generate(decoder, beside)
+        rows = generate(decoder, batch)
         assert [row.output for row in rows[1:]] == want
         assert rows[0].stats.predicted >= rows[0].stats.predicted_accepted > 0
         assert not rows[1].stats.predicted

@@ -58,8 +58,8 @@ def self_draft(target: Any, precision: Precision = INT4) -> SameRowsDrafter:
 def test_greedy_texts_are_the_target_s(family: str, precision: Precision) -> None:
     target = CausalScorer(packed(tiny(FAMILIES[family])))
     decoder = Decoder(target, self_draft(target, precision), controller=Fixed(3), batch_size=2)
-    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [row.tokens for row in ours] == [row.tokens for row in expected]
     share = sum(row.stats.accepted for row in ours) / sum(row.stats.drafted for row in ours)
     assert share > (0.8 if precision.bits == 8 else 0.3)
 
@@ -69,8 +69,8 @@ def test_a_hybrid_target_drafts_for_itself_in_a_cache_of_its_own() -> None:
     target = StateScorer(model, "lfm2")
     made = drafter("int8", BuildContext(target))
     decoder = Decoder(target, made, controller=Fixed(3))
-    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [row.tokens for row in ours] == [row.tokens for row in expected]
     assert sum(row.stats.accepted for row in ours) > 0
 
 
@@ -164,8 +164,8 @@ def test_a_window_shows_the_end_and_the_sinks(family: str) -> None:
 def test_greedy_texts_with_a_window_are_the_target_s(family: str) -> None:
     target = CausalScorer(tiny(FAMILIES[family]))
     decoder = Decoder(target, SameRowsDrafter(target.seeing(4, 2)), controller=Fixed(3))
-    ours, theirs = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
+    assert [row.tokens for row in ours] == [row.tokens for row in expected]
     wide = Decoder(target, SameRowsDrafter(target.seeing(400, 2)), controller=Fixed(3))
     assert all(row.stats.accepted == row.stats.drafted > 0 for row in generate(wide, ragged()))
 

@@ -61,10 +61,10 @@ def test_graphs_find_the_same() -> None:
 
 @pytest.mark.slow
 def test_listeners_and_texts_that_are_left_out() -> None:
-    told: dict[int, Completion] = {}
-    done = engine().generate(PROMPTS, skip={0, 1, 2, 4}, on_completion=told.__setitem__, **SETTINGS)
+    completions: dict[int, Completion] = {}
+    done = engine().generate(PROMPTS, skip={0, 1, 2, 4}, on_completion=completions.__setitem__, **SETTINGS)
     everything = engine().generate(PROMPTS, **SETTINGS)
-    assert sorted(told) == [3, 5, 6, 7, 8]
+    assert sorted(completions) == [3, 5, 6, 7, 8]
     assert [each.tokens for each in done] == [everything[place].tokens for place in (3, 5, 6, 7, 8)]
 
 

@@ -84,9 +84,9 @@ def both(model: PreTrainedModel, speculate: Speculation, **kwargs: Any) -> tuple
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_one_row(family: str, gamma: int) -> None:
     speculate = hook(gamma, family)
-    theirs, ours = both(pair(family)[0], speculate, inputs=torch.tensor([[5, 6, 7]]), **SETTINGS)
-    assert torch.equal(theirs, ours)
-    assert ours.dtype == theirs.dtype
+    expected, ours = both(pair(family)[0], speculate, inputs=torch.tensor([[5, 6, 7]]), **SETTINGS)
+    assert torch.equal(expected, ours)
+    assert ours.dtype == expected.dtype
     stats = speculate.stats
     assert stats.emitted == 16 and 0 < stats.accepted < stats.drafted  # right and wrong drafts were met
     assert stats.target_calls == stats.emitted - stats.accepted
@@ -96,8 +96,8 @@ def test_one_row(family: str, gamma: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_padded_batch(family: str, gamma: int) -> None:
     model, speculate = pair(family)[0], hook(gamma, family)
-    theirs, ours = both(model, speculate, **padded(), **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(model, speculate, **padded(), **SETTINGS)
+    assert torch.equal(expected, ours)
     assert speculate.stats.emitted == 4 * 16 and 0 < speculate.stats.accepted < speculate.stats.drafted
     for row, mask in zip(BATCH, BATCH != PAD, strict=True):
         alone = model.generate(row[mask][None], **SETTINGS)
@@ -105,16 +105,16 @@ def test_padded_batch(family: str, gamma: int) -> None:
 
 
 def test_a_mask_inferred_from_padding_is_honoured() -> None:
-    theirs, ours = both(pair()[0], hook(), inputs=BATCH, pad_token_id=PAD, **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(pair()[0], hook(), inputs=BATCH, pad_token_id=PAD, **SETTINGS)
+    assert torch.equal(expected, ours)
     assert not torch.equal(ours, pair()[0].generate(BATCH, attention_mask=torch.ones_like(BATCH), **SETTINGS))
 
 
 @pytest.mark.parametrize("verifier", [BLOCK, COUPLED, BLOCK.verify])
 def test_other_verifiers(verifier: Any) -> None:
     speculate = hook(verifier=verifier)
-    theirs, ours = both(pair()[0], speculate, **padded(), **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(pair()[0], speculate, **padded(), **SETTINGS)
+    assert torch.equal(expected, ours)
     sampled = {**padded(), **SAMPLED, "max_new_tokens": 16}
     once = pair()[0].generate(**sampled, custom_generate=hook(verifier=verifier, seed=3))
     other = pair()[0].generate(**sampled, custom_generate=custom_generate(pair()[0], 2, verifier=verifier, seed=3))
@@ -123,8 +123,8 @@ def test_other_verifiers(verifier: Any) -> None:
 
 def test_gamma_may_be_a_controller() -> None:
     speculate = custom_generate(pair()[1], Fixed(0))
-    theirs, ours = both(pair()[0], speculate, **padded(), **SETTINGS)
-    assert torch.equal(theirs, ours) and speculate.stats.drafted == 0
+    expected, ours = both(pair()[0], speculate, **padded(), **SETTINGS)
+    assert torch.equal(expected, ours) and speculate.stats.drafted == 0
 
 
 def common_tokens() -> list[int]:
@@ -151,9 +151,9 @@ PROCESSORS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_processors(name: str) -> None:
     """Each sees what generate shows it: the padding, and what it keeps for the row."""
     model, settings = pair()[0], PROCESSORS[name]()
-    theirs, ours = both(model, hook(), **padded(), **SETTINGS, **settings)
-    assert torch.equal(theirs, ours)
-    assert not torch.equal(theirs, model.generate(**padded(), **SETTINGS))  # the setting matters
+    expected, ours = both(model, hook(), **padded(), **SETTINGS, **settings)
+    assert torch.equal(expected, ours)
+    assert not torch.equal(expected, model.generate(**padded(), **SETTINGS))  # the setting matters
 
 
 @pytest.mark.parametrize("name", ["min_new_tokens", "min_length", "exponential_decay_length_penalty"])
@@ -162,10 +162,10 @@ def test_lengths_count_the_padding(name: str) -> None:
     settings = {"min_new_tokens": 7, "min_length": 12, "exponential_decay_length_penalty": (6, 1.2)}[name]
     if name.startswith("exp"):
         ends = [next(token for token in range(1, HF_VOCAB) if token not in ends)]
-    theirs, ours = both(model, hook(8), **padded(), **SETTINGS, eos_token_id=ends, **{name: settings})
-    assert torch.equal(theirs, ours)
+    expected, ours = both(model, hook(8), **padded(), **SETTINGS, eos_token_id=ends, **{name: settings})
+    assert torch.equal(expected, ours)
     without = model.generate(**padded(), **SETTINGS, eos_token_id=ends)
-    assert theirs.shape != without.shape or not torch.equal(theirs, without)  # the setting matters
+    assert expected.shape != without.shape or not torch.equal(expected, without)  # the setting matters
 
 
 # ---- the end of rows --------------------------------------------------------------------------------------------
@@ -177,22 +177,22 @@ def test_eos_in_the_middle_of_a_round() -> None:
     plain = model.generate(**padded(), **SETTINGS)[:, 5:]
     ends = [int(plain[0, 4]), int(plain[1, 11])]
     speculate = custom_generate(model, 8)
-    theirs, ours = both(model, speculate, **padded(), **SETTINGS, eos_token_id=ends)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(model, speculate, **padded(), **SETTINGS, eos_token_id=ends)
+    assert torch.equal(expected, ours)
     counts = (ours[:, 5:] != PAD).sum(1)
     assert len(set(counts.tolist())) > 1 and int(counts.min()) < 8
     assert speculate.stats.emitted == int(counts.sum())
 
 
 def test_max_length_counts_the_padding() -> None:
-    theirs, ours = both(pair()[0], hook(8), **padded(), max_length=9, do_sample=False)
-    assert torch.equal(theirs, ours) and ours.shape == (4, 9)
+    expected, ours = both(pair()[0], hook(8), **padded(), max_length=9, do_sample=False)
+    assert torch.equal(expected, ours) and ours.shape == (4, 9)
 
 
 def test_max_time_ends_at_once() -> None:
     criteria = StoppingCriteriaList([MaxTimeCriteria(max_time=-1.0)])
-    theirs, ours = both(pair()[0], hook(), **padded(), **SETTINGS, stopping_criteria=criteria)
-    assert torch.equal(theirs, ours) and ours.shape == (4, 6)
+    expected, ours = both(pair()[0], hook(), **padded(), **SETTINGS, stopping_criteria=criteria)
+    assert torch.equal(expected, ours) and ours.shape == (4, 6)
 
 
 @cache
@@ -216,8 +216,8 @@ def stop_strings() -> StoppingCriteriaList:
 def test_stop_strings(eos: int | None) -> None:
     """With an EOS token rows that have ended are padded; without one they run on until all have ended."""
     settings = {**SETTINGS, "eos_token_id": eos, "stopping_criteria": stop_strings()}
-    theirs, ours = both(pair()[0], custom_generate(pair()[0], 8), **padded(), **settings)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(pair()[0], custom_generate(pair()[0], 8), **padded(), **settings)
+    assert torch.equal(expected, ours)
     assert 6 < ours.shape[1] < 21
     assert bool((ours[:, 5:] == PAD).any()) == (eos is not None)
 
@@ -238,8 +238,8 @@ class Recording(StoppingCriteria):
 @pytest.mark.parametrize("eos", [None, 100])
 def test_criteria_that_look_at_their_row(eos: int | None) -> None:
     criteria = StoppingCriteriaList([Recording([7, 17, 9, 12])])
-    theirs, ours = both(pair()[0], hook(), **padded(), **SETTINGS, stopping_criteria=criteria, eos_token_id=eos)
-    assert torch.equal(theirs, ours) and ours.shape == (4, 17)
+    expected, ours = both(pair()[0], hook(), **padded(), **SETTINGS, stopping_criteria=criteria, eos_token_id=eos)
+    assert torch.equal(expected, ours) and ours.shape == (4, 17)
 
 
 @pytest.mark.parametrize("scores", [False, True])
@@ -259,9 +259,9 @@ def test_criteria_are_asked_after_every_token(scores: bool) -> None:
         shown.append(criterion.shown)
     assert [text for text, _ in shown[0]] == [text for text, _ in shown[1]]
     assert [len(text) for text, _ in shown[1]] == list(range(6, 14))
-    for (_, theirs), (_, ours) in zip(*shown, strict=True):
-        assert (theirs is None) == (ours is None) == (not scores)
-        for one, other in zip(theirs or [], ours or [], strict=True):
+    for (_, expected), (_, ours) in zip(*shown, strict=True):
+        assert (expected is None) == (ours is None) == (not scores)
+        for one, other in zip(expected or [], ours or [], strict=True):
             torch.testing.assert_close(one, other)
 
 
@@ -293,8 +293,8 @@ class RowBias(LogitsProcessor):
 
 def test_own_processor_finds_its_row() -> None:
     model, chain = pair()[0], LogitsProcessorList([RowBias(4)])
-    theirs, ours = both(model, hook(), **padded(), **SETTINGS, logits_processor=chain)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(model, hook(), **padded(), **SETTINGS, logits_processor=chain)
+    assert torch.equal(expected, ours)
     same = torch.tensor([[5, 6, 7]] * 4)
     assert len({tuple(row) for row in model.generate(same, **SETTINGS, logits_processor=chain).tolist()}) == 4
 
@@ -310,14 +310,14 @@ def test_constraints_are_asked_with_their_row_and_never_after_the_end() -> None:
         return [10 * (row + 1) + i for i in range(8)] + [eos] * (text.shape[0] > 8 + row)
 
     model = pair()[0]
-    theirs = model.generate(**padded(), **SETTINGS, eos_token_id=eos, prefix_allowed_tokens_fn=allowed)
+    expected = model.generate(**padded(), **SETTINGS, eos_token_id=eos, prefix_allowed_tokens_fn=allowed)
     calls.clear()
     for draft in pair():
         speculate = custom_generate(draft, 8)
         ours = model.generate(
             **padded(), **SETTINGS, eos_token_id=eos, prefix_allowed_tokens_fn=allowed, custom_generate=speculate
         )
-        assert torch.equal(theirs, ours)
+        assert torch.equal(expected, ours)
     assert calls == {0, 1, 2, 3}
     assert (ours == eos).any()
 
@@ -395,20 +395,20 @@ def test_a_failing_streamer_leaves_the_callable_usable() -> None:
     model, speculate = pair()[0], hook()
     with pytest.raises(KeyError, match="left") as failure:
         model.generate(BATCH[2:3], **SETTINGS, streamer=Puts(fails_after=3), custom_generate=speculate)
-    theirs, ours = both(model, speculate, **padded(), **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(model, speculate, **padded(), **SETTINGS)
+    assert torch.equal(expected, ours)
     assert failure.tb is not None  # kept until here: it would keep the rows of an unfinished round in the cache
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2}])
 def test_scores_and_logits(settings: dict[str, Any]) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    theirs, ours = both(pair()[0], hook(), **padded(), **SETTINGS, **wanted, **settings)
-    assert type(theirs) is type(ours)
-    assert torch.equal(theirs.sequences, ours.sequences)
+    expected, ours = both(pair()[0], hook(), **padded(), **SETTINGS, **wanted, **settings)
+    assert type(expected) is type(ours)
+    assert torch.equal(expected.sequences, ours.sequences)
     for name in ("scores", "logits"):
         assert len(ours[name]) == 16
-        for one, other in zip(theirs[name], ours[name], strict=True):
+        for one, other in zip(expected[name], ours[name], strict=True):
             torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
     assert bool((ours.scores[5] != ours.logits[5]).any()) == bool(settings)
     transition = pair()[0].compute_transition_scores(ours.sequences, ours.scores)  # not inference tensors
@@ -419,10 +419,10 @@ def test_scores_of_rows_that_have_ended() -> None:
     model = pair()[0]
     eos = int(model.generate(**padded(), **SETTINGS)[0, 7])
     wanted = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": eos}
-    theirs, ours = both(model, hook(), **padded(), **SETTINGS, **wanted)
-    assert torch.equal(theirs.sequences, ours.sequences)
+    expected, ours = both(model, hook(), **padded(), **SETTINGS, **wanted)
+    assert torch.equal(expected.sequences, ours.sequences)
     assert ours.sequences[0, 8:].eq(PAD).all() and ours.sequences.shape[1] > 8
-    torch.testing.assert_close(ours.scores[2][0], theirs.scores[2][0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours.scores[2][0], expected.scores[2][0], atol=2e-5, rtol=1e-4)
     assert ours.scores[3][0].softmax(-1)[PAD] == 1
 
 
@@ -541,13 +541,13 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_another_target() -> None:
     speculate = hook()
     for model in (pair()[0], tiny(FAMILIES["llama"], seed=5)):
-        theirs, ours = both(model, speculate, **padded(), **SETTINGS)
-        assert torch.equal(theirs, ours)
+        expected, ours = both(model, speculate, **padded(), **SETTINGS)
+        assert torch.equal(expected, ours)
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model, draft = deepcopy(pair("gpt2")[0]), deepcopy(pair("gpt2")[1])
-    theirs = model.generate(BATCH[2:3], **SETTINGS)
+    expected = model.generate(BATCH[2:3], **SETTINGS)
     speculate = custom_generate(draft)
     model.generate(BATCH[2:3], **SETTINGS, custom_generate=speculate)
     model.train()
@@ -556,7 +556,7 @@ def test_the_model_is_left_as_it_was() -> None:
     modes = [module.training for module in [*model.modules(), *draft.modules()]]
     names, config = set(vars(model)), model.config.to_dict()
     ours = model.generate(BATCH[2:3], **SETTINGS, custom_generate=speculate)
-    assert torch.equal(theirs, ours)  # dropout is off
+    assert torch.equal(expected, ours)  # dropout is off
     assert [module.training for module in [*model.modules(), *draft.modules()]] == modes
     assert set(vars(model)) == names and model.config.to_dict() == config
 

@@ -109,8 +109,8 @@ def test_texts_of_a_spread_model_are_those_of_one_piece(family: str, places: Any
     prompts = [[token + 2 for token in prompt] for prompt in RAGGED]
     how = {"dtype": "float32", "batch_size": 2}
     one = slipstream.load(tmp_path / "target", str(tmp_path / "draft"), **how)
-    beside = {} if places == "auto" else {"offload_folder": str(tmp_path / "off")}
-    spread = slipstream.load(tmp_path / "target", str(tmp_path / "draft"), device_map=places, **beside, **how)
+    offload = {} if places == "auto" else {"offload_folder": str(tmp_path / "off")}
+    spread = slipstream.load(tmp_path / "target", str(tmp_path / "draft"), device_map=places, **offload, **how)
     assert spread.decoder.target.device.type == "cpu"
     for options in ({}, {"temperature": 1.0, "verify": "coupled"}):
         texts = [

@@ -183,11 +183,11 @@ def try_calls(engines: list[slipstream.Engine], count: int) -> None:
     @given(st.sampled_from(engines), st.booleans(), st.data())
     def each(engine: slipstream.Engine, whole: bool, data: Any) -> None:
         prompt = data.draw(st.sampled_from(PROMPTS if data.draw(st.booleans()) else ODD))
-        given = {"max_new_tokens": 2, **data.draw(options(CALLS if whole else STREAMS))}
-        if given["max_new_tokens"] is None:  # the default
-            given["max_new_tokens"] = 3
+        arguments = {"max_new_tokens": 2, **data.draw(options(CALLS if whole else STREAMS))}
+        if arguments["max_new_tokens"] is None:  # the default
+            arguments["max_new_tokens"] = 3
         try:
-            made = engine.generate(prompt, **given) if whole else list(engine.stream(prompt, **given))
+            made = engine.generate(prompt, **arguments) if whole else list(engine.stream(prompt, **arguments))
         except DOCUMENTED as error:
             refused(error)
         else:

@@ -61,14 +61,14 @@ def test_equal_to_generate(name: str) -> None:
     target, draft = pair()
     speculate = custom_generate(draft, gamma=3)
     asked = {**SETTINGS, **CASES[name]}
-    theirs, ours = target.generate(**asked), target.generate(**asked, custom_generate=speculate)
-    if not isinstance(theirs, Tensor):
-        assert type(ours) is type(theirs)
-        assert (ours.sequences_scores is None) == (theirs.sequences_scores is None)
-        if theirs.sequences_scores is not None:
-            torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, atol=1e-4, rtol=0)
-        theirs, ours = theirs.sequences, ours.sequences
-    assert torch.equal(theirs, ours)
+    expected, ours = target.generate(**asked), target.generate(**asked, custom_generate=speculate)
+    if not isinstance(expected, Tensor):
+        assert type(ours) is type(expected)
+        assert (ours.sequences_scores is None) == (expected.sequences_scores is None)
+        if expected.sequences_scores is not None:
+            torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=0)
+        expected, ours = expected.sequences, ours.sequences
+    assert torch.equal(expected, ours)
     assert speculate.stats.target_calls < speculate.stats.emitted
 
 

@@ -111,9 +111,9 @@ def test_stop_strings_with_their_tokenizer(eos: int | None) -> None:
         starts = [rng.randrange(2, len(text) - 4) for text in texts]
         stops = [text[start : start + rng.randrange(1, 5)] for text, start in zip(texts, starts, strict=True)]
         asked = {**batch, **SETTINGS, "stop_strings": stops, "tokenizer": tokenizer(), "eos_token_id": eos}
-        theirs = model.generate(**asked)
+        expected = model.generate(**asked)
         ours = model.generate(**asked, custom_generate=[noisy, perfect][trial % 2])
-        assert torch.equal(theirs, ours)
+        assert torch.equal(expected, ours)
         widths.add(ours.shape[1] - batch["input_ids"].shape[1])
     assert len(widths) > 4 and min(widths) < 6  # most ended early
 
@@ -141,10 +141,10 @@ def test_token_healing(text: str) -> None:
     """The last token is one letter, which many tokens begin with."""
     ids = torch.tensor([[*tokenizer().convert_tokens_to_ids(list(text))]])
     healed = {"tokenizer": tokenizer(), "token_healing": True, "pad_token_id": PAD}
-    theirs, ours = both("llama", inputs=ids, **SETTINGS, **healed)
-    assert torch.equal(theirs, ours)
-    theirs, ours = both("llama", inputs=ids, **SETTINGS, **healed, return_dict_in_generate=True)
-    assert torch.equal(theirs.sequences, ours.sequences)
+    expected, ours = both("llama", inputs=ids, **SETTINGS, **healed)
+    assert torch.equal(expected, ours)
+    expected, ours = both("llama", inputs=ids, **SETTINGS, **healed, return_dict_in_generate=True)
+    assert torch.equal(expected.sequences, ours.sequences)
 
 
 def test_token_healing_that_shortens_what_has_learned_positions() -> None:
@@ -152,15 +152,15 @@ def test_token_healing_that_shortens_what_has_learned_positions() -> None:
     healed = {"tokenizer": tokenizer(), "token_healing": True, "pad_token_id": PAD}
     with pytest.raises(ValueError, match=r"it made 3 tokens of 5, .* so heal before"):
         pair("gpt2")[0].generate(ids, **SETTINGS, **healed, custom_generate=hook("gpt2"))
-    theirs, ours = both("gpt2", inputs=pair("gpt2")[0].heal_tokens(ids, tokenizer()), **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both("gpt2", inputs=pair("gpt2")[0].heal_tokens(ids, tokenizer()), **SETTINGS)
+    assert torch.equal(expected, ours)
 
 
 def test_token_healing_of_a_batch() -> None:
     batch = tokenizer()(["abcdefg", "ghiabcj"], return_tensors="pt")
     healed = {"tokenizer": tokenizer(), "token_healing": True, "pad_token_id": PAD}
-    theirs, ours = both("llama", input_ids=batch.input_ids, **SETTINGS, **healed)
-    assert torch.equal(theirs, ours)
+    expected, ours = both("llama", input_ids=batch.input_ids, **SETTINGS, **healed)
+    assert torch.equal(expected, ours)
 
 
 # ---- embeddings -------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def embedded(family: str, ids: Tensor = BATCH) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
 def test_embeddings(family: str) -> None:
-    theirs, ours = both(family, **embedded(family), **SETTINGS)
-    assert torch.equal(theirs, ours) and ours.shape == (4, 14)
+    expected, ours = both(family, **embedded(family), **SETTINGS)
+    assert torch.equal(expected, ours) and ours.shape == (4, 14)
     assert torch.equal(ours, pair(family)[0].generate(**padded(), **SETTINGS)[:, 5:])
 
 
@@ -183,8 +183,8 @@ def test_embeddings_that_are_no_tokens() -> None:
     """And the draft reads the nearest ones."""
     prompt = embedded("llama")
     prompt["inputs_embeds"] = prompt["inputs_embeds"] + 0.3 * torch.randn(prompt["inputs_embeds"].shape)
-    theirs, ours = both("llama", **prompt, **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both("llama", **prompt, **SETTINGS)
+    assert torch.equal(expected, ours)
     exact = custom_generate(pair()[0], 4)
     pair()[0].generate(**embedded("llama"), **SETTINGS, custom_generate=exact)
     assert exact.stats.accepted == exact.stats.drafted  # a perfect draft reads what the target does
@@ -193,15 +193,15 @@ def test_embeddings_that_are_no_tokens() -> None:
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_embeddings_with_the_ids_to_return(count: int) -> None:
     shown = {"input_ids": BATCH[:, :count] + 1, "no_repeat_ngram_size": 2, "repetition_penalty": 1.5}
-    theirs, ours = both("llama", **embedded("llama"), **shown, **SETTINGS)
-    assert torch.equal(theirs, ours) and torch.equal(ours[:, :count], shown["input_ids"])
+    expected, ours = both("llama", **embedded("llama"), **shown, **SETTINGS)
+    assert torch.equal(expected, ours) and torch.equal(ours[:, :count], shown["input_ids"])
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 @pytest.mark.parametrize("setting", [{"repetition_penalty": 1.7}, {"min_new_tokens": 6, "eos_token_id": [5, 9, 77]}])
 def test_processors_see_what_was_emitted_after_embeddings(setting: dict[str, Any]) -> None:
-    theirs, ours = both("llama", **embedded("llama"), **SETTINGS, **setting)
-    assert torch.equal(theirs, ours)
+    expected, ours = both("llama", **embedded("llama"), **SETTINGS, **setting)
+    assert torch.equal(expected, ours)
 
 
 # ---- caches -----------------------------------------------------------------------------------------------------
@@ -228,10 +228,10 @@ def same_states(one: Any, other: Any, last: int) -> None:
     length = int(one.get_seq_length())
     assert int(other.get_seq_length()) == length
     for left, right in zip(one.layers, other.layers, strict=True):
-        for theirs, ours in ((left.keys, right.keys), (left.values, right.values)):
-            assert theirs.shape == ours.shape
-            theirs, ours = (states[:, :, :length][:, :, -last:] for states in (theirs, ours))
-            torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=1e-3)
+        for expected, ours in ((left.keys, right.keys), (left.values, right.values)):
+            assert expected.shape == ours.shape
+            expected, ours = (states[:, :, :length][:, :, -last:] for states in (expected, ours))
+            torch.testing.assert_close(expected, ours, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -243,8 +243,8 @@ def test_a_filled_cache_goes_on(family: str, kind: str, whole: bool) -> None:
     caches = [filled(family, text[:, :8], CACHES[kind]) for _ in range(2)]
     order = iter(caches)
     asked = {**padded(text), "input_ids": text if whole else text[:, 8:], "past_key_values": lambda: next(order)}
-    theirs, ours = both(family, **asked, **SETTINGS)
-    assert torch.equal(theirs, ours)
+    expected, ours = both(family, **asked, **SETTINGS)
+    assert torch.equal(expected, ours)
     same_states(*caches, last=1 if "static" in kind else 64)
     fresh = pair(family)[0].generate(**padded(text), **SETTINGS)
     assert torch.equal(fresh[:, 12:], ours[:, -14:])
@@ -270,9 +270,9 @@ def test_chats_of_three_turns(kind: str, eos: int | None) -> None:
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 2}])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_cache_that_is_returned(family: str, settings: dict[str, Any]) -> None:
-    theirs, ours = both(family, **padded(), **SETTINGS, **settings, return_dict_in_generate=True)
-    assert torch.equal(theirs.sequences, ours.sequences)
-    same_states(theirs.past_key_values, ours.past_key_values, last=64)
+    expected, ours = both(family, **padded(), **SETTINGS, **settings, return_dict_in_generate=True)
+    assert torch.equal(expected.sequences, ours.sequences)
+    same_states(expected.past_key_values, ours.past_key_values, last=64)
     without = pair(family)[0].generate(
         **padded(), **SETTINGS, return_dict_in_generate=True, use_cache=False, custom_generate=hook(family)
     )
@@ -284,11 +284,11 @@ def test_rows_that_have_ended_are_padded_in_the_cache() -> None:
     ends = [int(pair()[0].generate(**padded(), **SETTINGS)[row, 7 + row]) for row in range(3)]
     for ending in ({"eos_token_id": ends}, {"stop_strings": ["ab", "c", "gh"], "tokenizer": tokenizer()}):
         wanted = {"return_dict_in_generate": True, "output_scores": True}
-        theirs, ours = both("llama", **padded(), **SETTINGS, **ending, **wanted)
-        assert torch.equal(theirs.sequences, ours.sequences)
-        same_states(theirs.past_key_values, ours.past_key_values, last=64)
-        theirs, ours = both("llama", **embedded("llama"), **SETTINGS, **ending)
-        assert torch.equal(theirs, ours)
+        expected, ours = both("llama", **padded(), **SETTINGS, **ending, **wanted)
+        assert torch.equal(expected.sequences, ours.sequences)
+        same_states(expected.past_key_values, ours.past_key_values, last=64)
+        expected, ours = both("llama", **embedded("llama"), **SETTINGS, **ending)
+        assert torch.equal(expected, ours)
 
 
 def test_a_sampled_continuation_does_not_depend_on_the_cache() -> None:
@@ -398,21 +398,21 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rows", [slice(0, 4), pytest.param(slice(2, 3), marks=pytest.mark.slow)], ids=["batch", "row"])
 def test_arguments(name: str, rows: slice) -> None:
     """Equal token by token; what is recorded is as close as one pass over several tokens is to several passes."""
-    given = {**padded(), **SETTINGS, **COMBINATIONS[name]}
-    given = {each: value[rows] if each in ROWWISE else value for each, value in given.items()}
+    arguments = {**padded(), **SETTINGS, **COMBINATIONS[name]}
+    arguments = {each: value[rows] if each in ROWWISE else value for each, value in arguments.items()}
     if "config" in name:
-        given.pop("max_new_tokens")
-    theirs, ours = both("llama", **given)
-    assert type(theirs) is type(ours)
-    if isinstance(theirs, Tensor):
-        assert torch.equal(theirs, ours)
+        arguments.pop("max_new_tokens")
+    expected, ours = both("llama", **arguments)
+    assert type(expected) is type(ours)
+    if isinstance(expected, Tensor):
+        assert torch.equal(expected, ours)
         return
-    assert torch.equal(theirs.sequences, ours.sequences)
-    assert set(theirs) == set(ours)
+    assert torch.equal(expected.sequences, ours.sequences)
+    assert set(expected) == set(ours)
     for record in ("scores", "logits"):
-        assert (theirs.get(record) is None) == (ours.get(record) is None)
-        for step, (one, other) in enumerate(zip(theirs.get(record) or [], ours.get(record) or [], strict=True)):
-            runs = [PAD not in row[:step].tolist() for row in theirs.sequences[:, BATCH.shape[1] :]]
+        assert (expected.get(record) is None) == (ours.get(record) is None)
+        for step, (one, other) in enumerate(zip(expected.get(record) or [], ours.get(record) or [], strict=True)):
+            runs = [PAD not in row[:step].tolist() for row in expected.sequences[:, BATCH.shape[1] :]]
             torch.testing.assert_close(one[runs], other[runs], atol=2e-5, rtol=1e-3)
 
 
@@ -469,8 +469,8 @@ def test_two_models_in_turn_and_one_that_changes() -> None:
     model = deepcopy(models[1])
     model.generate(**padded(), **SETTINGS, custom_generate=speculate)
     model.to(torch.float64)
-    theirs = model.generate(**padded(), **SETTINGS)
-    assert torch.equal(theirs, model.generate(**padded(), **SETTINGS, custom_generate=speculate))
+    expected = model.generate(**padded(), **SETTINGS)
+    assert torch.equal(expected, model.generate(**padded(), **SETTINGS, custom_generate=speculate))
 
 
 @pytest.fixture(autouse=True)

@@ -120,10 +120,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "says"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_image_is_refused(given: Any, says: str) -> None:
+@pytest.mark.parametrize(("value", "says"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_image_is_refused(value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        open_image(given)
+        open_image(value)
 
 
 def test_small_files_with_very_many_pixels_are_refused() -> None:

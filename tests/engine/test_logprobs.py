@@ -154,8 +154,8 @@ def test_a_text_cut_inside_a_round_has_the_logprobs_of_its_tokens(
 def assert_close(cut: Completion, whole: Completion) -> None:
     """The logprobs of a text are those of the beginning of another."""
     assert cut.logprobs is not None and whole.logprobs is not None and len(cut.logprobs) == len(cut.tokens)
-    for ours, theirs in zip(cut.logprobs, whole.logprobs, strict=False):
-        assert ours.token == theirs.token and math.isclose(ours.logprob, theirs.logprob, abs_tol=2e-4)
+    for ours, expected in zip(cut.logprobs, whole.logprobs, strict=False):
+        assert ours.token == expected.token and math.isclose(ours.logprob, expected.logprob, abs_tol=2e-4)
 
 
 def test_they_are_of_the_law_after_all_processors(engine: slipstream.Engine) -> None:

@@ -36,32 +36,32 @@ def pair(family: str, folder: Path, **changes: Any) -> dict[str, str]:
     }
 
 
-def on_two(work: str, given: dict[str, Any]) -> dict[str, Any]:
+def on_two(work: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What a piece of work gives on two ranks; the second says nothing at all."""
-    leader, follower = ended(start(rank_work.__file__, work, json.dumps(given)))
+    leader, follower = ended(start(rank_work.__file__, work, json.dumps(settings)))
     assert leader[0] == 0, leader[2]
     assert follower == (0, "", ""), follower
     found: dict[str, Any] = json.loads(leader[1])
     return found
 
 
-def on_one(given: dict[str, Any]) -> Any:
-    return rank_work.loaded(given)
+def on_one(settings: dict[str, Any]) -> Any:
+    return rank_work.loaded(settings)
 
 
-def same_texts(given: dict[str, Any], work: str = "texts") -> dict[str, Any]:
+def same_texts(settings: dict[str, Any], work: str = "texts") -> dict[str, Any]:
     """Compare the texts of calls on one and on two ranks -> what two give. At a difference of 1e-6 between their
     logits, a draw of these few hundred falls between the two with a chance below 1e-3, and seeds are fixed."""
-    found = on_two(work, given)
-    want = rank_work.WORK[work](on_one(given))
+    found = on_two(work, settings)
+    want = rank_work.WORK[work](on_one(settings))
     for name, texts in want.items():
         assert found[name] == [list(text) for text in texts], name
     return found
 
 
 def test_texts_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
-    given = pair("llama", tmp_path)
-    found = same_texts(given, "few")
+    settings = pair("llama", tmp_path)
+    found = same_texts(settings, "few")
     assert found["greedy"] != found["coupled"]
     assert found["bytes_per_token"] == 128, "each rank keeps one of the two heads of keys and values of both layers"
 
@@ -85,9 +85,9 @@ def test_families_on_two_ranks(family: str, changes: dict[str, Any], tmp_path: P
 
 @pytest.mark.slow
 def test_failures_aborts_and_closed_streams_reach_all_ranks(tmp_path: Path) -> None:
-    given = pair("llama", tmp_path)
-    found = on_two("disturbed", given)
-    want = rank_work.disturbed(on_one(given))
+    settings = pair("llama", tmp_path)
+    found = on_two("disturbed", settings)
+    want = rank_work.disturbed(on_one(settings))
     assert found["why"] == want["why"] == ["error", "abort"]
     assert found["beside"] == found["after"] == want["beside"] == want["after"]
 
@@ -98,7 +98,7 @@ SMALL = {"vocab_size": 3, "initializer_range": 0.5}
 @pytest.mark.slow
 def test_the_law_on_two_ranks_is_the_targets(tmp_path: Path) -> None:
     """Enumerated through all of the real code; one process and two differ by rounding, about 1e-6."""
-    given = pair("llama", tmp_path, **SMALL)
+    settings = pair("llama", tmp_path, **SMALL)
     target, draft = (tiny(FAMILIES["llama"], seed=seed, **SMALL) for seed in (0, 1))
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ def test_the_law_on_two_ranks_is_the_targets(tmp_path: Path) -> None:
         chances: list[float] = model(torch.tensor([text])).logits[0, -1].double().softmax(-1).tolist()
         return chances
 
-    found = {tuple(text): chance for text, chance in on_two("law", given)["law"]}
+    found = {tuple(text): chance for text, chance in on_two("law", settings)["law"]}
     want = plain_law(lambda text: step(target, text), (0, 2), rank_work.LAW_TOKENS)
     assert total_variation(found, want) < 1e-5
     drafted = plain_law(lambda text: step(draft, text), (0, 2), rank_work.LAW_TOKENS)
@@ -129,8 +129,8 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
         "lfm2": lambda: tiny_model(Lfm2ForCausalLM, tiny_config(Lfm2Config)),
         "three heads": lambda: tiny(FAMILIES["llama"], **sizes),
     }
-    given = {"target": saved(makers[family](), tmp_path / "target")}
-    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(given)))
+    settings = {"target": saved(makers[family](), tmp_path / "target")}
+    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(settings)))
     assert leader[0] == 1 and sentence in leader[2], leader
     assert follower == (0, "", ""), "rank 0 has said it"
 
@@ -138,30 +138,30 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["exit:1", "int4", "window:8", "mtp", "heads:DIR", "eagle3:DIR"])
 def test_drafts_of_the_targets_own_parts_are_refused(draft: str, tmp_path: Path) -> None:
-    given = {"target": saved(tiny(FAMILIES["llama"]), tmp_path / "target"), "draft": draft}
-    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(given)))
+    settings = {"target": saved(tiny(FAMILIES["llama"]), tmp_path / "target"), "draft": draft}
+    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(settings)))
     assert leader[0] == 1 and "lies on 2 ranks, and drafts run on one of them" in leader[2], leader
     assert follower == (0, "", "")
 
 
 @pytest.mark.slow
 def test_trees_on_two_ranks_grow_as_on_one(tmp_path: Path) -> None:
-    given = {**pair("llama", tmp_path), "tree": [2, 1]}
-    assert on_two("grown", given)["grown"] == rank_work.grown(on_one(given))["grown"]
+    settings = {**pair("llama", tmp_path), "tree": [2, 1]}
+    assert on_two("grown", settings)["grown"] == rank_work.grown(on_one(settings))["grown"]
 
 
 @pytest.mark.slow
 def test_images_on_two_ranks_are_read_as_on_one(tmp_path: Path) -> None:
-    given = {"target": str(save_llava(tmp_path / "llava")), "draft": "lookup"}
-    found = on_two("seen", given)["seen"]
-    assert found == rank_work.seen(on_one(given))["seen"] and found[0] != found[2]
+    settings = {"target": str(save_llava(tmp_path / "llava")), "draft": "lookup"}
+    found = on_two("seen", settings)["seen"]
+    assert found == rank_work.seen(on_one(settings))["seen"] and found[0] != found[2]
 
 
 @pytest.mark.slow
 def test_an_encoder_decoder_with_a_plan_runs_on_two_ranks(tmp_path: Path) -> None:
-    given = {
+    settings = {
         name: saved(tiny_model(T5GemmaForConditionalGeneration, tiny_config(T5GemmaConfig), seed), tmp_path / name)
         for seed, name in enumerate(("target", "draft"))
     }
-    found = on_two("read", given)
-    assert found["read"] == rank_work.read(on_one(given))["read"]
+    found = on_two("read", settings)
+    assert found["read"] == rank_work.read(on_one(settings))["read"]

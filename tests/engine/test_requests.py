@@ -62,9 +62,9 @@ UNDERSTOOD: list[tuple[Any, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "want"), UNDERSTOOD, ids=lambda value: repr(value).split(" at 0x")[0][:40])
-def test_prompts_that_are_understood(given: Any, want: list[Any]) -> None:
-    assert read_prompts(given) == want
+@pytest.mark.parametrize(("prompts", "want"), UNDERSTOOD, ids=lambda value: repr(value).split(" at 0x")[0][:40])
+def test_prompts_that_are_understood(prompts: Any, want: list[Any]) -> None:
+    assert read_prompts(prompts) == want
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -107,10 +107,10 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda value: repr(value).split(" at 0x")[0][:40])
-def test_prompts_that_are_refused(given: Any, says: str) -> None:
+@pytest.mark.parametrize(("prompts", "says"), REFUSED, ids=lambda value: repr(value).split(" at 0x")[0][:40])
+def test_prompts_that_are_refused(prompts: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says) as refusal:
-        read_prompts(given)
+        read_prompts(prompts)
     assert "\n" not in str(refusal.value)
 
 

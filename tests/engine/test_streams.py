@@ -90,10 +90,10 @@ def test_the_loop_is_free_while_a_round_runs(engine: slipstream.Engine, monkeypa
     begun, go = threading.Event(), threading.Event()
     propose = engine.decoder.drafter.propose
 
-    def waiting(*given: Any) -> Any:
+    def waiting(*args: Any) -> Any:
         begun.set()
         assert go.wait(20), "the event loop was blocked"
-        return propose(*given)
+        return propose(*args)
 
     monkeypatch.setattr(engine.decoder.drafter, "propose", waiting)
 
@@ -131,12 +131,12 @@ def test_cancelling_frees_the_engine_within_a_round(
     inside, go, rounds = threading.Event(), threading.Event(), [0]
     propose = engine.decoder.drafter.propose
 
-    def slow(*given: Any) -> Any:
+    def slow(*args: Any) -> Any:
         rounds[0] += 1
         if rounds[0] == 2:
             inside.set()
             assert go.wait(20)
-        return propose(*given)
+        return propose(*args)
 
     monkeypatch.setattr(engine.decoder.drafter, "propose", slow)
 
@@ -166,7 +166,7 @@ def test_cancelling_frees_the_engine_within_a_round(
 def test_what_fails_in_the_thread_arrives_in_the_loop(
     engine: slipstream.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*given: Any) -> Any:
+    def broken(*args: Any) -> Any:
         raise RuntimeError("the draft broke")
 
     monkeypatch.setattr(engine.decoder.drafter, "propose", broken)

@@ -62,8 +62,8 @@ def run(*arguments: str) -> Result:
 
 def by_transformers(folder: str, text: str, count: int) -> list[int]:
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
-    given = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt", return_token_type_ids=False)
-    return model.generate(**given, do_sample=False, max_new_tokens=count)[0, 1:].tolist()
+    inputs = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt", return_token_type_ids=False)
+    return model.generate(**inputs, do_sample=False, max_new_tokens=count)[0, 1:].tolist()
 
 
 @pytest.mark.parametrize("draft", ["int8", "int4"])

@@ -152,7 +152,9 @@ def test_examples_are_short(file: Path) -> None:
     import ast
 
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    told = [node for node in tree.body if not isinstance(node, ast.If | ast.Import | ast.ImportFrom | ast.Expr)]
-    told = [node for node in told if getattr(node, "name", "") != "plot"]
-    lines = [line for node in told for line in ast.unparse(node).splitlines() if line.strip() and '"""' not in line]
+    statements = [node for node in tree.body if not isinstance(node, ast.If | ast.Import | ast.ImportFrom | ast.Expr)]
+    statements = [node for node in statements if getattr(node, "name", "") != "plot"]
+    lines = [
+        line for node in statements for line in ast.unparse(node).splitlines() if line.strip() and '"""' not in line
+    ]
     assert len(lines) <= LONGEST

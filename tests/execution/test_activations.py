@@ -18,10 +18,10 @@ aten = torch.ops.aten
 WIDE = torch.linspace(-20, 20, 8 * 321).view(8, 321)
 
 
-def after(function: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Callable[[Tensor], Tensor], dict[str, int]]:
+def after(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[Tensor], Tensor], dict[str, int]]:
     """The function as a graph after the pass, and how many steps of each kind it has."""
     decomposed = torch._decomp.get_decompositions([aten.gelu])
-    graph = make_fx(function, decomposition_table=decomposed, tracing_mode="symbolic")(given)
+    graph = make_fx(function, decomposition_table=decomposed, tracing_mode="symbolic")(inputs)
     TanhBySigmoid()(graph.graph)
     graph.graph.lint()
     graph.recompile()
@@ -29,8 +29,8 @@ def after(function: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Callable
     return graph, {name: len(graph.graph.find_nodes(op="call_function", target=kind)) for name, kind in kinds.items()}
 
 
-def tanh_gelu(given: Tensor) -> Tensor:
-    return functional.gelu(given, approximate="tanh")
+def tanh_gelu(inputs: Tensor) -> Tensor:
+    return functional.gelu(inputs, approximate="tanh")
 
 
 @pytest.mark.parametrize("gelu", [NewGELUActivation(), tanh_gelu], ids=["gelu_new", "gelu_pytorch_tanh"])
@@ -74,16 +74,16 @@ def test_compiled_graphs_have_it(dtype: torch.dtype) -> None:
     """Inductor runs the pass, and every row has the same bits beside others as alone."""
     gelu, width = NewGELUActivation(), 320
 
-    def function(given: Tensor) -> Tensor:
-        return gelu(given)
+    def function(inputs: Tensor) -> Tensor:
+        return gelu(inputs)
 
-    frozen = Frozen(function, ("given",))
+    frozen = Frozen(function, ("inputs",))
     with torch.inference_mode():
-        given = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-        vary([(given, {0: "rows"})])
-        found = frozen(given)
+        inputs = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        vary([(inputs, {0: "rows"})])
+        found = frozen(inputs)
         loose = torch.finfo(dtype).eps  # a rounding at the end, and none on the way
-        assert torch.allclose(found.double(), gelu(given.double()), rtol=loose, atol=loose)
-        assert dtype == torch.bfloat16 or not torch.equal(found, gelu(given)), "the pass did not run"
+        assert torch.allclose(found.double(), gelu(inputs.double()), rtol=loose, atol=loose)
+        assert dtype == torch.bfloat16 or not torch.equal(found, gelu(inputs)), "the pass did not run"
         for rows in (2, 3):
-            assert torch.equal(frozen(given[:rows].clone()), found[:rows])
+            assert torch.equal(frozen(inputs[:rows].clone()), found[:rows])

@@ -160,9 +160,9 @@ def test_graphs_are_given_numbers_to_draw_by_that_lie_alike(
     found = set[tuple[int, tuple[int, ...]]]()
 
     def watched(function: Any, **_: Any) -> Any:
-        def run(*given: Any) -> Any:
-            found.add((given[-1].storage_offset(), given[-1].stride()))
-            return function(*given)
+        def run(*inputs: Any) -> Any:
+            found.add((inputs[-1].storage_offset(), inputs[-1].stride()))
+            return function(*inputs)
 
         return run
 

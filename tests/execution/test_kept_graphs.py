@@ -26,25 +26,25 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.randn(size, generator=generator), requires_grad=False)
         self.power, self.fold = power, fold
 
-    def forward(self, given: Tensor) -> Tensor:
-        return given * (self.weight.exp() if self.fold else self.weight) + self.power
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (self.weight.exp() if self.fold else self.weight) + self.power
 
 
 def compiled(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], list[bool]]:
     """The model as a graph, and whether it was made (True) or taken over (False)."""
 
-    def function(given: Tensor) -> Tensor:
-        return model(given)
+    def function(inputs: Tensor) -> Tensor:
+        return model(inputs)
 
-    told: list[bool] = []
-    graph = Frozen(function, ["given"], told.append)
+    was_made: list[bool] = []
+    graph = Frozen(function, ["inputs"], was_made.append)
 
-    def call(given: Tensor) -> Tensor:
-        vary([(given, {0: "rows"})])
+    def call(inputs: Tensor) -> Tensor:
+        vary([(inputs, {0: "rows"})])
         with torch.inference_mode():
-            return graph(given)
+            return graph(inputs)
 
-    return call, told
+    return call, was_made
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +55,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check(model: Scale, *, made: bool) -> None:
     """The model's own values, by a graph that was made or not."""
-    call, told = compiled(model)
+    call, was_made = compiled(model)
     before = counters["stats"]["unique_graphs"]
     for rows in (3, 5):
-        given = torch.randn(rows, len(model.weight))
-        torch.testing.assert_close(call(given), model(given))
-    assert told == [made]
+        inputs = torch.randn(rows, len(model.weight))
+        torch.testing.assert_close(call(inputs), model(inputs))
+    assert was_made == [made]
     assert (counters["stats"]["unique_graphs"] > before) == made
 
 
@@ -107,11 +107,11 @@ def test_another_version_makes_graphs_anew(monkeypatch: pytest.MonkeyPatch) -> N
 def test_inputs_that_a_graph_was_not_made_for_get_their_own(place: Path) -> None:
     check(Scale(0), made=True)
     model = Scale(0)
-    call, told = compiled(model)
+    call, was_made = compiled(model)
     call(torch.randn(3, 100))
     turned = torch.randn(100, 3).T  # of the same size, but lying otherwise
     torch.testing.assert_close(call(turned), model(turned))
-    assert told == [False, True]
+    assert was_made == [False, True]
 
 
 @pytest.mark.slow
@@ -132,14 +132,14 @@ def test_a_place_that_cannot_be_written_only_costs_time(place: Path, monkeypatch
 @pytest.mark.slow
 def test_pairs_in_lists_as_encoders_return_them_are_taken_over() -> None:
     def check_pairs(model: Scale, *, made: bool) -> None:
-        def function(given: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-            return [(model(given), None), (given * 3, given * model.weight)]
+        def function(inputs: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+            return [(model(inputs), None), (inputs * 3, inputs * model.weight)]
 
-        given, told = torch.randn(3, 100), list[bool]()
+        inputs, was_made = torch.randn(3, 100), list[bool]()
         with torch.inference_mode():
-            found = Frozen(function, ["given"], told.append)(given)
-        torch.testing.assert_close(found, function(given))
-        assert told == [made]
+            found = Frozen(function, ["inputs"], was_made.append)(inputs)
+        torch.testing.assert_close(found, function(inputs))
+        assert was_made == [made]
 
     check_pairs(Scale(0), made=True)
     check_pairs(Scale(1), made=False)

@@ -46,8 +46,8 @@ class Pair(nn.Module):
         weights = [torch.randn(count, WIDTH, generator=chance) for count in (64, 32)]
         self.left, self.right = (PanelLinear(weight, None, columns, stretch) for weight in weights)
 
-    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        return self.left(given) * 2, self.right(given) * 3
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(inputs) * 2, self.right(inputs) * 3
 
 
 def merged(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[GraphModule, dict[str, int]]:
@@ -71,46 +71,46 @@ def test_layers_over_the_same_inputs_become_one_with_the_same_bits(
     """Each may end within a panel; and what was found is read as before, also by another layer."""
     layers = Layers([*features, WIDTH], biased, dtype)
 
-    def function(given: Tensor) -> Tensor:
-        parts = [layers(place, given) for place in range(len(features))]
+    def function(inputs: Tensor) -> Tensor:
+        parts = [layers(place, inputs) for place in range(len(features))]
         whole = torch.cat([part * (place + 1) for place, part in enumerate(parts)], -1)
-        return torch.cat([whole, layers(len(features), whole[..., :WIDTH] + given)], -1)
+        return torch.cat([whole, layers(len(features), whole[..., :WIDTH] + inputs)], -1)
 
     for rows in (1, 6, 17):
-        given = torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        graph, calls = merged(function, given)
+        inputs = torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        graph, calls = merged(function, inputs)
         assert calls == {"linear": 1, "linears": 1}
-        assert torch.equal(graph(given), function(given))
-        more = torch.cat([given, given + 1])
+        assert torch.equal(graph(inputs), function(inputs))
+        more = torch.cat([inputs, inputs + 1])
         assert torch.equal(graph(more), function(more))  # sizes are symbols still
 
 
 def test_more_than_three_become_several() -> None:
     layers = Layers([32, 64, 32, 64, 32, 32, 64])
-    given = torch.randn(1, 2, WIDTH)
+    inputs = torch.randn(1, 2, WIDTH)
 
-    def function(given: Tensor) -> Tensor:
-        return torch.cat([layers(place, given) for place in (3, 0, 2, 6, 1, 5, 4)], -1)
+    def function(inputs: Tensor) -> Tensor:
+        return torch.cat([layers(place, inputs) for place in (3, 0, 2, 6, 1, 5, 4)], -1)
 
-    graph, calls = merged(function, given)
+    graph, calls = merged(function, inputs)
     assert calls == {"linear": 1, "linears": 2}
-    assert torch.equal(graph(given), function(given))
+    assert torch.equal(graph(inputs), function(inputs))
 
 
 def test_some_with_a_bias_and_some_without_become_one() -> None:
     layers, others = Layers([64]), Layers([64], biased=True)
-    given = torch.randn(1, 3, WIDTH)
-    graph, calls = merged(lambda given: layers(0, given) + others(0, given), given)
+    inputs = torch.randn(1, 3, WIDTH)
+    graph, calls = merged(lambda inputs: layers(0, inputs) + others(0, inputs), inputs)
     assert calls == {"linear": 0, "linears": 1}
-    assert torch.equal(graph(given), layers(0, given) + others(0, given))
+    assert torch.equal(graph(inputs), layers(0, inputs) + others(0, inputs))
 
 
 def test_layers_over_other_inputs_stay_apart() -> None:
     layers = Layers([64, 40])
-    given = torch.randn(1, 3, WIDTH)
-    graph, calls = merged(lambda given: layers(0, given)[..., :40] + layers(1, given + 1), given)
+    inputs = torch.randn(1, 3, WIDTH)
+    graph, calls = merged(lambda inputs: layers(0, inputs)[..., :40] + layers(1, inputs + 1), inputs)
     assert calls == {"linear": 2, "linears": 0}
-    assert torch.equal(graph(given), layers(0, given)[..., :40] + layers(1, given + 1))
+    assert torch.equal(graph(inputs), layers(0, inputs)[..., :40] + layers(1, inputs + 1))
 
 
 @pytest.mark.parametrize("wrong", ["weight", "bias", "dtype", "features"])
@@ -118,30 +118,30 @@ def test_layers_that_do_not_fit_are_refused(wrong: str) -> None:
     """Every layer of a product is looked at, not the first alone."""
     layers = Layers([64, 32], biased=True)
     (first, second), (bias, other) = layers.weights, layers.biases
-    given = {
+    arguments = {
         "weight": (first, bias, 64, second[:, 1:], other, 32),
         "bias": (first, bias, 64, second, bias, 32),
         "dtype": (first, bias, 64, second.bfloat16(), other, 32),
         "features": (first, bias, 64, second, None, 65),
     }
     with pytest.raises(RuntimeError, match="slipstream::linear"):
-        torch.ops.slipstream.linears(torch.randn(1, WIDTH), *given[wrong], None, None, 0)
+        torch.ops.slipstream.linears(torch.randn(1, WIDTH), *arguments[wrong], None, None, 0)
 
 
 @pytest.mark.slow
 def test_another_model_of_the_same_shape_has_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever inductor keeps in files must not bring the first one's weights; and merged graphs are not kept."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    given = torch.randn(1, 2, WIDTH)
+    inputs = torch.randn(1, 2, WIDTH)
     for seed in (0, 1):
         pair = Pair(seed)
 
-        def function(given: Tensor, pair: Pair = pair) -> tuple[Tensor, Tensor]:
-            return pair(given)
+        def function(inputs: Tensor, pair: Pair = pair) -> tuple[Tensor, Tensor]:
+            return pair(inputs)
 
         torch.compiler.reset()  # as a new process: only what lies in files is known
         torch._dynamo.utils.counters.clear()
         with torch.inference_mode():
-            for found, right in zip(Frozen(function, ["given"])(given), pair(given), strict=True):
+            for found, right in zip(Frozen(function, ["inputs"])(inputs), pair(inputs), strict=True):
                 torch.testing.assert_close(found, right)
     assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 0

@@ -21,7 +21,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 CASES = [(1, 1, 1, 1, 1, 1), (2, 4, 4, 3, 7, 16), (3, 6, 2, 6, 50, 64), (2, 2, 1, 13, 70, 80), (1, 4, 2, 7, 9, 5)]
 
 
-def given(case: tuple[int, ...], dtype: torch.dtype, hide: float, seed: int = 0) -> tuple[Tensor, ...]:
+def random_inputs(case: tuple[int, ...], dtype: torch.dtype, hide: float, seed: int = 0) -> tuple[Tensor, ...]:
     """Queries as models make them, keys and values in longer stores, and a ragged causal mask."""
     rows, heads, groups, tokens, slots, width = case
     queries = random(rows, tokens, heads, width, dtype=dtype, seed=seed).transpose(1, 2)
@@ -43,7 +43,7 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, s
 @pytest.mark.parametrize("hide", ["least", "infinite"])
 def test_attention_is_that_of_float64(case: tuple[int, ...], dtype: torch.dtype, hide: str) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
-    *parts, mask = given(case, dtype, torch.finfo(dtype).min if hide == "least" else -torch.inf)
+    *parts, mask = random_inputs(case, dtype, torch.finfo(dtype).min if hide == "least" else -torch.inf)
     bias = random(1, case[1], *mask.shape[2:], dtype=dtype, seed=5)
     turned = bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as T5 makes it: no step of one at the end
     for added in (mask, mask + bias, turned, mask[:1], mask[:, :, -1:], None):
@@ -56,7 +56,7 @@ def test_attention_is_that_of_float64(case: tuple[int, ...], dtype: torch.dtype,
 def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype) -> None:
     """One token, six, or more; alone or in a batch; before slots that hold nothing or anything."""
     case = (3, 6, 2, 15, 60, 48)
-    queries, keys, values, mask = given(case, dtype, torch.finfo(dtype).min)
+    queries, keys, values, mask = random_inputs(case, dtype, torch.finfo(dtype).min)
     whole = panel_attention(queries, keys, values, mask, 0.2)
     for row in range(3):
         part = slice(row, row + 1)
@@ -70,14 +70,14 @@ def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: tor
                 seen = [store[part, :, :end] for store in (keys, values)]
                 found = panel_attention(queries[part, :, tokens], *seen, mask[part, :, tokens, :end], 0.2)
                 assert torch.equal(found, whole[part, tokens])
-                keys, values = given(case, dtype, 0)[1:3]
+                keys, values = random_inputs(case, dtype, 0)[1:3]
 
 
 @built
 @pytest.mark.parametrize("dtype", TYPES)
 def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
     """Sliding windows, whose first slots differ, and branches of a tree, which do not see each other."""
-    queries, keys, values, _ = given((1, 2, 1, 6, 60, 48), dtype, 0)
+    queries, keys, values, _ = random_inputs((1, 2, 1, 6, 60, 48), dtype, 0)
     slots, own = torch.arange(60), torch.arange(54, 60)[:, None]
     window = (slots <= own) & (slots > own - 21)
     branches = (slots < 54) | ((slots <= own) & ((own - slots) % 2 == 0))
@@ -92,7 +92,7 @@ def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
 
 @built
 def test_hidden_slots_may_hold_anything_and_seen_ones_tell() -> None:
-    queries, keys, values, mask = given((1, 2, 1, 3, 20, 32), torch.float32, -torch.inf)
+    queries, keys, values, mask = random_inputs((1, 2, 1, 3, 20, 32), torch.float32, -torch.inf)
     before = panel_attention(queries, keys, values, mask, 0.2)
     assert mask[0, 0, 2, 19] == 0 and mask[0, 0, 1, 19] == -torch.inf
     hidden = mask.clone()
@@ -106,7 +106,7 @@ def test_hidden_slots_may_hold_anything_and_seen_ones_tell() -> None:
 
 @built
 def test_a_token_that_sees_nothing_gets_nothing() -> None:
-    queries, keys, values, _ = given((1, 2, 1, 2, 20, 32), torch.float32, 0)
+    queries, keys, values, _ = random_inputs((1, 2, 1, 2, 20, 32), torch.float32, 0)
     mask = torch.full((1, 1, 2, 20), -torch.inf)
     assert not panel_attention(queries, keys, values, mask, 0.2).any()
     mask[0, 0, 1] = 0
@@ -116,7 +116,7 @@ def test_a_token_that_sees_nothing_gets_nothing() -> None:
 
 @built
 def test_attention_that_does_not_fit_is_refused() -> None:
-    queries, keys, values, mask = given((1, 4, 2, 2, 20, 32), torch.float32, 0)
+    queries, keys, values, mask = random_inputs((1, 4, 2, 2, 20, 32), torch.float32, 0)
     for parts, said in (
         ((queries, keys, values.bfloat16(), mask), "one type"),
         ((queries[:, :3], keys, values, mask), "do not fit"),
@@ -130,7 +130,7 @@ def test_attention_that_does_not_fit_is_refused() -> None:
 @built
 def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks are tensors, of which one must not ask whether they are true."""
-    queries, keys, values, mask = given((1, 2, 2, 3, 20, 32), torch.float32, 0)
+    queries, keys, values, mask = random_inputs((1, 2, 2, 3, 20, 32), torch.float32, 0)
     asked: list[str] = []
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: asked.append("torch"))
     monkeypatch.setattr(attention, "panel_attention", lambda *_: asked.append("ours"))
@@ -166,7 +166,7 @@ def sights(tokens: int) -> dict[str, Tensor]:
 def test_long_texts_are_right_and_a_token_keeps_its_bits(dtype: torch.dtype, kind: str, biased: bool) -> None:
     """Twenty queries for a head of keys, which need two vectors, against float64; one token of them alone, by bits."""
     case, tokens = (2, 4, 2, 10, LONG, 40), 10
-    queries, keys, values, _ = given(case, dtype, 0)
+    queries, keys, values, _ = random_inputs(case, dtype, 0)
     mask = torch.zeros(1, 1, tokens, LONG, dtype=dtype).masked_fill(~sights(tokens)[kind], torch.finfo(dtype).min)
     if biased:
         mask = mask + random(1, 4, tokens, LONG, dtype=dtype, seed=9)
@@ -184,7 +184,7 @@ def test_long_texts_are_right_and_a_token_keeps_its_bits(dtype: torch.dtype, kin
 @built
 @pytest.mark.parametrize("dtype", TYPES)
 def test_how_many_threads_share_a_long_text_changes_no_bit(dtype: torch.dtype) -> None:
-    queries, keys, values, mask = given((1, 4, 2, 3, LONG, 64), dtype, torch.finfo(dtype).min)
+    queries, keys, values, mask = random_inputs((1, 4, 2, 3, LONG, 64), dtype, torch.finfo(dtype).min)
     usual = torch.get_num_threads()
     found = []
     try:

@@ -45,8 +45,8 @@ def test_outputs_are_nearer_than_those_of_the_nearest_codes(bits: int, inputs: i
     seen, unseen = correlated(512, inputs).split(256)
     found = quantize_for(weight, precision, spreading(seen.T @ seen))
     assert int(found.codes.max()) < 1 << bits and found.scales.dtype == torch.bfloat16
-    for given in (seen, unseen):
-        assert error(weight, found, given) < 0.5 * error(weight, quantize(weight, precision), given)
+    for samples in (seen, unseen):
+        assert error(weight, found, samples) < 0.5 * error(weight, quantize(weight, precision), samples)
     apart = quantize_for(weight, precision, spreading(torch.eye(inputs)))
     assert torch.equal(apart.weight(), quantize(weight, precision).weight())
 

@@ -51,11 +51,11 @@ def test_products_are_those_of_float64(dtype: torch.dtype, features: int, inputs
     """Bias added before the one rounding; rows that fill a tile, and more of them."""
     weight, bias = random(features, inputs, dtype=dtype), random(features, dtype=dtype, seed=1) if biased else None
     for rows in (1, 2, 3, 6, 7, 8, 12, 13, 15, 16, 25, 100):
-        given = random(2, rows, inputs, dtype=dtype, seed=rows)
+        activations = random(2, rows, inputs, dtype=dtype, seed=rows)
         exact = functional.linear(
-            given.double(), weight.double(), bias.double() if biased and bias is not None else None
+            activations.double(), weight.double(), bias.double() if biased and bias is not None else None
         )
-        found = panel_linear(given, into_panels(weight), bias, features)
+        found = panel_linear(activations, into_panels(weight), bias, features)
         assert found.shape == exact.shape and found.dtype == dtype
         torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
@@ -64,23 +64,23 @@ def test_products_are_those_of_float64(dtype: torch.dtype, features: int, inputs
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype) -> None:
     """What oneDNN does not promise: a token's logits do not depend on how many are scored together."""
-    weight, given = into_panels(random(100, 512, dtype=dtype)), random(70, 512, dtype=dtype, seed=1)
-    alone = torch.cat([panel_linear(row[None], weight, None, 100) for row in given])
+    weight, inputs = into_panels(random(100, 512, dtype=dtype)), random(70, 512, dtype=dtype, seed=1)
+    alone = torch.cat([panel_linear(row[None], weight, None, 100) for row in inputs])
     for rows in (2, 5, 6, 13, 15, 16, 17, 30, 33, 70):
-        assert torch.equal(panel_linear(given[:rows], weight, None, 100), alone[:rows])
+        assert torch.equal(panel_linear(inputs[:rows], weight, None, 100), alone[:rows])
 
 
 @built
 def test_rounding_to_bfloat16_is_torchs() -> None:
     """Ties, overflow, infinities and what is not a number, through a weight of one and a bias that makes the ties."""
     ones = torch.eye(32, dtype=torch.bfloat16)
-    given = random(64, 32, dtype=torch.bfloat16)
-    given[0, :4] = torch.tensor([float("inf"), -float("inf"), 3.3e38, 1e-40])
-    given[1, 0] = float("nan")
+    inputs = random(64, 32, dtype=torch.bfloat16)
+    inputs[0, :4] = torch.tensor([float("inf"), -float("inf"), 3.3e38, 1e-40])
+    inputs[1, 0] = float("nan")
     bias = random(32, dtype=torch.bfloat16, seed=1)
-    found = panel_linear(given[2:], into_panels(ones), bias, 32)
-    assert torch.equal(found, (given[2:].float() + bias.float()).to(torch.bfloat16))
-    unusual = panel_linear(given[:2], into_panels(ones), None, 32)
+    found = panel_linear(inputs[2:], into_panels(ones), bias, 32)
+    assert torch.equal(found, (inputs[2:].float() + bias.float()).to(torch.bfloat16))
+    unusual = panel_linear(inputs[:2], into_panels(ones), None, 32)
     assert unusual[1].isnan().all()  # nothing times NaN is nothing
     assert unusual[0, 0].isnan() and not unusual[0, :2].isfinite().any()
 
@@ -89,20 +89,20 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
 def test_no_rows_and_strided_inputs_are_fine() -> None:
     weight = random(40, 8, dtype=torch.float32)
     assert panel_linear(torch.empty(0, 3, 8), into_panels(weight), None, 40).shape == (0, 3, 40)
-    given = random(8, 5, dtype=torch.float32).T
-    torch.testing.assert_close(panel_linear(given, into_panels(weight), None, 40), given @ weight.T)
+    inputs = random(8, 5, dtype=torch.float32).T
+    torch.testing.assert_close(panel_linear(inputs, into_panels(weight), None, 40), inputs @ weight.T)
 
 
 @built
 def test_what_does_not_fit_is_refused() -> None:
     weight = into_panels(random(40, 8, dtype=torch.float32))
-    for given, features, said in (
+    for inputs, features, said in (
         (torch.zeros(1, 6), 40, "inputs of 6 for a weight of 8"),
         (torch.zeros(1, 8).bfloat16(), 40, "one type"),
         (torch.zeros(1, 8), 65, "65 features for a weight of 2 panels"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            panel_linear(given, weight, None, features)
+            panel_linear(inputs, weight, None, features)
     odd = torch.zeros(4, 3, dtype=torch.bfloat16)
     assert not fits_panels(odd) and not fits_panels(torch.zeros(4, 4).double())
     with pytest.raises(ValueError, match=r"4 x 3 in torch\.bfloat16 has no packed form"):
@@ -126,8 +126,8 @@ def test_older_processors_get_right_products_too(lacking: str, tmp_path: Path) -
         "from slipstream.kernels.cpu import panel_attention\n"
         "from slipstream.kernels.cpu import panel_linear\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
-        "    given, weight = torch.randn(14, 96).to(dtype), torch.randn(70, 96).to(dtype)\n"
-        "    found, exact = panel_linear(given, into_panels(weight), None, 70), given.double() @ weight.double().T\n"
+        "    inputs, weight = torch.randn(14, 96).to(dtype), torch.randn(70, 96).to(dtype)\n"
+        "    found, exact = panel_linear(inputs, into_panels(weight), None, 70), inputs.double() @ weight.double().T\n"
         "    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)\n"
         "    for slots in (7, 1100):\n"
         "        queries, keys, values = (torch.randn(1, 2, count, 44).to(dtype) for count in (7, slots, slots))\n"
@@ -306,7 +306,9 @@ def test_padding_of_a_prefill_is_not_multiplied_and_moves_no_bit(name: str, monk
     texts, rows = [[3] * 9, [4] * 2, [5] * 3], list[int]()
     multiply = PanelLinear.multiply
     monkeypatch.setattr(
-        PanelLinear, "multiply", lambda self, given: (rows.append(given.shape[:-1].numel()), multiply(self, given))[1]
+        PanelLinear,
+        "multiply",
+        lambda self, inputs: (rows.append(inputs.shape[:-1].numel()), multiply(self, inputs))[1],
     )
     scorer = CausalScorer(packed(tiny(FAMILIES[name])))
     found = []

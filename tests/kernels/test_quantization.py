@@ -106,9 +106,9 @@ def test_products_are_those_of_float64(
     codes = with_zeros(codes) if own else codes
     bias = random(features, dtype=dtype, seed=1)
     for rows in (1, 2, 5, 6, 7, 13, 40):
-        given = random(rows, inputs, dtype=dtype, seed=rows)
-        exact = rounded(given, precision.group) @ codes.weight().double().T + bias.double()
-        found = quantized_linear(given[:, None], codes.into_panels(), bias, features, precision.bits)
+        activations = random(rows, inputs, dtype=dtype, seed=rows)
+        exact = rounded(activations, precision.group) @ codes.weight().double().T + bias.double()
+        found = quantized_linear(activations[:, None], codes.into_panels(), bias, features, precision.bits)
         assert found.shape == (rows, 1, features) and found.dtype == dtype
         rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found[:, 0].double(), exact, rtol=rtol, atol=1e-3)
@@ -119,25 +119,25 @@ def test_products_are_those_of_float64(
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(precision: Precision, dtype: torch.dtype) -> None:
     panels = quantize(random(100, 512), precision).into_panels()
-    given = random(50, 512, dtype=dtype, seed=1)
-    alone = torch.cat([quantized_linear(row[None], panels, None, 100, precision.bits) for row in given])
+    inputs = random(50, 512, dtype=dtype, seed=1)
+    alone = torch.cat([quantized_linear(row[None], panels, None, 100, precision.bits) for row in inputs])
     for rows in (2, 5, 6, 7, 12, 13, 33, 50):
-        assert torch.equal(quantized_linear(given[:rows], panels, None, 100, precision.bits), alone[:rows])
+        assert torch.equal(quantized_linear(inputs[:rows], panels, None, 100, precision.bits), alone[:rows])
 
 
 @built
 @every
 def test_inputs_that_are_no_numbers_spoil_their_own_row_only(precision: Precision) -> None:
-    given = random(4, 256)
-    given[1, 200], given[2, 3], given[3] = torch.nan, torch.inf, 0
-    found = quantized_linear(given, quantize(random(40, 256), precision).into_panels(), None, 40, precision.bits)
+    inputs = random(4, 256)
+    inputs[1, 200], inputs[2, 3], inputs[3] = torch.nan, torch.inf, 0
+    found = quantized_linear(inputs, quantize(random(40, 256), precision).into_panels(), None, 40, precision.bits)
     assert bool(found[0].isfinite().all()) and bool(found[1:3].isnan().all()) and not found[3].count_nonzero()
 
 
 @built
 def test_what_does_not_fit_is_refused() -> None:
     codes, scales, zeros = quantize(random(40, 64), Precision(8, 32)).into_panels()
-    for given, parts, features, bits, said in (
+    for inputs, parts, features, bits, said in (
         (torch.zeros(1, 20), (codes, scales, zeros), 40, 8, "inputs of 20 for groups of 32"),
         (torch.zeros(1, 65), (codes, scales, zeros), 40, 8, "inputs of 65"),
         (torch.zeros(1, 64), (codes, scales, zeros), 65, 8, "not packed for 65 features"),
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.zeros(1, 64).double(), (codes, scales, zeros), 40, 8, "float32 or bfloat16"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            quantized_linear(given, parts, None, features, bits)
+            quantized_linear(inputs, parts, None, features, bits)
 
 
 @built

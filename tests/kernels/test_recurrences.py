@@ -60,15 +60,15 @@ def test_the_gated_delta_rule_is_that_of_transformers(case: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("case", DELTAS[1:3])
 def test_a_token_of_the_delta_rule_has_the_same_bits_whatever_stands_beside_it(case: tuple[int, ...]) -> None:
-    *given, state = deltas(case)
-    whole = gated_delta_rule(*given, state)
+    *inputs, state = deltas(case)
+    whole = gated_delta_rule(*inputs, state)
     for token in range(case[1]):
-        one = [part[:, token : token + 1] for part in given]
+        one = [part[:, token : token + 1] for part in inputs]
         assert torch.equal(gated_delta_rule(*one, state), whole[:, token : token + 1])
         alone = gated_delta_rule(*(part[-1:] for part in one), state[-1:])
         assert torch.equal(alone, whole[-1:, token : token + 1])
         state = gated_delta_state(*one[1:], state)
-    assert torch.equal(state, gated_delta_state(*given[1:], deltas(case)[-1]))
+    assert torch.equal(state, gated_delta_state(*inputs[1:], deltas(case)[-1]))
 
 
 # rows, tokens, groups, heads, size of heads, size of states

@@ -153,7 +153,7 @@ def test_rows_without_text_take_no_part_in_a_prefill() -> None:
     rows.add(9, 4, 6, 3, 5)
     passes: list[tuple[int, ...]] = []
     hook = model.register_forward_pre_hook(
-        lambda _, given, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+        lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
     more: list[list[int]] = [[], text(7, 3), text(8, 2), [], text(9, 1)]
     rows.scorer.prefill(more)

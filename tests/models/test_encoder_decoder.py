@@ -76,13 +76,13 @@ def requests(model: PreTrainedModel, count: int = 16, **settings: object) -> lis
 def by_transformers(model: PreTrainedModel, request: Request, **settings: object) -> list[int]:
     """Greedy decoding by transformers, of one source alone."""
     begin = torch.tensor([request.prompt])
-    given = {"decoder_input_ids": begin, "do_sample": False, "max_new_tokens": request.max_new_tokens}
+    arguments = {"decoder_input_ids": begin, "do_sample": False, "max_new_tokens": request.max_new_tokens}
     if isinstance(request.source, torch.Tensor):
-        given["input_features"] = request.source[None]
+        arguments["input_features"] = request.source[None]
     else:
-        given["input_ids"] = torch.tensor([request.source])
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-    return GenerationMixin.generate(model, **given, **settings)[0, len(request.prompt) :].tolist()
+        arguments["input_ids"] = torch.tensor([request.source])
+        arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    return GenerationMixin.generate(model, **arguments, **settings)[0, len(request.prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
@@ -158,7 +158,7 @@ def test_control_one_bias_for_all_rows_is_caught(family: str, monkeypatch: pytes
     """T5 alone would take the distances of every row from the longest one."""
     model = tiny(SEQ2SEQ[family])
     monkeypatch.setattr(
-        seq2seq.RowBias, "__call__", lambda bias, *given, **rest: bias.shared(bias.attention, *given, **rest)
+        seq2seq.RowBias, "__call__", lambda bias, *args, **rest: bias.shared(bias.attention, *args, **rest)
     )
     assert contract(model) > 100 * TOLERANCE[torch.float32]
 
@@ -166,7 +166,7 @@ def test_control_one_bias_for_all_rows_is_caught(family: str, monkeypatch: pytes
 @pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper"])
 def test_control_one_position_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(SEQ2SEQ[family])
-    monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *given, **rest: places.table(*given, **rest))
+    monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *args, **rest: places.table(*args, **rest))
     assert contract(model) > 100 * TOLERANCE[torch.float32]
 
 
@@ -174,7 +174,7 @@ def test_control_an_open_cross_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -
     """Sources are padded to the longest, which nobody may see."""
     cross = seq2seq.Sources.cross
     monkeypatch.setattr(
-        seq2seq.Sources, "cross", lambda *given: replace(made := cross(*given), mask=torch.zeros_like(made.mask))
+        seq2seq.Sources, "cross", lambda *args: replace(made := cross(*args), mask=torch.zeros_like(made.mask))
     )
     assert contract(tiny(SEQ2SEQ["bart"])) > 100 * TOLERANCE[torch.float32]
 
@@ -182,13 +182,16 @@ def test_control_an_open_cross_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -
 def test_padding_in_the_text_is_where_transformers_puts_it() -> None:
     """M2M100 gives the padding token no position, and does not count on it."""
     model = tiny(SEQ2SEQ["m2m_100"])
-    heard = (5, 6, 7)
+    source_ids = (5, 6, 7)
     scorer = CausalScorer(model)
-    scorer.add(1, [heard])
+    scorer.add(1, [source_ids])
     cache = None
-    given = {"input_ids": torch.tensor([heard]), "attention_mask": torch.ones(1, len(heard), dtype=torch.long)}
+    inputs = {
+        "input_ids": torch.tensor([source_ids]),
+        "attention_mask": torch.ones(1, len(source_ids), dtype=torch.long),
+    }
     for token in (START, 9, model.config.pad_token_id, 11):
-        out = model(**given, decoder_input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        out = model(**inputs, decoder_input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         ours = scorer.extend(torch.tensor([[token]]), [1])
         torch.testing.assert_close(ours, out.logits, atol=1e-4, rtol=1e-4)
@@ -244,8 +247,8 @@ def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
     sizes = {"vocab_size": 3, "pad_token_id": None, "decoder_start_token_id": 0}
     sizes |= {"pad_token_id": 1} if family == "bart" else {}
     model, small = (tiny(SEQ2SEQ[family], seed=seed, dtype=torch.float64, **sizes) for seed in (0, 1))
-    heard = [(2, 0, 2), (1,)]
-    asked = [Request((0,), SAMPLE, 2 - key, key=key, source=one) for key, one in enumerate(heard)]
+    source_ids = [(2, 0, 2), (1,)]
+    asked = [Request((0,), SAMPLE, 2 - key, key=key, source=one) for key, one in enumerate(source_ids)]
     target, draft = CausalScorer(model), CausalScorer(small)
 
     def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
@@ -255,11 +258,11 @@ def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
     laws = []
     for one in asked:
 
-        def step(text: tuple[int, ...], heard: Source | None = one.source) -> list[float]:
-            return target.alone(text, heard)[0, -1].double().softmax(-1).tolist()
+        def step(text: tuple[int, ...], encoder_input: Source | None = one.source) -> list[float]:
+            return target.alone(text, encoder_input)[0, -1].double().softmax(-1).tolist()
 
         laws.append(plain_law(step, one.prompt, one.max_new_tokens))
-    first = [target.alone((0,), one)[0, -1].softmax(-1) for one in heard]
+    first = [target.alone((0,), one)[0, -1].softmax(-1) for one in source_ids]
     assert float((first[0] - first[1]).abs().sum()) > 0.01  # the sources matter
     together = {(x, y): p * q for x, p in laws[0].items() for y, q in laws[1].items()}
     assert total_variation(enumerate_outcomes(run, 200_000), together) < 1e-9
@@ -268,8 +271,8 @@ def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
 def test_lookup_copies_from_the_source() -> None:
     """Unless its ids are those of another vocabulary."""
 
-    def copied(drafter: Drafter, *heard: int) -> list[int]:
-        row = Row(Request((START,), GREEDY, 9, source=heard), 0, [START, 12, 13])
+    def copied(drafter: Drafter, *source_ids: int) -> list[int]:
+        row = Row(Request((START,), GREEDY, 9, source=source_ids), 0, [START, 12, 13])
         draft = drafter.propose(Context((row,), draw), [3])
         return draft.tokens[0, : draft.lengths[0]].tolist()
 
@@ -296,8 +299,8 @@ def test_packed_weights_obey_the_contract(family: str, dtype: torch.dtype) -> No
     assert sum(isinstance(part, PackedLinear) for part in seq2seq.SourceDecoder(twin).model.modules()) > 30
     assert contract(twin) < TOLERANCE[dtype]
     plainly, faster = (Reference(each) for each in (model, twin))
-    heard = source(plainly.scorer, 1, 9)
-    left, right = (each.scorer.alone(text(2, 7), heard).float() for each in (plainly, faster))
+    encoder_input = source(plainly.scorer, 1, 9)
+    left, right = (each.scorer.alone(text(2, 7), encoder_input).float() for each in (plainly, faster))
     assert float((left - right).detach().abs().max() / left.detach().std()) < TOLERANCE[dtype]
 
 
@@ -325,7 +328,7 @@ def _broken(*_: Any) -> Any:
     ("compiler", "why"),
     [
         (lambda read, **_: _broken, "no compiler here"),
-        (lambda read, **_: lambda *given: [(keys * 1.5, values) for keys, values in read(*given)], "keys and values"),
+        (lambda read, **_: lambda *args: [(keys * 1.5, values) for keys, values in read(*args)], "keys and values"),
     ],
 )
 def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
@@ -352,9 +355,7 @@ def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
 def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph alone, without the compiler behind it."""
     compiler = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *given, options, **rest: compiler(*given, **rest | {"backend": "eager"})
-    )
+    monkeypatch.setattr(torch, "compile", lambda *args, options, **rest: compiler(*args, **rest | {"backend": "eager"}))
     model, said = tiny(SEQ2SEQ[family]), list[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -367,9 +368,7 @@ def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.Monk
 def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for every length, until torch makes no more of them and all runs eagerly."""
     compiler = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *given, options, **rest: compiler(*given, **rest | {"backend": "eager"})
-    )
+    monkeypatch.setattr(torch, "compile", lambda *args, options, **rest: compiler(*args, **rest | {"backend": "eager"}))
     model, said = tiny(family), list[str]()
     decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
     asked = [Request((START,), GREEDY, 14, source=source(decoder.target, name, 5)) for name in range(3)]
@@ -408,7 +407,7 @@ def test_sources_of_one_token_can_be_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "sentence"),
+    ("encoder_input", "sentence"),
     [
         ((), r"prompt 0 is empty: its source needs at least one token\."),
         (None, r"prompt 0 has no source, but .* is an encoder-decoder and reads one\."),
@@ -417,17 +416,17 @@ def test_sources_of_one_token_can_be_compiled() -> None:
         (torch.zeros(8, 40), r"prompt 0 is audio, but .* reads text\."),
     ],
 )
-def test_a_source_that_cannot_be_read_is_refused(heard: Source | None, sentence: str) -> None:
+def test_a_source_that_cannot_be_read_is_refused(encoder_input: Source | None, sentence: str) -> None:
     decoder = Decoder(CausalScorer(tiny(SEQ2SEQ["bart"])))
     with pytest.raises(ValueError, match=f"^{sentence}$"):
-        generate(decoder, [Request((START,), GREEDY, 4, source=heard)])
+        generate(decoder, [Request((START,), GREEDY, 4, source=encoder_input)])
 
 
-@pytest.mark.parametrize("heard", [(5, 6), torch.zeros(8, 41)])
-def test_whisper_hears_features_of_one_size(heard: Source) -> None:
+@pytest.mark.parametrize("encoder_input", [(5, 6), torch.zeros(8, 41)])
+def test_whisper_hears_features_of_one_size(encoder_input: Source) -> None:
     decoder = Decoder(CausalScorer(tiny(SEQ2SEQ["whisper"])))
     with pytest.raises(ValueError, match=r"^prompt 0 is .*, but .* hears features \(8, 40\) \(bins, frames\)\.$"):
-        generate(decoder, [Request((START,), GREEDY, 4, source=heard)])
+        generate(decoder, [Request((START,), GREEDY, 4, source=encoder_input)])
 
 
 def test_a_causal_model_reads_no_source() -> None:

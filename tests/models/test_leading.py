@@ -113,7 +113,7 @@ def test_an_error_that_all_ranks_have_costs_nothing_but_the_call(both: Both) -> 
 
 
 def test_an_error_of_one_rank_ends_the_job_in_a_sentence(both: Both) -> None:
-    def broken(*given: Any) -> None:
+    def broken(*args: Any) -> None:
         raise MemoryError("no memory left")
 
     both.leading.add(1)
@@ -137,10 +137,10 @@ def test_an_error_of_rank_0_alone_ends_the_job_too(both: Both, monkeypatch: pyte
 
 
 def _fails_once(forward: Any, model: Any) -> Any:
-    def run(self: Any, *given: Any, **options: Any) -> Any:
+    def run(self: Any, *args: Any, **options: Any) -> Any:
         if self is model:
             raise MemoryError("no memory left")
-        return forward(self, *given, **options)
+        return forward(self, *args, **options)
 
     return run
 

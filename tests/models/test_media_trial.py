@@ -35,9 +35,9 @@ def test_media_that_are_forgotten_are_seen(
     try_media(load_scorer(model), processor, modality)
     forward = model.forward
 
-    def forgetful(*args: Any, **given: Any) -> Any:
-        out = forward(*args, **given)
-        if given.get("pixel_values") is None and given.get("input_features") is None:
+    def forgetful(*args: Any, **inputs: Any) -> Any:
+        out = forward(*args, **inputs)
+        if inputs.get("pixel_values") is None and inputs.get("input_features") is None:
             out.logits = out.logits.roll(1, -1)
         return out
 

@@ -181,13 +181,13 @@ def test_a_recurrence_of_no_known_kind_takes_two_passes(monkeypatch: pytest.Monk
 
 
 def test_only_a_recorded_pass_is_computed_by_other_functions() -> None:
-    given = list[str]()
-    recorded = Recorded(lambda function, named: given.append(f"ours, {','.join(named)}"), ("query",))
-    observed = Observed(lambda query: given.append("its own"), recorded)
+    calls = list[str]()
+    recorded = Recorded(lambda function, named: calls.append(f"ours, {','.join(named)}"), ("query",))
+    observed = Observed(lambda query: calls.append("its own"), recorded)
     observed(torch.zeros(1, 6, 2, 4))  # a user's own pass is as it was
     with recording():
         observed(torch.zeros(1, 6, 2, 4))
-    assert given == ["its own", "ours, query"]
+    assert calls == ["its own", "ours, query"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])

@@ -91,8 +91,8 @@ def test_the_scored_drafter_drafts_as_the_model_does(pair: str) -> None:
     requests = [request((0, place), 6, GREEDY, key=place) for place in range(VOCAB)]
     made = decoder(pair, acceptance.token, rules.TOKEN.rng, 3)
     other = Decoder(made.target, ModelDrafter(scorer(PAIRS[pair][1], "draft")), acceptance.token, Fixed(3))
-    ours, theirs = ([row.output for row in generate(each, requests)] for each in (made, other))
-    assert ours == theirs
+    ours, expected = ([row.output for row in generate(each, requests)] for each in (made, other))
+    assert ours == expected
 
 
 def test_greedy_prices_count_the_tokens_that_the_target_would_not_choose() -> None:

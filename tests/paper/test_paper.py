@@ -250,13 +250,13 @@ def measured_row(**changes: float) -> dict[str, object]:
 
 def test_every_gap_has_its_reason() -> None:
     assert list(tables.reason("here", measured_row())) == []
-    (told,) = tables.reason("here", measured_row(all_costs=1.5, real_texts=1.5, raced_texts=1.5, measured=1.5))
-    assert "-25% against Theorem 3.8" in told and "other costs" in told
+    (line,) = tables.reason("here", measured_row(all_costs=1.5, real_texts=1.5, raced_texts=1.5, measured=1.5))
+    assert "-25% against Theorem 3.8" in line and "other costs" in line
     costly = {"theorem_verify": 1.6, "all_costs": 1.5, "real_texts": 1.5, "raced_texts": 1.5}
-    (told,) = tables.reason("here", measured_row(**costly, measured=1.5))
-    assert "scoring gamma + 1 tokens" in told
-    (told,) = tables.reason("here", measured_row(raced_texts=1.5, measured=1.5))
-    assert "which texts the race takes (-25%)" in told
+    (line,) = tables.reason("here", measured_row(**costly, measured=1.5))
+    assert "scoring gamma + 1 tokens" in line
+    (line,) = tables.reason("here", measured_row(raced_texts=1.5, measured=1.5))
+    assert "which texts the race takes (-25%)" in line
     first, second = tables.reason("here", measured_row(measured=1.0, tokens_per_call=1.5))
     assert "-50%" in first and "-50% tokens per call" in second
 

@@ -217,16 +217,16 @@ def test_every_layer_can_be_the_last() -> None:
 
 
 def test_exits_are_taught_and_taught_once(tmp_path: Path) -> None:
-    given = teaching()
-    folder = tuning.exits(tmp_path, given, Lesson(30, 4, 16, 2e-3))
-    made = type(given.model).from_pretrained(folder)
-    tokens = given.text[None, :64]
+    inputs = teaching()
+    folder = tuning.exits(tmp_path, inputs, Lesson(30, 4, 16, 2e-3))
+    made = type(inputs.model).from_pretrained(folder)
+    tokens = inputs.text[None, :64]
     with torch.no_grad():
-        p = given.model(tokens).logits.softmax(-1)
-        before, after = (tuning.weighted_loss(p, tuning.logits_by_layer(each, tokens)) for each in (given.model, made))
+        p = inputs.model(tokens).logits.softmax(-1)
+        before, after = (tuning.weighted_loss(p, tuning.logits_by_layer(each, tokens)) for each in (inputs.model, made))
     assert after < before
     stamp = (folder / "config.json").stat().st_mtime_ns
-    tuning.exits(tmp_path, given, Lesson(9, 2, 16))  # it lies there: nothing is trained
+    tuning.exits(tmp_path, inputs, Lesson(9, 2, 16))  # it lies there: nothing is trained
     assert (folder / "config.json").stat().st_mtime_ns == stamp
 
 
@@ -265,9 +265,9 @@ def test_a_base_and_its_heads_speak_of_the_tokens_ahead() -> None:
 
 
 def test_a_block_is_exact_for_the_base_that_was_tuned(tmp_path: Path) -> None:
-    given = teaching()
-    folder = tuning.blockwise(tmp_path, given, Lesson(4, 2, 16, 1e-3), 3)
-    model = type(given.model).from_pretrained(folder / tuning.TARGET)
+    inputs = teaching()
+    folder = tuning.blockwise(tmp_path, inputs, Lesson(4, 2, 16, 1e-3), 3)
+    model = type(inputs.model).from_pretrained(folder / tuning.TARGET)
     target, heads = CausalScorer(model), ParallelHeads.load(folder / tuning.HEADS)
     assert heads.sizes.heads == 3 and not heads.sizes.pending
     decoder = alone(target, drafter=HeadsDrafter(target, heads), controller=Fixed(2))

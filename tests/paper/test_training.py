@@ -174,8 +174,8 @@ def test_answers_are_what_the_model_says(tmp_path: Path) -> None:
     loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "target", dtype=torch.bfloat16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())  # `generate` would make one as deep as the encoder
     for source, tokens in zip(sources, found, strict=True):
-        theirs = loaded.generate(torch.tensor([source]), past_key_values=copy.deepcopy(cache), max_new_tokens=6)
-        assert list(tokens) == theirs[0, 1:].tolist()
+        expected = loaded.generate(torch.tensor([source]), past_key_values=copy.deepcopy(cache), max_new_tokens=6)
+        assert list(tokens) == expected[0, 1:].tolist()
     drawn = families.answers(tmp_path / "target", [sources[0]] * 20, 1.0, 6)
     assert len(set(drawn)) > 10
 

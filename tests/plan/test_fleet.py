@@ -154,9 +154,9 @@ def test_more_replicas_serve_faster_and_cost_what_they_cost(tmp_path: Path) -> N
     times = "".join(f"{number / 20},100,50\n" for number in range(400))
     (tmp_path / "trace.csv").write_text(f"time,prompt_tokens,completion_tokens\n{times}")
     files = ("--plan", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "trace.csv"))
-    told = run("plan", *files, "--replicas", "2", "--replicas", "20", "--price", "3", "--json")
-    assert told.exit_code == 0, told.output
-    few, many = json.loads(told.stdout)["simulated"]
+    result = run("plan", *files, "--replicas", "2", "--replicas", "20", "--price", "3", "--json")
+    assert result.exit_code == 0, result.output
+    few, many = json.loads(result.stdout)["simulated"]
     assert few["plain"]["replicas"] == 2 and many["plain"]["replicas"] == 20
     for kind in ("plain", "speculative"):
         assert many[kind]["first_token"]["p99"] < few[kind]["first_token"]["p99"]

@@ -48,12 +48,12 @@ GRID = 12
 class Grid:
     """Numbers that are given."""
 
-    given: Tensor
+    numbers: Tensor
 
     def uniforms(self, count: int) -> Tensor:
-        """What is given, for one number."""
+        """The numbers, as draws of one number each."""
         assert count == 1
-        return self.given[:, None]
+        return self.numbers[:, None]
 
 
 class Enumerated(Chains):

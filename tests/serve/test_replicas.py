@@ -103,8 +103,8 @@ def test_the_files_that_deploy_are_valid() -> None:
     config = yaml.safe_load((DOCS / "ray-serve.yaml").read_text())
     manifest = yaml.safe_load((DOCS / "kuberay.yaml").read_text())
     jsonschema_rs.validate(RAY_SERVICE, manifest)
-    for given in (config, yaml.safe_load(manifest["spec"]["serveConfigV2"])):
-        (application,) = ServeDeploySchema(**given).applications
+    for deployment in (config, yaml.safe_load(manifest["spec"]["serveConfigV2"])):
+        (application,) = ServeDeploySchema(**deployment).applications
         assert application.import_path == f"{deploy.__module__}:{deploy.__name__}"
         assert deploy(application.args) is not None
 
@@ -146,10 +146,10 @@ def test_replicas_answer_as_one_server_does(replicas: ServerProcess, server: Ser
             ("/v1/completions", {"prompt": "x", "temperature": 0}),
             ("/v1/completions", {"nonsense": 1}),
         ):
-            ours, theirs = many.post(path, json=body), one.post(path, json=body)
-            assert ours.status_code == theirs.status_code
-            assert ours.json().get("choices") == theirs.json().get("choices")
-            assert ours.json().get("error") == theirs.json().get("error")
+            ours, expected = many.post(path, json=body), one.post(path, json=body)
+            assert ours.status_code == expected.status_code
+            assert ours.json().get("choices") == expected.json().get("choices")
+            assert ours.json().get("error") == expected.json().get("error")
         assert many.get("/nowhere").status_code == 404
     assert len(workers(replicas)) == 2
     stream = replicas.client().completions.create(

@@ -273,12 +273,12 @@ def test_a_draft_is_a_folder_of_hugging_face_with_a_card(tmp_path: Path) -> None
 
 
 def test_folders_of_others_are_never_overwritten(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    check_draft_folder(theirs)  # empty: nothing is lost
-    (theirs / "config.json").write_text("{}")
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    check_draft_folder(folder)  # empty: nothing is lost
+    (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds files and no draft"):
-        save_draft(tiny(FAMILIES["llama"]), Words(), about(), theirs)
+        save_draft(tiny(FAMILIES["llama"]), Words(), about(), folder)
     with pytest.raises(ValueError, match="it is a file"):
-        check_draft_folder(theirs / "config.json")
-    assert [path.name for path in theirs.iterdir()] == ["config.json"]
+        check_draft_folder(folder / "config.json")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]

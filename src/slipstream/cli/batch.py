@@ -32,9 +32,9 @@ from slipstream.cli.options import (
     Task,
     Tree,
     Verify,
-    given,
     option,
     with_options,
+    written_parameters,
 )
 from slipstream.cli.serve import (
     CLUSTER,
@@ -202,7 +202,7 @@ def _defaults(context: typer.Context) -> Defaults:
     """Return the request fields that the options set, for lines without them. Raises ValueError for bad values."""
     from slipstream.serve.batch.lines import Defaults
 
-    params, written = context.params, given(context)
+    params, written = context.params, written_parameters(context)
     options = {FIELDS.get(name, name): value for name, value in call_options(params).items() if name in written}
     seed = params["seed"]
     body = {name: value for name, value in options.items() if name not in ("seed", "lossless")}

@@ -84,8 +84,8 @@ def bench(
     from slipstream.measure.pictures import check_plot
 
     lists = {"gammas": gamma, "batches": batch, "temperatures": temperature, "rules": verify}
-    given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetitions": repetitions}
-    chosen = {name: value for name, value in given.items() if value}
+    counts: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetitions": repetitions}
+    chosen = {name: value for name, value in counts.items() if value}
     chosen |= {name: tuple(values) for name, values in lists.items() if values}
     settings = replace(QUICK if quick else FULL, ignore_eos=not stop_at_eos, **chosen)
     if plot:

@@ -96,7 +96,7 @@ def check(
     from slipstream.check import check as run
     from slipstream.engine.load import load
 
-    given = sound(gather(prompts or [], file, chat)) if prompts or file else []
+    items = sound(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
         names = ("verify", "dtype", "device", "batch_size", "compile", "task")
@@ -105,7 +105,7 @@ def check(
     tell(engine.notes)
     try:
         with steps(console(stderr=True)) as on_step:
-            texts = [item.prompt for item in given] or PROMPTS
+            texts = [item.prompt for item in items] or PROMPTS
             report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -122,8 +122,8 @@ def _options(params: dict[str, Any]) -> dict[str, Any]:
     from slipstream.decoding.sampling import Sampling
 
     defaults = [{field.name: field.default for field in fields(kind)} for kind in (CheckSettings, Sampling)]
-    given = [{name: params[name] for name in kind if params.get(name, kind[name]) != kind[name]} for kind in defaults]
-    ours, sampling = given
+    changed = [{name: params[name] for name in kind if params.get(name, kind[name]) != kind[name]} for kind in defaults]
+    ours, sampling = changed
     if params["tree"] or params["gamma"] == "auto":
         del ours["gamma"]
     CheckSettings(**ours)

@@ -110,10 +110,10 @@ def count(
     place.parent.mkdir(parents=True, exist_ok=True)
     counts.save(place)
     report = CountReport.of(counts, str(place))
-    print(json_text(asdict(report)) if as_json else _told(report, kept=out is None))
+    print(json_text(asdict(report)) if as_json else _report_text(report, kept=out is None))
 
 
-def _told(report: CountReport, kept: bool) -> str:
+def _report_text(report: CountReport, kept: bool) -> str:
     """Return the report as lines of text; `kept`: the counts are in the target's default file."""
     shares = [f"{size:>8} tokens make up {share:.2%}" for size, share in report.shares.items()]
     written = f"{report.target} wrote {report.tokens} tokens in {report.texts} texts, {report.different} different ones"

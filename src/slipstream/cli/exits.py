@@ -50,12 +50,12 @@ def exits(
     from slipstream.measure.requests import request_for
     from slipstream.plan.layers import first_layers, search_exit
 
-    given = sound(gather(prompts or [], file, chat)) if prompts or file else []
+    items = sound(gather(prompts or [], file, chat)) if prompts or file else []
     sampler = Sampling(temperature=temperature)
     with busy(console(stderr=True), "loading"):
         source, exact = embedded(target, dtype)
         engine = load(source, dtype=exact, device=device, batch_size=batch_size)
-    ids = [engine.encode(item.prompt) for item in given] or [engine.encode(prompt) for prompt in PROMPTS]
+    ids = [engine.encode(item.prompt) for item in items] or [engine.encode(prompt) for prompt in PROMPTS]
     requests = [request_for(one, sampler, max_new_tokens, eos=engine.eos, seed=seed) for one in ids]
     scorer = engine.decoder.target
     assert isinstance(scorer, HasModel)

@@ -175,7 +175,11 @@ def _how(context: typer.Context) -> dict[str, Any]:
             f"note: the plan was measured at temperature {plan.temperature:g}; at {temperature:g} others may be better."
         )
     sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
-    return {**how, "plan": plan, **{name: None for name, given in sources.items() if given and given.name == "DEFAULT"}}
+    return {
+        **how,
+        "plan": plan,
+        **{name: None for name, source in sources.items() if source and source.name == "DEFAULT"},
+    }
 
 
 def _encoded(engine: Engine, item: Item) -> Item:
@@ -340,6 +344,6 @@ def _summarize(completions: Sequence[Completion]) -> None:
 
 
 def _one_at_most(flags: dict[str, bool]) -> None:
-    given = [name for name, value in flags.items() if value]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other: choose one.")
+    chosen = [name for name, value in flags.items() if value]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} exclude each other: choose one.")

@@ -260,11 +260,11 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
 
         @wraps(command)
         def run(**values: Any) -> None:
-            given = {name: values[name] for name in own}
+            arguments = {name: values[name] for name in own}
             if values.get("tensor_parallel"):
-                on_ranks(partial(command, **given))
+                on_ranks(partial(command, **arguments))
             else:
-                command(**given)
+                command(**arguments)
 
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
@@ -298,12 +298,12 @@ def placed(context: typer.Context) -> dict[str, Any]:
 def shaped(context: typer.Context) -> dict[str, Any]:
     """Return the arguments of `load` for tree and gamma; with a tree, the default gamma is replaced by None."""
     tree, gamma = parse_tree(context.params["tree"]), context.params["gamma"]
-    if tree and "gamma" not in given(context):
+    if tree and "gamma" not in written_parameters(context):
         gamma = None
     return {"tree": tree, "gamma": gamma}
 
 
-def given(context: typer.Context) -> dict[str, str]:
+def written_parameters(context: typer.Context) -> dict[str, str]:
     """Return the parameters that the user gave, with their spelling: {"top_k": "--top-k", "prompts": "PROMPT"}."""
     found = {}
     for parameter in context.command.params:
@@ -316,5 +316,5 @@ def given(context: typer.Context) -> dict[str, str]:
 
 def refuse_others(context: typer.Context, allowed: Collection[str], mode: str) -> None:
     """Raises ValueError if the user gave a parameter outside `allowed`; `mode` begins the sentence of the error."""
-    if others := [written for name, written in given(context).items() if name not in allowed]:
+    if others := [written for name, written in written_parameters(context).items() if name not in allowed]:
         raise ValueError(f"{mode}, so {', '.join(others)} cannot be used with it: leave that out.")

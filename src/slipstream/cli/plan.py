@@ -33,8 +33,8 @@ from slipstream.cli.options import (
     option,
     refuse_others,
     with_options,
+    written_parameters,
 )
-from slipstream.cli.options import given as written
 from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures, plan_table
 from slipstream.cli.plan_fleet import FleetOptions, show_fleets
 from slipstream.engine.plan_file import KIND, Plan
@@ -66,7 +66,9 @@ NetworkMs = Annotated[
     option(None, "The draft is to run elsewhere, so many milliseconds away, there and back.", metavar="X", min=0),
 ]
 Save = Annotated[str | None, option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
-Given = Annotated[str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")]
+SavedPlan = Annotated[
+    str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")
+]
 Export = Annotated[
     list[str] | None, option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
 ]
@@ -100,7 +102,7 @@ def plan(
     repetitions: Repetitions = None,
     quick: Quick = False,
     network_ms: NetworkMs = None,
-    given: Given = None,
+    saved_plan: SavedPlan = None,
     save: Save = None,
     export: Export = None,
     plot: Plot = None,
@@ -139,7 +141,7 @@ def _answered_at_once(context: typer.Context) -> bool:
     Raises ValueError for options that do not go together.
     """
     params = context.params
-    if not ONLY_FIGURES.isdisjoint(written(context)):
+    if not ONLY_FIGURES.isdisjoint(written_parameters(context)):
         refuse_others(
             context, ONLY_FIGURES | {"gamma", "network_ms", "as_json"}, "a plan from figures alone measures no models"
         )
@@ -147,17 +149,17 @@ def _answered_at_once(context: typer.Context) -> bool:
         return True
     if params["as_json"] and params["export"]:
         raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
-    if params["given"] is None:
+    if params["saved_plan"] is None:
         if params["replicas"]:
             raise ValueError("--replicas simulates from a plan that was measured before: name it with --plan.")
         return False
     if params["replicas"]:
-        allowed = {"given", "seed", "as_json", *FleetOptions.__annotations__}
+        allowed = {"saved_plan", "seed", "as_json", *FleetOptions.__annotations__}
         refuse_others(context, allowed, "--replicas simulates from what was measured before")
-        show_fleets(Plan.read(params["given"]), params)
+        show_fleets(Plan.read(params["saved_plan"]), params)
         return True
-    refuse_others(context, {"given", "export", "as_json"}, "--plan shows what was measured before")
-    _show_plan(Plan.read(params["given"]), params["export"] or [], params["as_json"])
+    refuse_others(context, {"saved_plan", "export", "as_json"}, "--plan shows what was measured before")
+    _show_plan(Plan.read(params["saved_plan"]), params["export"] or [], params["as_json"])
     return True
 
 

@@ -65,11 +65,11 @@ def read_form(params: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for several at once, OSError for a file that cannot be read.
     """
-    given = {name: params[name] for name in FORMS if params.get(name)}
-    if len(given) > 1:
-        names = ", ".join("--grammar" if name == "lark_file" else flag(name) for name in given)
+    forms = {name: params[name] for name in FORMS if params.get(name)}
+    if len(forms) > 1:
+        names = ", ".join("--grammar" if name == "lark_file" else flag(name) for name in forms)
         raise ValueError(f"{names} exclude each other: an answer has one form.")
-    return {FORMS[name]: _text(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return {FORMS[name]: _text(value) if isinstance(value, Path) else value for name, value in forms.items()}
 
 
 def _text(file: Path) -> str:
@@ -79,10 +79,10 @@ def _text(file: Path) -> str:
         raise ValueError(f"{file} is no text in UTF-8.") from None
 
 
-def _biases(given: Sequence[str]) -> dict[int, float]:
+def _biases(texts: Sequence[str]) -> dict[int, float]:
     """Return biases by token id, such as {42: -inf} for "42=-inf". Raises ValueError for other texts."""
     found: dict[int, float] = {}
-    for text in given:
+    for text in texts:
         token, _, bias = text.partition("=")
         try:
             number, value = int(token), float(bias)

@@ -166,8 +166,8 @@ class RowFailure(FloatingPointError):
 
 
 def _cat(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
-    given = [part for part in parts if part is not None]
-    return torch.cat(given, dim) if len(given) == len(parts) else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present, dim) if len(present) == len(parts) else None
 
 
 def total_variation(left: Tensor, right: Tensor) -> Tensor:

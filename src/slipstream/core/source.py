@@ -32,8 +32,8 @@ class SourceForm:
         """Raises ValueError for a source that the encoder cannot read; the message names `where` and `model`."""
         if self.features is not None:
             if not isinstance(source, Tensor) or tuple(source.shape) != self.features:
-                given = tuple(source.shape) if isinstance(source, Tensor) else "token ids"
-                raise ValueError(f"{where} is {given}, but {model} hears features {self.features} (bins, frames).")
+                actual = tuple(source.shape) if isinstance(source, Tensor) else "token ids"
+                raise ValueError(f"{where} is {actual}, but {model} hears features {self.features} (bins, frames).")
             return
         if isinstance(source, Tensor):
             raise ValueError(f"{where} is audio, but {model} reads text.")
@@ -62,20 +62,20 @@ class Frame:
     bans: Callable[[int], tuple[Any, ...]]
 
 
-def framed(frame: Frame | None, given: Source) -> tuple[tuple[int, ...], Source | None]:
+def framed(frame: Frame | None, user_input: Source) -> tuple[tuple[int, ...], Source | None]:
     """Convert a user's input to the prompt and the source of a request; without a frame, the input is the prompt."""
     if frame is not None:
-        return frame.begin, given
-    if isinstance(given, Tensor):
+        return frame.begin, user_input
+    if isinstance(user_input, Tensor):
         raise ValueError("a causal model reads text, not audio features: give a text or token ids.")
-    return given, None
+    return user_input, None
 
 
-def numbers(given: Source) -> tuple[int, ...]:
+def numbers(source: Source) -> tuple[int, ...]:
     """Return integers that identify a source: its token ids, or the bits of its features."""
-    if isinstance(given, tuple):
-        return given
-    return tuple(given.float().cpu().contiguous().view(torch.int32).flatten().tolist())
+    if isinstance(source, tuple):
+        return source
+    return tuple(source.float().cpu().contiguous().view(torch.int32).flatten().tolist())
 
 
 def check_source(form: SourceForm | None, source: Source | None, where: str, model: str) -> None:

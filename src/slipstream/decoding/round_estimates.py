@@ -197,19 +197,20 @@ class Acceptance:
     """The chances that drafted tokens stand, by position, estimated from counts that fade over rounds.
 
     All rows together have a chance per position, shrunk to the mean of all positions. Each row has the number of tokens
-    that it kept beyond that (`surplus`, in `weight` tests), which fades faster. `given` of `asked` drafts had a token.
+    that it kept beyond that (`surplus`, in `weight` tests), which fades faster. `drafted` of `asked` drafts had
+    a token.
     """
 
     kept: tuple[float, ...] = ()
     tested: tuple[float, ...] = ()
     rows: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    given: float = 1.0
+    drafted: float = 1.0
     asked: float = 1.0
 
     @property
     def hit(self) -> float:
         """The chance that the drafter proposes at least one token."""
-        return self.given / self.asked
+        return self.drafted / self.asked
 
     def chances(self, most: int) -> list[float]:
         """Return the chance that a token at positions 1 to `most` is kept, if all before it stand, over all rows."""
@@ -250,7 +251,7 @@ class Acceptance:
         if not any(round.gammas):
             return learned
         some = sum(map(bool, depths)) / sum(map(bool, round.gammas))
-        return replace(learned, given=FAST * self.given + some, asked=FAST * self.asked + 1)
+        return replace(learned, drafted=FAST * self.drafted + some, asked=FAST * self.asked + 1)
 
 
 def _faded(counts: Sequence[float], wide: int, drafted: bool) -> list[float]:

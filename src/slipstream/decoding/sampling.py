@@ -242,10 +242,10 @@ class Sampling:
             if isinstance(error, _WrongShape):
                 return self._arbitrary(logits), Fault(f"{failed} {error}")
             return self._arbitrary(logits), Fault.of(f"{failed} {type(error).__name__}: {error}", error)
-        best, given = float(scores.max()), float(logits.max())
-        if math.isfinite(best) or (self.greedy and best == math.inf and math.isfinite(given)):
+        best, best_logit = float(scores.max()), float(logits.max())
+        if math.isfinite(best) or (self.greedy and best == math.inf and math.isfinite(best_logit)):
             return self._law(scores[None])[0], None
-        if not math.isfinite(given):
+        if not math.isfinite(best_logit):
             return self._arbitrary(logits), Fault(
                 f"{model} gives non-finite logits for position {len(prefix)} of text {row.index}: the weights are "
                 "damaged or overflow in this dtype (try bfloat16 or float32)."

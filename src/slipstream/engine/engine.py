@@ -260,9 +260,9 @@ class Engine:
         if shared:
             template, decoder = self._standing_alone(asked, template), self.decoder
         for prompt, seed in zip(prompts, asked.seeds(len(prompts)), strict=True):
-            given, media = encoder.read(prompt)
-            (ids, source), name = framed(self.frame, given), (*numbers(given), *(media.numbers if media else ()))
-            echo = encoder.text(prompt, given) if asked.echo else ""
+            encoded, media = encoder.read(prompt)
+            (ids, source), name = framed(self.frame, encoded), (*numbers(encoded), *(media.numbers if media else ()))
+            echo = encoder.text(prompt, encoded) if asked.echo else ""
             for _ in range(asked.n):
                 # Of equal prompts with one seed, the first gets the text that it would get alone; the others differ.
                 key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1

@@ -105,8 +105,8 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
 
 def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any]) -> None:
     """Raise ValueError for model inputs and processors that cannot be honoured."""
-    given = {name for name, value in model_kwargs.items() if value is not None and value is not False}
-    if alien := sorted(given - HARMLESS):
+    input_names = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    if alien := sorted(input_names - HARMLESS):
         raise ValueError(
             f"{', '.join(alien)} cannot be honoured: custom_generate feeds tokens or embeddings alone, so leave it out."
         )

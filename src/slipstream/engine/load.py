@@ -121,9 +121,9 @@ def load(
     return engine
 
 
-def _tokenizer(target: Any, given: Any, trust_remote_code: bool) -> Any:
-    """Return the given tokenizer, else the one that is stored with the target; None if there is none."""
-    return find_tokenizer(target, trust_remote_code) if given is None else given
+def _tokenizer(target: Any, tokenizer: Any, trust_remote_code: bool) -> Any:
+    """Return this tokenizer, else the one that is stored with the target; None if there is none."""
+    return find_tokenizer(target, trust_remote_code) if tokenizer is None else tokenizer
 
 
 def _with_paths(

@@ -44,15 +44,15 @@ class TextWithMedia:
     @property
     def media(self) -> dict[Modality, Sequence[Any]]:
         """The images and sounds by kind; kinds without any are left out."""
-        return {modality: given for modality, name in FIELDS.items() if (given := getattr(self, name))}
+        return {modality: items for modality, name in FIELDS.items() if (items := getattr(self, name))}
 
 
-def open_medium(modality: Modality, given: Any, rate: int) -> Any:
+def open_medium(modality: Modality, medium: Any, rate: int) -> Any:
     """Open an image or a sound in any form that users pass -> an RGB image, or samples (n,), `rate` per second.
 
     Raises ValueError for anything else.
     """
-    return read_sound(given, rate) if modality is Modality.AUDIO else open_image(given)
+    return read_sound(medium, rate) if modality is Modality.AUDIO else open_image(medium)
 
 
 # ---- parts of messages ----
@@ -69,14 +69,14 @@ def part_content(part: Mapping[str, Any], where: str) -> Any:
     modality = PART_TYPES[part["type"]]
     name = NAMES[modality]
     fields = (f"{name}_url", f"input_{name}", name, "url", "path")
-    given = next((part[field] for field in fields if part.get(field) is not None), None)
-    if isinstance(given, Mapping) and isinstance(given.get("data"), str):
-        return base64_content(given["data"], f"{where} has a part whose data")
-    if isinstance(given, Mapping):
-        given = given.get("url")
-    if given is None:
+    content = next((part[field] for field in fields if part.get(field) is not None), None)
+    if isinstance(content, Mapping) and isinstance(content.get("data"), str):
+        return base64_content(content["data"], f"{where} has a part whose data")
+    if isinstance(content, Mapping):
+        content = content.get("url")
+    if content is None:
         raise ValueError(f"{where} has a part without its {name}: write {EXAMPLES[modality]}.")
-    return given
+    return content
 
 
 def media_part(modality: Modality, content: Any) -> dict[str, Any]:

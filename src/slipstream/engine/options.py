@@ -76,8 +76,8 @@ class Options:
         """The settings of beam search; None without it. Raises ValueError for impossible ones."""
         if whole_number("num_beams", self.num_beams, 1) == 1:
             return None
-        given = {name: getattr(self, name) for name in BEAMS}
-        return Beams(self.num_beams, **{name: value for name, value in given.items() if value is not None})
+        settings = {name: getattr(self, name) for name in BEAMS}
+        return Beams(self.num_beams, **{name: value for name, value in settings.items() if value is not None})
 
     def _check_beams(self) -> None:
         """Raise ValueError for options that cannot be combined with beam search, or are for beam search only."""
@@ -95,8 +95,8 @@ class Options:
             "max_time": (self.max_time is not None, "a search that is broken off has no result: use max_new_tokens"),
             "verify": (self.verify is not None, "what a draft proposes is scored, and nothing is drawn"),
         }
-        for name, (given, why) in reasons.items():
-            if given:
+        for name, (is_set, why) in reasons.items():
+            if is_set:
                 raise ValueError(f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     def _check_seeds(self) -> None:
@@ -163,16 +163,16 @@ class Options:
         return cast(int | None, self.gamma)
 
 
-def read_options(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
     """Split the options of a call into `Options` and the settings of `Sampling`; None stands for the default.
 
     Raises TypeError for an unknown option, ValueError for an impossible value.
     """
     names = {field.name for field in fields(Options)}
     known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
-    if unknown := sorted(given.keys() - {*known, *ALIASES}):
+    if unknown := sorted(arguments.keys() - {*known, *ALIASES}):
         raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
-    meant = {name: value for name, value in given.items() if value is not None}
+    meant = {name: value for name, value in arguments.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in meant and name in meant:
             raise ValueError(f"{alias} and {name} are one option: give one of them.")

@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The file formats that are opened; Pillow's decoders of other formats are left out because they are rarely used."""
 
 
-def open_image(given: Any, where: str = "an image") -> Image:
+def open_image(image: Any, where: str = "an image") -> Image:
     """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
 
     Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels.
@@ -29,23 +29,23 @@ def open_image(given: Any, where: str = "an image") -> Image:
     _needed()
     from PIL import Image as pillow
 
-    if isinstance(given, pillow.Image):
-        return given.convert("RGB")
-    if isinstance(given, np.ndarray | Tensor):
-        return _from_array(np.asarray(given), where)
-    if isinstance(given, bytes):
-        return decode(given, where)
-    if isinstance(given, str) and given.startswith("data:"):
-        return decode(data_url(given, where), where)
-    if isinstance(given, str) and given.startswith(("http://", "https://")):
+    if isinstance(image, pillow.Image):
+        return image.convert("RGB")
+    if isinstance(image, np.ndarray | Tensor):
+        return _from_array(np.asarray(image), where)
+    if isinstance(image, bytes):
+        return decode(image, where)
+    if isinstance(image, str) and image.startswith("data:"):
+        return decode(data_url(image, where), where)
+    if isinstance(image, str) and image.startswith(("http://", "https://")):
         raise ValueError(f"{where} is a web address: load it, and pass the file or its bytes.")
-    if not isinstance(given, str | Path):
-        kind = type(given).__name__
+    if not isinstance(image, str | Path):
+        kind = type(image).__name__
         raise ValueError(f"{where} is of type {kind}: pass an image of Pillow, a file, a data: URL or an array.")
     try:
-        return decode(Path(given).expanduser().read_bytes(), where)
+        return decode(Path(image).expanduser().read_bytes(), where)
     except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror or error}: {given}.") from error
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}: {image}.") from error
 
 
 def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:

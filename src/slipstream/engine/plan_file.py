@@ -91,28 +91,28 @@ class Plan:
     def read(path: str | os.PathLike[str]) -> Plan:
         """Read a plan file. Raises ValueError in one sentence for other files, damaged plans and other versions."""
         try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            contents = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"cannot read the plan {path}: {error.strerror}.") from error
         except ValueError as error:
             raise ValueError(f"{path} is no plan: it is no JSON. `slipstream plan --save FILE` writes one.") from error
-        if not isinstance(given, dict) or given.get("format") != FORMAT:
+        if not isinstance(contents, dict) or contents.get("format") != FORMAT:
             raise ValueError(f"{path} is no plan: `slipstream plan --save FILE` writes one.")
-        if given.get("version") != VERSION:
-            found = given.get("version")
+        if contents.get("version") != VERSION:
+            found = contents.get("version")
             raise ValueError(f"{path} is a plan of version {found}, this release reads {VERSION}: make it again.")
         try:
-            return _parsed(given)
+            return _parsed(contents)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the plan {path} is damaged ({type(error).__name__}: {error}): make it again.") from error
 
 
-def _parsed(given: dict[str, Any]) -> Plan:
-    given = {"quantize": None, **given}  # older files lack this field
+def _parsed(contents: dict[str, Any]) -> Plan:
+    contents = {"quantize": None, **contents}  # older files lack this field
     for name, kinds in KINDS.items():
-        if not isinstance(given[name], kinds):
-            raise TypeError(f"{name} is {given[name]!r}")
-    gammas = {int(rows): gamma for rows, gamma in given["gammas"].items()}
+        if not isinstance(contents[name], kinds):
+            raise TypeError(f"{name} is {contents[name]!r}")
+    gammas = {int(rows): gamma for rows, gamma in contents["gammas"].items()}
     if not all(isinstance(gamma, int) for gamma in gammas.values()):
-        raise TypeError(f"gammas is {given['gammas']!r}")
-    return Plan(gammas=gammas, **{name: given[name] for name in KINDS})
+        raise TypeError(f"gammas is {contents['gammas']!r}")
+    return Plan(gammas=gammas, **{name: contents[name] for name in KINDS})

@@ -62,7 +62,7 @@ WITHHELD = (
 # ---- prompts ----------------------------------------------------------------------------------------------------
 
 
-def read_prompts(given: Any) -> list[Prompt]:
+def read_prompts(prompts: Any) -> list[Prompt]:
     """Read one prompt or several, in any form that users of transformers pass -> the prompts, in order.
 
     A prompt is a text; token ids as a list, a range, a 1-D array or tensor; a chat; a text with images or sounds; or
@@ -70,32 +70,32 @@ def read_prompts(given: Any) -> list[Prompt]:
     tokenizer's `BatchEncoding`, whose attention mask takes the padding away. Raises ValueError in one sentence for
     anything else.
     """
-    if isinstance(given, str | Chat) or _is_with_media(given):
-        return [read_prompt(given)]
-    if isinstance(given, Mapping):
-        return _encoded(given, "prompts")
-    if _is_array(given):
-        return _from_array(given)
-    items = listed(given, "prompts")
+    if isinstance(prompts, str | Chat) or _is_with_media(prompts):
+        return [read_prompt(prompts)]
+    if isinstance(prompts, Mapping):
+        return _encoded(prompts, "prompts")
+    if _is_array(prompts):
+        return _from_array(prompts)
+    items = listed(prompts, "prompts")
     if items and (_is_id(items[0]) or _is_message(items[0])):
         return [read_prompt(items)]
     return [read_prompt(item, f"prompt {number}") for number, item in enumerate(items)]
 
 
-def read_prompt(given: Any, where: str = "prompt 0") -> Prompt:
+def read_prompt(prompt: Any, where: str = "prompt 0") -> Prompt:
     """Read a single prompt. Raises ValueError, in which `where` names the prompt, for anything that is not one."""
-    if isinstance(given, str):
-        return _text(given, where)
-    if isinstance(given, Chat):
-        return _chat(given, where)
-    if _is_with_media(given):
-        return _with_media(given, where)
-    if isinstance(given, Mapping) or _is_array(given):
-        several = _encoded(given, where) if isinstance(given, Mapping) else _from_array(given)
+    if isinstance(prompt, str):
+        return _text(prompt, where)
+    if isinstance(prompt, Chat):
+        return _chat(prompt, where)
+    if _is_with_media(prompt):
+        return _with_media(prompt, where)
+    if isinstance(prompt, Mapping) or _is_array(prompt):
+        several = _encoded(prompt, where) if isinstance(prompt, Mapping) else _from_array(prompt)
         if len(several) != 1:
-            raise ValueError(f"{where} is {shown(given)}, which holds {len(several)} prompts: pass them one by one.")
+            raise ValueError(f"{where} is {shown(prompt)}, which holds {len(several)} prompts: pass them one by one.")
         return several[0]
-    items = listed(given, where)
+    items = listed(prompt, where)
     if all(map(_is_id, items)):
         if any(not -1 <= int(item) < MOST for item in items):
             raise ValueError(f"{where} has a token id that no model knows: {reprlib.repr(items)}.")
@@ -111,9 +111,9 @@ def _is_with_media(value: Any) -> bool:
     return isinstance(value, TextWithMedia) or fields
 
 
-def _with_media(given: TextWithMedia | Message, where: str) -> Prompt:
+def _with_media(prompt: TextWithMedia | Message, where: str) -> Prompt:
     """Read a text with its images and sounds; return the text alone if there are no media."""
-    fields = given if isinstance(given, Mapping) else vars(given)
+    fields = prompt if isinstance(prompt, Mapping) else vars(prompt)
     text = fields["text"]
     if not isinstance(text, str):
         raise ValueError(
@@ -167,13 +167,13 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and not encoded and not _is_with_media(value)
 
 
-def listed(given: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
+def listed(value: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
     """Return the items of an ordered iterable as a list. Raises ValueError for sets, bytes and what is not iterable."""
-    if isinstance(given, Set):
-        raise ValueError(f"{where} is {shown(given)}, which has no order: pass a list.")
-    if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
-        raise ValueError(f"{where} is {shown(given)}: {allowed}.")
-    return list(given)
+    if isinstance(value, Set):
+        raise ValueError(f"{where} is {shown(value)}, which has no order: pass a list.")
+    if isinstance(value, bytes | bytearray | memoryview) or not isinstance(value, Iterable):
+        raise ValueError(f"{where} is {shown(value)}: {allowed}.")
+    return list(value)
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
@@ -205,15 +205,15 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
-def _encoded(given: Message, where: str) -> list[Prompt]:
+def _encoded(encoding: Message, where: str) -> list[Prompt]:
     """Return the prompts in the output of a tokenizer or a feature extractor."""
-    if "input_features" in given:
-        return _from_array(torch.as_tensor(np.asarray(given["input_features"])))
-    if "input_ids" not in given:
-        hint = " (put a message into a list)" if "role" in given else ""
-        raise ValueError(f"{where} is {shown(given)}: {ALLOWED}{hint}.")
-    rows = _matrix(given["input_ids"], f"input_ids of {where}")
-    mask = given.get("attention_mask")
+    if "input_features" in encoding:
+        return _from_array(torch.as_tensor(np.asarray(encoding["input_features"])))
+    if "input_ids" not in encoding:
+        hint = " (put a message into a list)" if "role" in encoding else ""
+        raise ValueError(f"{where} is {shown(encoding)}: {ALLOWED}{hint}.")
+    rows = _matrix(encoding["input_ids"], f"input_ids of {where}")
+    mask = encoding.get("attention_mask")
     if mask is None:
         return [*rows]
     masks = _matrix(mask, f"attention_mask of {where}")
@@ -232,17 +232,17 @@ def _unpadded(ids: tuple[int, ...], mask: tuple[int, ...], where: str) -> tuple[
     return tuple(ids[place] for place in kept)
 
 
-def _matrix(given: Any, where: str) -> list[tuple[int, ...]]:
+def _matrix(values: Any, where: str) -> list[tuple[int, ...]]:
     """Return rows of token ids; a single row may be given without a list around it."""
-    rows = [given] if isinstance(given, str | Mapping) else read_prompts(given) or [()]
+    rows = [values] if isinstance(values, str | Mapping) else read_prompts(values) or [()]
     wrong = next((row for row in rows if not isinstance(row, tuple)), None)
     if wrong is not None:
         raise ValueError(f"{where} holds {shown(wrong)}, but token ids are whole numbers.")
     return [row for row in rows if isinstance(row, tuple)]
 
 
-def _is_array(given: Any) -> bool:
-    return isinstance(given, Tensor) or (hasattr(given, "__array__") and not isinstance(given, type))
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or (hasattr(value, "__array__") and not isinstance(value, type))
 
 
 def _kind(tensor: Tensor) -> str:
@@ -251,26 +251,26 @@ def _kind(tensor: Tensor) -> str:
     return "features" if tensor.is_floating_point() else "ids"
 
 
-def _from_array(given: Any) -> list[Prompt]:
+def _from_array(values: Any) -> list[Prompt]:
     """Return the prompts in an array or tensor.
 
     Token ids may be (n,) or (rows, n), audio features (bins, frames) or (rows, bins, frames); an array of strings or
     objects is read item by item.
     """
-    if not isinstance(given, Tensor):
-        array = np.asarray(given)
+    if not isinstance(values, Tensor):
+        array = np.asarray(values)
         if array.dtype.kind in "OUST" and array.ndim:
             return read_prompts(array.tolist())
         if array.dtype.kind not in "iuf" or not array.ndim:
-            raise ValueError(f"prompts is {shown(given)}: {ALLOWED}.")
-        given = torch.as_tensor(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
-    shape = (_kind(given), given.dim())
+            raise ValueError(f"prompts is {shown(values)}: {ALLOWED}.")
+        values = torch.as_tensor(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+    shape = (_kind(values), values.dim())
     if shape in (("ids", 1), ("ids", 2)):
-        rows = given.tolist()
-        return [tuple(row) for row in (rows if given.dim() == 2 else [rows])]
+        rows = values.tolist()
+        return [tuple(row) for row in (rows if values.dim() == 2 else [rows])]
     if shape in (("features", 2), ("features", 3)):
-        return list(given) if given.dim() == 3 else [given]
-    raise ValueError(f"prompts is {shown(given)}: {ALLOWED}.")
+        return list(values) if values.dim() == 3 else [values]
+    raise ValueError(f"prompts is {shown(values)}: {ALLOWED}.")
 
 
 def shown(value: Any) -> str:
@@ -311,12 +311,12 @@ class Encoder:
         except Exception as error:  # chat templates are programs and may raise any error
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
-    def _check(self, given: frozenset[Modality]) -> None:
+    def _check(self, kinds: frozenset[Modality]) -> None:
         """Raises ValueError for media that the model does not read."""
         read = self.media.modalities if self.media else frozenset[Modality]()
-        if given - read:
+        if kinds - read:
             raise ValueError(
-                f"the prompt has {named(given - read)}, but {self.name} reads {only(read)} here: leave them out, or "
+                f"the prompt has {named(kinds - read)}, but {self.name} reads {only(read)} here: leave them out, or "
                 "take a model that reads them, with its processor."
             )
 
@@ -368,8 +368,8 @@ class Encoder:
 def _opened(prompt: TextWithMedia, processor: MediaProcessor) -> dict[Modality, list[Any]]:
     """Return the opened images and sounds of a text, by kind."""
     return {
-        modality: [open_medium(modality, each, processor.rate) for each in given]
-        for modality, given in prompt.media.items()
+        modality: [open_medium(modality, each, processor.rate) for each in items]
+        for modality, items in prompt.media.items()
     }
 
 

@@ -19,24 +19,24 @@ WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
 """The numpy dtype of WAV samples, by their width in bytes."""
 
 
-def read_sound(given: Any, rate: int, longest: float | None = None) -> np.ndarray:
+def read_sound(sound: Any, rate: int, longest: float | None = None) -> np.ndarray:
     """Read a sound: a file, its bytes, a `data:` URL, or samples (n,) at `rate`.
 
     Returns float32 samples (n,) in -1 .. 1, `rate` per second. Raises ValueError for anything that holds no sound, and
     for an encoded sound longer than `longest` seconds.
     """
-    if isinstance(given, Tensor):
-        given = given.numpy(force=True)
-    if isinstance(given, np.ndarray):
-        if given.ndim != 1 or not np.issubdtype(given.dtype, np.floating) or not given.size:
+    if isinstance(sound, Tensor):
+        sound = sound.numpy(force=True)
+    if isinstance(sound, np.ndarray):
+        if sound.ndim != 1 or not np.issubdtype(sound.dtype, np.floating) or not sound.size:
             raise ValueError(
-                f"the sound is an array of shape {given.shape} and {given.dtype}: pass numbers in -1 .. 1, "
+                f"the sound is an array of shape {sound.shape} and {sound.dtype}: pass numbers in -1 .. 1, "
                 f"of shape (n,), {rate} per second."
             )
-        return given.astype(np.float32)
-    if not isinstance(given, bytes | str | Path):
-        raise ValueError(f"the sound is of type {type(given).__name__}: pass a file, its bytes, or an array.")
-    content = given if isinstance(given, bytes) else _content(given)
+        return sound.astype(np.float32)
+    if not isinstance(sound, bytes | str | Path):
+        raise ValueError(f"the sound is of type {type(sound).__name__}: pass a file, its bytes, or an array.")
+    content = sound if isinstance(sound, bytes) else _content(sound)
     try:
         samples, own = _read_wav(content, longest)
     except (wave.Error, EOFError):
@@ -46,15 +46,15 @@ def read_sound(given: Any, rate: int, longest: float | None = None) -> np.ndarra
     return _resampled(samples, own, rate)
 
 
-def _content(given: str | Path) -> bytes:
-    if isinstance(given, str) and given.startswith("data:"):
-        return data_url(given, "the sound")
-    if isinstance(given, str) and given.startswith(("http://", "https://")):
+def _content(location: str | Path) -> bytes:
+    if isinstance(location, str) and location.startswith("data:"):
+        return data_url(location, "the sound")
+    if isinstance(location, str) and location.startswith(("http://", "https://")):
         raise ValueError("the sound is a web address: load it, and pass the file or its bytes.")
     try:
-        return Path(given).expanduser().read_bytes()
+        return Path(location).expanduser().read_bytes()
     except OSError as error:
-        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {given}.") from error
+        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {location}.") from error
 
 
 def _check_length(count: int, rate: int, longest: float | None) -> None:

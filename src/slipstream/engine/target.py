@@ -22,8 +22,8 @@ def target_scorer(
     source: Any, dtype: Any, device: str | None, mode: Mode, plan: Any = None, **options: Any
 ) -> AnyScorer | LeadingScorer:
     """Load a target -> its Scorer; with a `plan` for tensor parallelism, on all ranks. Raises ValueError."""
-    if given := [name for name in OTHERWISE if name in options]:
-        raise ValueError(f"{given[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
+    if refused := [name for name in OTHERWISE if name in options]:
+        raise ValueError(f"{refused[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
     if plan is None:
         _refuse_sharded(source)
         return load_scorer(source, dtype, device, mode, **options)
@@ -51,13 +51,13 @@ def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
     if plan != "auto" and not isinstance(plan, dict):
         raise ValueError(f"tp_plan={plan!r} is not possible: give 'auto', or a dictionary of transformers' rules.")
-    if given := [name for name, value in others.items() if value is not None]:
+    if conflicting := [name for name, value in others.items() if value is not None]:
         reason = {
             "device": "every rank takes the device of its own number",
             "quantize": "its kernels are for models in one piece",
             "device_map": "a model is either divided or spread",
-        }[given[0]]
-        raise ValueError(f"{given[0]} cannot be used with tp_plan, for {reason}: leave one of them out.")
+        }[conflicting[0]]
+        raise ValueError(f"{conflicting[0]} cannot be used with tp_plan, for {reason}: leave one of them out.")
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:

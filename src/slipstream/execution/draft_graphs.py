@@ -200,8 +200,8 @@ class DraftGraphs:
             if parts:  # graphs that follow each other are steps of one token
                 tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
             kind = GraphKind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
-            given = (tokens, states, last, start, *seen, some)
-            drawn, best, laws, states = self._graph(kind, given)(*given)
+            inputs = (tokens, states, last, start, *seen, some)
+            drawn, best, laws, states = self._graph(kind, inputs)(*inputs)
             parts.append((drawn, best, laws))
         if len(parts) == 1:
             return parts[0]
@@ -241,11 +241,11 @@ class DraftGraphs:
 
             chain = _Chain(self.network, kind)
 
-            def function(*given: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-                return chain.draft(given)
+            def function(*graph_inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+                return chain.draft(graph_inputs)
 
             on_graph = graph_progress(self.progress, f"{self.name} for {_describe(kind)}")
-            self._graphs[kind] = Frozen(function, ["given"], on_graph)
+            self._graphs[kind] = Frozen(function, ["graph_inputs"], on_graph)
         return self._graphs[kind]
 
 
@@ -256,13 +256,13 @@ class _Chain:
     network: Network
     kind: GraphKind
 
-    def draft(self, given: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def draft(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Draft tokens (rows, size) -> these, the greatest logits (size * rows,), the laws (rows, size, vocab), states.
 
         Laws are None for greedy tokens; states are those of the last step, None for a network without them.
         """
-        equate(_sizes(given))
-        tokens, states, last, start, places, stores, cross, temperatures, chances = given
+        equate(_sizes(inputs))
+        tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
         drawn: list[Tensor] = []
         greatest: list[Tensor] = []
         laws: list[Tensor] = []

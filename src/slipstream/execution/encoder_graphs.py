@@ -30,29 +30,29 @@ class CompiledReader:
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
 
-    def __call__(self, given: Tensor, mask: Tensor | None) -> Stores:
+    def __call__(self, inputs: Tensor, mask: Tensor | None) -> Stores:
         """See `Reader`."""
-        if self._failed or mask is None or given.shape[1] < LEAST:
-            return self.eager(given, mask)
-        single = given.shape[0] == 1
+        if self._failed or mask is None or inputs.shape[1] < LEAST:
+            return self.eager(inputs, mask)
+        single = inputs.shape[0] == 1
         try:
-            return self._graphs[single](given, mask) if single in self._graphs else self._make(single, given, mask)
+            return self._graphs[single](inputs, mask) if single in self._graphs else self._make(single, inputs, mask)
         except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._failed = True
             warn(self.name, f"reads sources {EAGERLY}", error)
-            return self.eager(given, mask)
+            return self.eager(inputs, mask)
 
-    def _make(self, single: bool, given: Tensor, mask: Tensor) -> Stores:
+    def _make(self, single: bool, inputs: Tensor, mask: Tensor) -> Stores:
         eager = self.eager
 
-        def function(given: Tensor, mask: Tensor) -> Stores:
-            return eager(given, mask)
+        def function(inputs: Tensor, mask: Tensor) -> Stores:
+            return eager(inputs, mask)
 
-        vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (given, mask)], {"rows"} if single else ())
+        vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (inputs, mask)], {"rows"} if single else ())
         on_graph = graph_progress(self.progress, f"{self.name} for {'one source' if single else 'batches of sources'}")
-        graph = Frozen(function, ["given", "mask"], on_graph)
-        found = graph(given, mask)
-        for layer, same in zip(self.eager(given, mask), found, strict=True):
+        graph = Frozen(function, ["inputs", "mask"], on_graph)
+        found = graph(inputs, mask)
+        for layer, same in zip(self.eager(inputs, mask), found, strict=True):
             for expected, made in zip(layer, same, strict=True):
                 compare(expected, made, "keys and values")
         self._graphs[single] = graph

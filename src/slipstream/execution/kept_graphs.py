@@ -117,8 +117,8 @@ class Recorder:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         read = [node.meta["grapharg"].source.name for node in graph.graph.nodes if node.op == "placeholder"]
-        tensors = [name for name, given in zip(read, inputs, strict=True) if isinstance(given, Tensor)]
-        sizes = {str(given): name for name, given in zip(read, inputs, strict=True) if isinstance(given, torch.SymInt)}
+        tensors = [name for name, value in zip(read, inputs, strict=True) if isinstance(value, Tensor)]
+        sizes = {str(value): name for name, value in zip(read, inputs, strict=True) if isinstance(value, torch.SymInt)}
 
         def inner(traced: Any, examples: Sequence[Any], **settings: Any) -> Any:
             held = [getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")]
@@ -151,7 +151,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _arguments(read: _Read, examples: Sequence[Any]) -> str:
     """Return Python code that makes a graph's arguments, and checks its assumptions about them. Raises NotKept."""
-    tensors = [given for given in examples if isinstance(given, Tensor)]
+    tensors = [example for example in examples if isinstance(example, Tensor)]
     if len(tensors) != len(read.tensors) or not all(name.startswith("L[") for name in read.tensors):
         raise NotKept("torch reads more than the inputs")
     lines = [f"t{index} = {name}" for index, name in enumerate(read.tensors)]
@@ -164,8 +164,8 @@ def _arguments(read: _Read, examples: Sequence[Any]) -> str:
     needs = [_needs(f"t{index}", tensor) for index, tensor in enumerate(tensors)]
     needs += _relations(examples, symbols)
     names = iter(range(len(tensors)))
-    given = [f"t{next(names)}" if isinstance(part, Tensor) else str(part) for part in examples]
-    lines += [f"if not ({' and '.join(needs)}): return None", f"return [{', '.join(given)}]"]
+    expressions = [f"t{next(names)}" if isinstance(part, Tensor) else str(part) for part in examples]
+    lines += [f"if not ({' and '.join(needs)}): return None", f"return [{', '.join(expressions)}]"]
     return "def arguments(L):\n" + "".join(f"    {line}\n" for line in lines)
 
 
@@ -183,7 +183,7 @@ def _printed(size: Any) -> str:
 
 def _relations(examples: Sequence[Any], symbols: dict[str, str]) -> list[str]:
     """Return Python conditions for torch's assumptions about sizes in the graph. Raises NotKept for unknown sizes."""
-    sizes = [size for given in examples for size in (given.shape if isinstance(given, Tensor) else [given])]
+    sizes = [size for example in examples for size in (example.shape if isinstance(example, Tensor) else [example])]
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     if symbolic is None:
         return ["True"]

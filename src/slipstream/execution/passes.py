@@ -64,7 +64,7 @@ class Pass:
         return self.masks if len(self.masks) > 1 else next(iter(self.masks.values()))
 
     @property
-    def beside(self) -> dict[str, Cross]:
+    def cross_arguments(self) -> dict[str, Cross]:
         """The keyword arguments for cross-attention; empty for a model without an encoder."""
         return {} if self.cross is None else {"cross": self.cross}
 
@@ -165,7 +165,7 @@ def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: 
         position_ids=work.positions,
         past_key_values=GivenSlots(stores, work.slots, end),
         use_cache=True,
-        **work.beside,
+        **work.cross_arguments,
         **({"output_hidden_states": True} if places else {}),
     )
     return [out.logits, *(out.hidden_states[place] for place in places)]

@@ -377,7 +377,7 @@ def undisturbed() -> Iterator[None]:
     usual: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = {number: handler for number, handler in usual.items() if callable(handler)}
     for number in ours:
-        signal.signal(number, lambda *given: came.append(given))
+        signal.signal(number, lambda *arguments: came.append(arguments))
     try:
         yield
     finally:

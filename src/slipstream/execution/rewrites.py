@@ -104,7 +104,7 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
 
 def _constants(node: Node) -> list[Node]:
     """Return the nodes of the weight and of the bias, if there is one."""
-    return [given for given in node.args[1:3] if isinstance(given, Node)]
+    return [argument for argument in node.args[1:3] if isinstance(argument, Node)]
 
 
 def _features(node: Node) -> int:

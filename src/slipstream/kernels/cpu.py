@@ -83,9 +83,9 @@ def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor
     `added`, (rows or 1, heads or 1, n or 1, slots), is added to their scaled products -> (rows, n, heads, width). A
     token's output does not depend on the tokens beside it, nor on slots that no token sees, whatever they contain.
     """
-    given = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
+    inputs = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
     added = added if added is None or added.stride(-1) == 1 else added.contiguous()
-    found: Tensor = torch.ops.slipstream.attend(*given, added, scale)
+    found: Tensor = torch.ops.slipstream.attend(*inputs, added, scale)
     return found
 
 

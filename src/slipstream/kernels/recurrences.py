@@ -82,9 +82,9 @@ def register_shapes() -> None:
     """Register the shapes of the kernels' results with torch, for graphs."""
     shapes: dict[str, Callable[..., Tensor]] = {
         "gated_delta_rule": lambda queries, keys, values, *_: values.new_empty(values.shape),
-        "gated_delta_state": lambda *given: given[-1].new_empty(given[-1].shape),
+        "gated_delta_state": lambda *arguments: arguments[-1].new_empty(arguments[-1].shape),
         "state_space": lambda inputs, *_: inputs.new_empty(inputs.shape),
-        "state_space_state": lambda *given: given[-1].new_empty(given[-1].shape),
+        "state_space_state": lambda *arguments: arguments[-1].new_empty(arguments[-1].shape),
         "short_convolution": lambda inputs, weight, bias: inputs.new_empty(
             (inputs.shape[0], inputs.shape[2] - weight.shape[1] + 1, inputs.shape[1])
         ),

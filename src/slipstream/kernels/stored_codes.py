@@ -93,9 +93,9 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredFormat:
     weights = [scheme.get("weights") or {} for scheme in schemes]
     found = {(each.get("num_bits"), each.get("group_size"), each.get("type", "int")) for each in weights}
     _refuse_unless(len(found) == 1, f"its layers are quantized in {len(found)} ways", "one way")
-    bits, given, numbers = found.pop()
+    bits, group_size, numbers = found.pop()
     _refuse_unless(numbers == "int", f"its codes are of the type {numbers!r}", "int")
-    size = _inputs_of_group(given)
+    size = _inputs_of_group(group_size)
 
     def read(tensors: Mapping[str, Tensor], bits: int) -> StoredLinear:
         features, inputs = tensors["weight_shape"].tolist()

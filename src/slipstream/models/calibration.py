@@ -61,13 +61,13 @@ def input_products(model: PreTrainedModel, names: Sequence[str], text: Tensor) -
     last: list[Any] = [None, ""]
 
     def watched(name: str) -> Callable[..., None]:
-        def watch(layer: Any, given: tuple[Tensor, ...]) -> None:
-            if given[0] is last[0]:
+        def watch(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+            if inputs[0] is last[0]:
                 found[name] = found[last[1]]
                 return
-            seen = given[0].flatten(0, -2).float()
+            seen = inputs[0].flatten(0, -2).float()
             found[name] = found.get(name, 0) + seen.T @ seen
-            last[:] = given[0], name
+            last[:] = inputs[0], name
 
         return watch
 

@@ -23,7 +23,7 @@ STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 class Calls(Protocol):
     """A way of calling a model: on new tokens after a state, and on a whole text.
 
-    `beside` is the keyword inputs besides the tokens, as `read` returns them, or a row's media.
+    `extra_inputs` are the keyword inputs besides the tokens, as `read` returns them, or a row's media.
     """
 
     takes_positions: bool
@@ -39,7 +39,7 @@ class Calls(Protocol):
         """Return the decoder's inputs for a source; None for a model without an encoder."""
         ...
 
-    def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
+    def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
         """Return an output with logits (rows, n, vocab) of new tokens (rows, n) after a state (None: at the start)."""
         ...
 
@@ -99,12 +99,12 @@ class CausalCalls:
     def read(self, source: Source | None) -> None:
         """Return None: there is no encoder."""
 
-    def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
+    def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
         known = {name: option for name, option in options.items() if name in self._takes}
-        if beside is not None:
+        if extra_inputs is not None:
             if state is None:
-                return self._read_media(tokens, beside, known)
-            known["position_ids"] = known["position_ids"] + beside.shift
+                return self._read_media(tokens, extra_inputs, known)
+            known["position_ids"] = known["position_ids"] + extra_inputs.shift
         handed = {} if state is None else {self._name: state}  # without a state the model makes one of its own kind
         return self.model(input_ids=tokens, use_cache=True, **handed, **known)
 
@@ -140,15 +140,15 @@ class SourceCalls:
         """Run the encoder on a source -> its output and mask, as the decoder's inputs. ValueError without a source."""
         if source is None:
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
-        given, encoder = self.form.cut(source), self.model.get_encoder()
-        if isinstance(given, Tensor):
-            return {"encoder_outputs": encoder(given[None].to(input_device(self.model), self.model.dtype))}
-        ids = torch.tensor([given], device=input_device(self.model))
+        cut_source, encoder = self.form.cut(source), self.model.get_encoder()
+        if isinstance(cut_source, Tensor):
+            return {"encoder_outputs": encoder(cut_source[None].to(input_device(self.model), self.model.dtype))}
+        ids = torch.tensor([cut_source], device=input_device(self.model))
         mask = torch.ones_like(ids)
         return {"encoder_outputs": encoder(input_ids=ids, attention_mask=mask), "attention_mask": mask}
 
-    def __call__(self, tokens: Tensor, state: Any, beside: Any, **options: Any) -> Any:
-        return self.model(decoder_input_ids=tokens, past_key_values=state, use_cache=True, **beside)
+    def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
+        return self.model(decoder_input_ids=tokens, past_key_values=state, use_cache=True, **extra_inputs)
 
     def state(self, out: Any) -> Any:
         """Return the decoder's state in an output; None if it has none."""

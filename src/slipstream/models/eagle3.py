@@ -98,10 +98,12 @@ class FirstLayer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._norm_before_residual = settings.norm_before_residual
 
-    def forward(self, embeds: Tensor, hidden: Tensor, **beside: Any) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, **attention_inputs: Any) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
-        attended, _ = self.self_attn(hidden_states=torch.cat([self.input_layernorm(embeds), normed], -1), **beside)
+        attended, _ = self.self_attn(
+            hidden_states=torch.cat([self.input_layernorm(embeds), normed], -1), **attention_inputs
+        )
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -145,14 +147,14 @@ class Eagle3(nn.Module):
     def forward(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
         """Run on tokens (rows, n) and the states before them -> states (rows, n, width) that predict the next ones."""
         embeds = self.embed_tokens(tokens).to(hidden.dtype)
-        beside = {
+        attention_inputs = {
             "position_embeddings": self.rotary_emb(hidden, behind.positions),
             "attention_mask": behind.mask(None, hidden.dtype),
             "past_key_values": behind.cache,
         }
-        hidden = self.layers[0](embeds, hidden, **beside)
+        hidden = self.layers[0](embeds, hidden, **attention_inputs)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, position_ids=behind.positions, **beside)
+            hidden = layer(hidden, position_ids=behind.positions, **attention_inputs)
         return self.norm(hidden) if self.settings.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -192,23 +192,25 @@ class SourceDecoder(nn.Module):
             keep.update(layer, keys, values)
         keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
 
-    def states(self, given: Tensor, mask: Tensor | None) -> Stores:
+    def states(self, inputs: Tensor, mask: Tensor | None) -> Stores:
         """Return cross-attention's keys and values by layer, for ids (rows, longest) and mask, or for features."""
-        states = self._encode(given, mask)
+        states = self._encode(inputs, mask)
         return [project(states) for project in self._projections]
 
     def alone(self, tokens: Tensor, source: Source) -> Tensor:
         """Return the logits (1, n, vocab) of a text (1, n) by the model's own forward, without cache."""
         ids, mask = self._inputs([source])
-        given = BaseModelOutput(last_hidden_state=self._encode(ids, mask))
-        return self.model(encoder_outputs=given, attention_mask=mask, decoder_input_ids=tokens, use_cache=False).logits
+        encoded = BaseModelOutput(last_hidden_state=self._encode(ids, mask))
+        return self.model(
+            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, use_cache=False
+        ).logits
 
-    def _encode(self, given: Tensor, mask: Tensor | None) -> Tensor:
+    def _encode(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
         """Return the encoder's states (rows, longest, width)."""
         encoder = self.model.get_encoder()
         if mask is None:
-            return encoder(given).last_hidden_state
-        return encoder(input_ids=given, attention_mask=mask).last_hidden_state
+            return encoder(inputs).last_hidden_state
+        return encoder(input_ids=inputs, attention_mask=mask).last_hidden_state
 
     def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
         """Return the encoder's input: ids (rows, longest) and their mask, 0 at padding; or features and None."""
@@ -236,13 +238,13 @@ class Sources:
     @torch.inference_mode()
     def add(self, rows: int, sources: Sequence[Source | None]) -> None:
         """Read the sources of new rows, cut to the encoder's longest. Raises ValueError if a row has none."""
-        given = [self.form.cut(source) for source in sources if source is not None]
-        if len(given) != rows:
+        cut_sources = [self.form.cut(source) for source in sources if source is not None]
+        if len(cut_sources) != rows:
             raise ValueError(f"{type(self._decoder.model).__name__} is an encoder-decoder: every row needs a source.")
         first = len(self._rows.lengths)
         self._rows.add(rows)
         self._known.clear()
-        self._decoder.read(given, self._rows, first)
+        self._decoder.read(cut_sources, self._rows, first)
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append rows with the sources of these, without reading them again."""

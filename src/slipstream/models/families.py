@@ -177,8 +177,8 @@ def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
     device = input_device(model)
     tokens, places = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
     takes = inspect.signature(model.forward).parameters
-    given = {"position_ids": places} if "position_ids" in takes else {}
-    return model(tokens, use_cache=False, **given).logits
+    extra_inputs = {"position_ids": places} if "position_ids" in takes else {}
+    return model(tokens, use_cache=False, **extra_inputs).logits
 
 
 def longest_text(config: Any) -> int | None:

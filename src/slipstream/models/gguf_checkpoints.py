@@ -71,7 +71,7 @@ class GgufWeights:
     def _order_of_rows(self, tensor: Any) -> Tensor | None:
         """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
         rows = np.arange(tensor.data.shape[0], dtype=np.float64)[:, None]
-        found = self.processor.process(weights=rows, name=tensor.name, **self._beside())
+        found = self.processor.process(weights=rows, name=tensor.name, **self._processor_arguments())
         if found.name != tensor.name or found.weights.shape != rows.shape:
             return None
         order = torch.from_numpy(np.ascontiguousarray(found.weights[:, 0])).long()
@@ -81,11 +81,11 @@ class GgufWeights:
         from gguf import dequantize
 
         weights = dequantize(tensor.data, tensor.tensor_type)
-        found = self.processor.process(weights=weights, name=tensor.name, **self._beside())
+        found = self.processor.process(weights=weights, name=tensor.name, **self._processor_arguments())
         if found.name in self.names:
             self.tensors[self.names[found.name]] = torch.from_numpy(np.array(found.weights))
 
-    def _beside(self) -> dict[str, Any]:
+    def _processor_arguments(self) -> dict[str, Any]:
         """Return the arguments of the processors of experts, which put their tensors among the others themselves."""
         return {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": self.tensors}}
 

@@ -180,23 +180,23 @@ class Call(NamedTuple):
         return Call(_with_holes(args, tensors), _with_holes(tuple(kwargs.items()), tensors), tensors)
 
 
-def _with_holes(given: Any, tensors: list[Tensor]) -> Any:
+def _with_holes(value: Any, tensors: list[Tensor]) -> Any:
     """Return arguments with holes in place of the cache and the tensors, which are appended to `tensors`."""
-    if isinstance(given, Tensor):
-        tensors.append(_settled(given))
+    if isinstance(value, Tensor):
+        tensors.append(_settled(value))
         return Hole.TENSOR
-    if isinstance(given, tuple):
-        return tuple([_with_holes(part, tensors) for part in given])
-    return Hole.CACHE if isinstance(given, Cache) else given
+    if isinstance(value, tuple):
+        return tuple([_with_holes(part, tensors) for part in value])
+    return Hole.CACHE if isinstance(value, Cache) else value
 
 
-def _filled(given: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
+def _filled(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
     """Return arguments with these tensors and this cache in their holes."""
-    if isinstance(given, tuple):
-        return tuple([_filled(part, tensors, cache) for part in given])
-    if given is Hole.TENSOR:
+    if isinstance(value, tuple):
+        return tuple([_filled(part, tensors, cache) for part in value])
+    if value is Hole.TENSOR:
         return next(tensors)
-    return cache if given is Hole.CACHE else given
+    return cache if value is Hole.CACHE else value
 
 
 Found = tuple[Any, list[Tensor], list[Tensor], list[list[list[Tensor]]]]
@@ -301,9 +301,9 @@ class _Layer:
                 record(kind(start, first, second, third, fourth))
         return returned
 
-    def _kept(self, given: Sequence[Any]) -> Any:
+    def _kept(self, arguments: Sequence[Any]) -> Any:
         """Return this layer's part of the cache in the arguments. Raises Unserved for one that no graph can serve."""
-        cache = next((each for each in given if isinstance(each, Cache)), None)
+        cache = next((each for each in arguments if isinstance(each, Cache)), None)
         kept = cache and cache.layers[self.number]
         if type(kept) not in SERVED:
             raise Unserved(f"a layer keeps a {type(kept).__name__}")

@@ -44,11 +44,11 @@ class Call:
     """A call of a Scorer: the method's name and its arguments."""
 
     method: str
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
     def on(self, part: Part) -> Any:
         """Call the method on a part -> its result."""
-        return getattr(part, self.method)(*self.given)
+        return getattr(part, self.method)(*self.arguments)
 
 
 @dataclass(frozen=True)
@@ -257,18 +257,18 @@ class LeadingScorer:
 
     # ---- calls ----
 
-    def _later(self, method: str, *given: Any) -> Any:
+    def _later(self, method: str, *arguments: Any) -> Any:
         """Make a call without communication at once, and send it to the other ranks with the next pass."""
         with self._lock:
-            call = Call(method, given)
+            call = Call(method, arguments)
             found = call.on(self._part)
             self._waiting.append(call)
             return found
 
-    def _together(self, method: str, *given: Any) -> Any:
+    def _together(self, method: str, *arguments: Any) -> Any:
         """Make a call in which the ranks exchange results of layers, after sending it and those that wait."""
         with self._lock, self._ranks.working():
-            call = Call(method, given)
+            call = Call(method, arguments)
             calls, self._waiting = (*self._waiting, call), []
             number = self._ranks.tell(Calls(self._number, calls, tuple(self.lengths)))
             try:

@@ -97,8 +97,8 @@ def refuse_other_kinds(source: str | Path, config: Any) -> None:
 
 def refuse_unknown_quantization(source: str | Path, config: Any) -> None:
     """Raise ValueError for a quantization that transformers lacks: it would read such weights as unquantized ones."""
-    given = getattr(config, "quantization_config", None)
-    method = given.get("quant_method") if isinstance(given, dict) else None
+    settings = getattr(config, "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
         raise ValueError(
             f"cannot load the model {str(source)!r}: its weights are quantized by {method!r}, which transformers does "

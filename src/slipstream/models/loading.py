@@ -192,8 +192,10 @@ def _kind(origin: Origin) -> Any:
     if _sees_images(config):
         return AutoModelForImageTextToText
     # transformers lists models that read sound among encoder-decoders only, though they are not encoder-decoders.
-    hears = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    if not config.is_encoder_decoder and not hears:
+    reads_sound = (
+        type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    if not config.is_encoder_decoder and not reads_sound:
         alone = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         return AutoModelForMultimodalLM if alone else AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM

@@ -144,8 +144,10 @@ class MediaProcessor:
 
     def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any]) -> TokensAndMedia:
         """Return the token ids and media of a chat, in whose messages images and sounds are already loaded."""
-        given = {"add_generation_prompt": True, **variables, "tokenize": True, "return_dict": True}
-        return self._read(self.processor.apply_chat_template(list(messages), tools=tools, return_tensors="pt", **given))
+        options = {"add_generation_prompt": True, **variables, "tokenize": True, "return_dict": True}
+        return self._read(
+            self.processor.apply_chat_template(list(messages), tools=tools, return_tensors="pt", **options)
+        )
 
     def text(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
         """Return the token ids and media of a text; media go before a text that has no placeholders for them.
@@ -154,12 +156,12 @@ class MediaProcessor:
         """
         for modality in reversed(Modality):  # so that images come first
             text = self._placed(text, modality, len(media.get(modality, ())))
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if images := media.get(Modality.IMAGE):
-            given["images"] = [list(images)]
+            inputs["images"] = [list(images)]
         if sounds := media.get(Modality.AUDIO):
-            given["audio"], given["sampling_rate"] = list(sounds), self.rate
-        return self._read(self.processor(text=[text], return_tensors="pt", **given))
+            inputs["audio"], inputs["sampling_rate"] = list(sounds), self.rate
+        return self._read(self.processor(text=[text], return_tensors="pt", **inputs))
 
     def _placed(self, text: str, modality: Modality, count: int) -> str:
         """Return the text with as many placeholders as there are media. Raises ValueError if it has another number."""

@@ -63,7 +63,7 @@ class PassRunner:
                 position_ids=work.positions,
                 past_key_values=self._cache,
                 use_cache=True,
-                **work.beside,
+                **work.cross_arguments,
                 **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
             )
         for states, found in seen:

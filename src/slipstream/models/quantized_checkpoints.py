@@ -101,9 +101,9 @@ def assembled(
     Raises ValueError, whose message is only the fault, if transformers did not put a layer in its place.
     """
     blanks = {name: _blank(layer, dtype) for name, layer in stored.items()}
-    given = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}
+    weights = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}
     model, about = model_class.from_pretrained(
-        None, config=config, state_dict=given, dtype=dtype, output_loading_info=True, **options
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
     )
     _fill(model, {blank.data_ptr(): stored[name] for name, blank in blanks.items()})
     return model, about
@@ -120,8 +120,8 @@ def replace_head(model: PreTrainedModel, stored: StoredLinear) -> None:
 def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
     """Return the dtype that a model of quantized weights computes in. Raises ValueError for an impossible one."""
     if dtype == "auto":
-        given = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-        return torch.float32 if given in (None, torch.float32) else torch.bfloat16
+        config_dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        return torch.float32 if config_dtype in (None, torch.float32) else torch.bfloat16
     if dtype not in PACKED_DTYPES:
         raise ValueError(f"quantized weights compute in float32 or bfloat16 on a CPU, not in {dtype}")
     assert isinstance(dtype, torch.dtype)

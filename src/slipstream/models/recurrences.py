@@ -78,11 +78,13 @@ class GatedDeltaRule:
     strengths: Tensor
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> GatedDeltaRule:
+    def of(arguments: Mapping[str, Any]) -> GatedDeltaRule:
         """Make it of the arguments of transformers' functions. Raises ValueError for keys that are not normalized."""
-        if not given.get("use_qk_l2norm_in_kernel"):
+        if not arguments.get("use_qk_l2norm_in_kernel"):
             raise ValueError("a gated delta rule over keys of any length is not known.")
-        return GatedDeltaRule(given["initial_state"], *(given[name].float() for name in ("key", "value", "g", "beta")))
+        return GatedDeltaRule(
+            arguments["initial_state"], *(arguments[name].float() for name in ("key", "value", "g", "beta"))
+        )
 
     def read(self) -> Read:
         """See `Recurrence`."""
@@ -130,23 +132,23 @@ class StateSpace:
     into: Tensor
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> StateSpace:
+    def of(arguments: Mapping[str, Any]) -> StateSpace:
         """Make it of the arguments of transformers' function for several tokens."""
-        steps, bias = given["dt"], given.get("dt_bias")
+        steps, bias = arguments["dt"], arguments.get("dt_bias")
         steps = steps if bias is None else steps + bias.to(steps.dtype)
-        steps = softplus(steps) if given.get("dt_softplus") else steps
-        steps = steps.clamp(*given["dt_limit"]).float() if "dt_limit" in given else steps.float()
-        inputs, into = given["hidden_states"].float(), given["B"].float()
-        return StateSpace(given["initial_states"], inputs, steps, given["A"].float() * steps, into)
+        steps = softplus(steps) if arguments.get("dt_softplus") else steps
+        steps = steps.clamp(*arguments["dt_limit"]).float() if "dt_limit" in arguments else steps.float()
+        inputs, into = arguments["hidden_states"].float(), arguments["B"].float()
+        return StateSpace(arguments["initial_states"], inputs, steps, arguments["A"].float() * steps, into)
 
     def read(self) -> Read:
         """See `Recurrence`."""
         return self.inputs, self.steps, self.decays, self.into
 
-    def outputs(self, given: Mapping[str, Any]) -> Tensor:
+    def outputs(self, arguments: Mapping[str, Any]) -> Tensor:
         """Compute y_t = h_t C_t + D x_t for all tokens (rows, n, heads, head size), by our kernel."""
-        skip = given.get("D")
-        return state_space(*self.read(), given["C"].float(), None if skip is None else skip.float(), self.start)
+        skip = arguments.get("D")
+        return state_space(*self.read(), arguments["C"].float(), None if skip is None else skip.float(), self.start)
 
     def state_after(self, row: int, count: int) -> Tensor:
         """See `Recurrence`."""
@@ -184,74 +186,78 @@ def record(recurrence: Recurrence) -> None:
     _recorders.found.append(recurrence)
 
 
-def _gated_delta_rule(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _gated_delta_rule(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute and record the gated delta rule -> outputs, and the state after the tokens.
 
     The state is None where our kernel computes it later, for the accepted tokens (see `Recurrence.state_after`).
     """
-    rule = GatedDeltaRule.of(given)
+    rule = GatedDeltaRule.of(arguments)
     record(rule)
     if by_kernel(rule.start, rule.values.shape[1]):
-        outputs = gated_delta_rule(given["query"].float(), *rule.read(), rule.start)
-        return outputs.to(given["query"].dtype), None
-    return function(**_short_chunks(given, given["query"]))
+        outputs = gated_delta_rule(arguments["query"].float(), *rule.read(), rule.start)
+        return outputs.to(arguments["query"].dtype), None
+    return function(**_short_chunks(arguments, arguments["query"]))
 
 
-def _state_space(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _state_space(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute and record Mamba-2 over several tokens; it returns what `_gated_delta_rule` does."""
-    space = StateSpace.of(given)
+    space = StateSpace.of(arguments)
     record(space)
     if by_kernel(space.start, space.inputs.shape[1]):
-        return space.outputs(given), None
-    return function(**_short_chunks(given, given["hidden_states"]))
+        return space.outputs(arguments), None
+    return function(**_short_chunks(arguments, arguments["hidden_states"]))
 
 
-def _state_space_step(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+def _state_space_step(function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
     """Compute and record Mamba-2 over one token, with a gate if there is one -> outputs (rows, heads, width).
 
     Raises ValueError if our kernel cannot: transformers' function overwrites the old state, which has to stay.
     """
-    one, gate = _one_of_several(given), given.get("z")
+    one, gate = _one_of_several(arguments), arguments.get("z")
     space = StateSpace.of(one)
     if not by_kernel(space.start, 1):
         raise ValueError("a state that is overwritten cannot be gone back to.")
     record(space)
     outputs = space.outputs(one)[:, 0]
-    return (outputs if gate is None else outputs * silu(gate)).to(given["hidden_states"].dtype)
+    return (outputs if gate is None else outputs * silu(gate)).to(arguments["hidden_states"].dtype)
 
 
-def _one_of_several(given: Mapping[str, Any]) -> dict[str, Any]:
+def _one_of_several(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments of transformers' function for a single token to those of its function for several.
 
     In the former every number of a head is repeated for each of its elements.
     """
-    every = {name: given[name][:, 0] for name in ("D", "dt_bias") if given.get(name) is not None}
-    read = {name: given[name][:, None] for name in ("hidden_states", "B", "C")}
-    steps = {"dt": given["dt"][:, None, :, 0], "A": given["A"][:, 0, 0], "dt_softplus": given.get("dt_softplus")}
-    return {**every, **read, **steps, "initial_states": given["state"]}
+    every = {name: arguments[name][:, 0] for name in ("D", "dt_bias") if arguments.get(name) is not None}
+    read = {name: arguments[name][:, None] for name in ("hidden_states", "B", "C")}
+    steps = {
+        "dt": arguments["dt"][:, None, :, 0],
+        "A": arguments["A"][:, 0, 0],
+        "dt_softplus": arguments.get("dt_softplus"),
+    }
+    return {**every, **read, **steps, "initial_states": arguments["state"]}
 
 
-def _short_chunks(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+def _short_chunks(arguments: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
     """Return the arguments with a chunk size no greater than the pass.
 
     On CPUs, padding the few tokens of a round to 64 or 256, as transformers does, took half of its time.
     """
-    count, size = tokens.shape[1], given.get("chunk_size", CHUNK)
-    return {**given, "chunk_size": count} if tokens.device.type == "cpu" and count < size else given
+    count, size = tokens.shape[1], arguments.get("chunk_size", CHUNK)
+    return {**arguments, "chunk_size": count} if tokens.device.type == "cpu" and count < size else arguments
 
 
-def _convolution(function: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+def _convolution(function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
     """Compute a short convolution over inputs (rows, channels, places) that begin with those of earlier tokens.
 
     It returns the places where all taps have an input. transformers' function also returns the padded places before
     them, which models cut off.
     """
-    inputs, weight, activation = given["hidden_states"], given["weight"], given.get("activation")
+    inputs, weight, activation = arguments["hidden_states"], arguments["weight"], arguments.get("activation")
     fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
     if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or not _built():
-        found: Tensor = function(**given)
+        found: Tensor = function(**arguments)
         return found
-    found = short_convolution(inputs, weight, given.get("bias"))
+    found = short_convolution(inputs, weight, arguments.get("bias"))
     return silu(found) if activation else found
 
 
@@ -286,10 +292,10 @@ class Observed:
         functools.update_wrapper(self, function)
         self._function, self._recorded = function, recorded
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         if _recorders.found is None:
-            return self._function(*given, **named)
-        first = dict(zip(self._recorded.names, given, strict=False))
+            return self._function(*arguments, **named)
+        first = dict(zip(self._recorded.names, arguments, strict=False))
         return self._recorded.compute(self._function, {**first, **named})
 
 

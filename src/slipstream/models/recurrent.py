@@ -128,8 +128,8 @@ class StateScorer:
     def _refuse_stateless(self) -> None:
         """Raise ValueError for a model that cannot be called with tokens alone, or returns no state."""
         try:
-            beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
-            out = self._calls(torch.tensor([[self.vocab - 1]], device=self.device), None, beside)
+            extra_inputs = self._calls.read(self.source_form.example(2) if self.source_form else None)
+            out = self._calls(torch.tensor([[self.vocab - 1]], device=self.device), None, extra_inputs)
         except Exception as error:  # of any type, for example from models that need images
             reason = f"{type(error).__name__}: {first_sentence(error)}"
             raise ValueError(f"{self.name} does not run on a text alone ({reason}); use another model.") from error
@@ -145,7 +145,7 @@ class StateScorer:
             lambda kept: size(kept.state), lambda kept, tokens: kept.shortened(tokens)
         )
         self._texts: list[list[int]] = []  # the tokens of every row, to read again those that a rolled-back state lacks
-        self._beside: list[Any] = []  # per row: the encoder's output, or media, or None
+        self._extra_inputs: list[Any] = []  # per row: the encoder's output, or media, or None
 
     shares_rows = False
 
@@ -163,7 +163,7 @@ class StateScorer:
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows; an encoder reads the source of each."""
         with torch.inference_mode():
-            self._beside += [self._calls.read(source) for source in sources or [None] * rows]
+            self._extra_inputs += [self._calls.read(source) for source in sources or [None] * rows]
         self._cache.add(rows)
         self._records.add(rows)
         self._texts += [[] for _ in range(rows)]
@@ -173,7 +173,7 @@ class StateScorer:
         self._cache.fork(rows)
         self._records.fork(rows)
         self._texts += [list(self._texts[row]) for row in rows]
-        self._beside += [self._beside[row] for row in rows]
+        self._extra_inputs += [self._extra_inputs[row] for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
@@ -181,11 +181,11 @@ class StateScorer:
         self._cache.free(rows)
         self._records.free(rows)
         self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
-        self._beside = [each for row, each in enumerate(self._beside) if row not in gone]
+        self._extra_inputs = [each for row, each in enumerate(self._extra_inputs) if row not in gone]
 
     def attach(self, row: int, media: Media) -> None:
         """Store the media of an empty row's text, which is then read in one piece."""
-        self._beside[row] = RowMedia(media)
+        self._extra_inputs[row] = RowMedia(media)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
@@ -218,14 +218,14 @@ class StateScorer:
         """Return the bytes of a state without its tokens, and those per token, measured on two short texts."""
         if self._costs is None:
             with torch.inference_mode():
-                beside = self._calls.read(self.source_form.example(2) if self.source_form else None)
-                short, long = (self._size_of([0] * count, beside) for count in (1, 9))
+                extra_inputs = self._calls.read(self.source_form.example(2) if self.source_form else None)
+                short, long = (self._size_of([0] * count, extra_inputs) for count in (1, 9))
             self._costs = short - (long - short) // 8, (long - short) // 8
         return self._costs
 
-    def _size_of(self, text: list[int], beside: Any) -> int:
+    def _size_of(self, text: list[int], extra_inputs: Any) -> int:
         tokens = torch.tensor([text], device=self.device)
-        return sum(size(kept.state) for kept in self._run([], 0, tokens, 1, beside)[1])
+        return sum(size(kept.state) for kept in self._run([], 0, tokens, 1, extra_inputs)[1])
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places (see `HiddenStates`) of every token from now on.
@@ -275,7 +275,7 @@ class StateScorer:
 
     def _has_unread_media(self, row: int) -> bool:
         """Whether a row has media that are still to be read, with all of its text."""
-        return isinstance(self._beside[row], RowMedia) and not self.lengths[row]
+        return isinstance(self._extra_inputs[row], RowMedia) and not self.lengths[row]
 
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
         """Feed each row from `first` on its tokens -> logits (count, vocab), by place, of the rows that got some."""
@@ -289,7 +289,7 @@ class StateScorer:
             states, known = self._states(rows), self._cache.known(rows[0])
             new = torch.tensor([fed[place] for place in places], device=self.device)
             self._records.forget()
-            logits, behind = self._run(states, known, new, keep, self._beside[rows[0]])
+            logits, behind = self._run(states, known, new, keep, self._extra_inputs[rows[0]])
             self._records.store(rows)
             for place, row, state, some in zip(places, rows, behind, logits, strict=True):
                 self._cache.write(row, state)
@@ -303,7 +303,7 @@ class StateScorer:
         known = self._cache.known(row)
         if lost := self._texts[row][known:]:
             again = torch.tensor([lost], device=self.device)
-            _, (state,) = self._run(self._states([row]), known, again, 1, self._beside[row])
+            _, (state,) = self._run(self._states([row]), known, again, 1, self._extra_inputs[row])
             self._cache.bring_forward(row, state)
 
     def _states(self, rows: Sequence[int]) -> list[Any]:
@@ -318,46 +318,47 @@ class StateScorer:
             if tokens:
                 length = self._cache.lengths[first + place]
                 groups.setdefault(
-                    (length, len(tokens), *([place] if apart or self._beside[first + place] is not None else [])), []
+                    (length, len(tokens), *([place] if apart or self._extra_inputs[first + place] is not None else [])),
+                    [],
                 ).append(place)
         yield from groups.values()
 
     def _run(
-        self, states: Sequence[Any], known: int, tokens: Tensor, keep: int, beside: Any
+        self, states: Sequence[Any], known: int, tokens: Tensor, keep: int, extra_inputs: Any
     ) -> tuple[Tensor, list[RowState]]:
         """Run tokens (rows, n) after states of `known` tokens -> logits (rows, n, vocab), and the states after them."""
         width = 1 if self._alone and not keep else self.way.width
         count = tokens.shape[1]
         if self.way.rewinds and not keep and known and width is None and (count > 1 or self._steps_by_kernel):
-            out, rewind = self._rewindable(states, known, tokens, beside)
+            out, rewind = self._rewindable(states, known, tokens, extra_inputs)
             return out.logits, [Within(rewind, row, count) for row in range(len(tokens))]
         state = joined(states) if known else None
         logits = []
         while tokens.shape[1]:
             # The beginning of a text can be read in one pass, even if later tokens have to be fed one by one.
-            step = tokens[:, : width if width and (known or (self._alone and beside is None)) else None]
-            out = self._call(step, state, known, beside, keep)
+            step = tokens[:, : width if width and (known or (self._alone and extra_inputs is None)) else None]
+            out = self._call(step, state, known, extra_inputs, keep)
             state = self._calls.state(out)
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
         return torch.cat(logits, 1), [Settled(each) for each in apart(state, len(out.logits))]
 
-    def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, beside: Any) -> tuple[Any, Rewind]:
+    def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, extra_inputs: Any) -> tuple[Any, Rewind]:
         """Run a pass that can be rolled back within, by graphs if possible -> the model's output, and its `Rewind`."""
         rows, count = tokens.shape
 
         def once() -> tuple[Any, Rewind]:
             self._records.forget()
-            return rewindable(states, count, lambda state: self._call(tokens, state, known, beside, 0))
+            return rewindable(states, count, lambda state: self._call(tokens, state, known, extra_inputs, 0))
 
         return self.layer_graphs.run(rows, count, known, once) if self.layer_graphs else once()
 
-    def _call(self, tokens: Tensor, state: Any, known: int, beside: Any, keep: int) -> Any:
+    def _call(self, tokens: Tensor, state: Any, known: int, extra_inputs: Any, keep: int) -> Any:
         """Run one pass over tokens (rows, n) after a state of `known` tokens, and return the model's output."""
         places = torch.arange(known, known + tokens.shape[1], device=self.device).repeat(len(tokens), 1)
-        options = {"position_ids": places} if self.way.positions or beside is not None else {}
+        options = {"position_ids": places} if self.way.positions or extra_inputs is not None else {}
         with self._records.collecting():
-            return self._calls(tokens, state, beside, logits_to_keep=keep, **options)
+            return self._calls(tokens, state, extra_inputs, logits_to_keep=keep, **options)
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:

@@ -149,14 +149,18 @@ def tiny_config(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfi
 
 def _small(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> dict[str, Any]:
     default = kind()
-    given, known = default.to_dict(), {**SIZES, **SETTINGS}
-    small = {name: known[name] for name, value in given.items() if name in known and not isinstance(value, list | dict)}
-    if given.get("kv_lora_rank"):  # all heads share one latent for their keys
+    default_values, known = default.to_dict(), {**SIZES, **SETTINGS}
+    small = {
+        name: known[name]
+        for name, value in default_values.items()
+        if name in known and not isinstance(value, list | dict)
+    }
+    if default_values.get("kv_lora_rank"):  # all heads share one latent for their keys
         small["num_key_value_heads"] = small["num_attention_heads"]
     for name, token in TOKENS.items():
-        if isinstance(given.get(name), int) and given[name] >= VOCAB:
+        if isinstance(default_values.get(name), int) and default_values[name] >= VOCAB:
             small[name] = token
-    if "decoder_start_token_id" in given or getattr(default, "is_encoder_decoder", False):
+    if "decoder_start_token_id" in default_values or getattr(default, "is_encoder_decoder", False):
         small["decoder_start_token_id"] = 2
     for name in getattr(kind, "sub_configs", None) or {}:
         if isinstance(part := getattr(default, name, None), PreTrainedConfig):

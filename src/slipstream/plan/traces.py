@@ -67,10 +67,10 @@ def _copies(arrivals: Sequence[Arrival], load: float, chance: random.Random) -> 
             yield Arrival(max(0.0, each.time + shift), each.prompt, each.tokens)
 
 
-def _columns(given: Sequence[str]) -> dict[str, str]:
+def _columns(header: Sequence[str]) -> dict[str, str]:
     found = {}
     for what, names in NAMES.items():
-        name = next((name for name in names if name in given), None)
+        name = next((name for name in names if name in header), None)
         if name is None:
             raise ValueError(f"there is no column for the {what}: call it {' or '.join(names)}.")
         found[what] = name

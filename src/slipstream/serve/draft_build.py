@@ -48,8 +48,8 @@ def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
     if any("draft_vocab" in dict(part.options) for part in parts):
         raise ValueError("a draft server does not know the target whose tokens draft_vocab counts: leave it out.")
     models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
-    given = how.tokenizer or (models[-1] if models else None)
-    tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(given) if given else None
+    source = how.tokenizer or (models[-1] if models else None)
+    tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(source) if source else None
     if isinstance(syntax, Part) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
         return _model(models[0], dict(syntax.options), how, tokenizer)
     sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]

@@ -117,7 +117,7 @@ async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -
     await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
 
-def _request_id(given: str | None) -> str:
+def _request_id(client_id: str | None) -> str:
     """Return the client's own id if it is printable ASCII of at most 128 characters, else a new one."""
-    plain = given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-    return given if given is not None and plain else uuid4().hex
+    plain = client_id is not None and 0 < len(client_id) <= 128 and client_id.isascii() and client_id.isprintable()
+    return client_id if client_id is not None and plain else uuid4().hex

@@ -49,14 +49,14 @@ def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
 
 
 def _by_outputs(outputs: StructuredOutputs, grammars: Grammars) -> Grammar:
-    given = {name: value for name, value in vars(outputs).items() if value is not None}
-    if len(given) != 1:
-        raise ValueError(f"structured_outputs has {len(given)} forms: give one of json, regex, choice and grammar.")
+    forms = {name: value for name, value in vars(outputs).items() if value is not None}
+    if len(forms) != 1:
+        raise ValueError(f"structured_outputs has {len(forms)} forms: give one of json, regex, choice and grammar.")
     makers: dict[str, Callable[[Any], Grammar]] = {
         "json_": grammars.json_schema,
         "regex": grammars.regex,
         "choice": grammars.choice,
         "grammar": grammars.lark,
     }
-    [(name, value)] = given.items()
+    [(name, value)] = forms.items()
     return makers[name](value)

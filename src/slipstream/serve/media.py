@@ -50,15 +50,15 @@ def _part(part: dict[str, Any], state: ServerState) -> dict[str, Any]:
     if modality is None:
         return part
     try:
-        given = part_content(part, "messages")
-        return media_part(modality, _sound(given, state) if modality is Modality.AUDIO else _image(given, state))
+        content = part_content(part, "messages")
+        return media_part(modality, _sound(content, state) if modality is Modality.AUDIO else _image(content, state))
     except ValueError as error:
         raise BadRequest(str(error), "messages") from None
 
 
-def _sound(given: bytes, state: ServerState) -> Any:
-    assert state.engine.media is not None and isinstance(given, bytes), "the schema takes data alone"
-    return read_sound(given, state.engine.media.rate, state.settings.limits.sound_seconds)
+def _sound(data: bytes, state: ServerState) -> Any:
+    assert state.engine.media is not None and isinstance(data, bytes), "the schema takes data alone"
+    return read_sound(data, state.engine.media.rate, state.settings.limits.sound_seconds)
 
 
 def _image(url: str, state: ServerState) -> Any:

@@ -46,10 +46,10 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
 
 def speculation(body: Decoding) -> Speculation:
     """Return the draft settings of a request; `speculative: false` is gamma 0."""
-    given = body.speculative
-    if isinstance(given, Speculation):
-        return given
-    return Speculation(gamma=0) if given is False else Speculation()
+    speculative = body.speculative
+    if isinstance(speculative, Speculation):
+        return speculative
+    return Speculation(gamma=0) if speculative is False else Speculation()
 
 
 def check_limits(body: Decoding, limits: Limits) -> None:
@@ -66,10 +66,10 @@ def check_limits(body: Decoding, limits: Limits) -> None:
             raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
+def _biases(biases: dict[str, float]) -> dict[int, float]:
     """Return biases by token id; as in OpenAI's interface, -100 forbids a token. Raises BadRequest for other keys."""
     found = {}
-    for token, bias in given.items():
+    for token, bias in biases.items():
         if not token.isascii() or not token.isdecimal():
             raise BadRequest(f"logit_bias has the key {token!r}, but a token id is a whole number.", "logit_bias")
         found[int(token)] = float("-inf") if bias == -100 else bias

@@ -57,18 +57,18 @@ PARTS = {"images": "image", "audio": "audio"}
 
 def with_media(item: Item, media: Mapping[str, Sequence[str]]) -> Item:
     """Return the item with files of images and audio before its prompt, or with an error if that is not possible."""
-    given = {name: [*files] for name, files in media.items() if files}
-    if not given or item.error:
+    media_files = {name: [*files] for name, files in media.items() if files}
+    if not media_files or item.error:
         return item
     if isinstance(item.prompt, str):
-        return replace(item, prompt={"text": item.prompt, **given})
+        return replace(item, prompt={"text": item.prompt, **media_files})
     if isinstance(item.prompt[0], int):
-        options = " and ".join(f"--{PARTS[name]}" for name in given)
+        options = " and ".join(f"--{PARTS[name]}" for name in media_files)
         return replace(item, error=f"{options} cannot go with token ids: give a text.")
     *before, last = item.prompt
     content = last["content"]
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-    parts = [{"type": PARTS[name], PARTS[name]: file} for name, files in given.items() for file in files]
+    parts = [{"type": PARTS[name], PARTS[name]: file} for name, files in media_files.items() for file in files]
     return replace(item, prompt=[*before, {**last, "content": [*parts, *texts]}])
 
 
@@ -148,13 +148,13 @@ def _from_json(line: bytes) -> Any:
         raise ValueError(f"this is not JSON ({error.msg}, column {error.colno}).") from error
     except RecursionError as error:
         raise ValueError("this JSON is nested too deeply.") from error
-    given = [form for form in FORMS if isinstance(record, dict) and form in record]
-    if len(given) != 1:
+    forms = [form for form in FORMS if isinstance(record, dict) and form in record]
+    if len(forms) != 1:
         raise ValueError('the line must be a JSON object with one of "prompt", "messages", "tokens".')
-    check, allowed = FORMS[given[0]]
-    if not check(record[given[0]]):
-        raise ValueError(f'"{given[0]}" must be {allowed}.')
-    return record[given[0]]
+    check, allowed = FORMS[forms[0]]
+    if not check(record[forms[0]]):
+        raise ValueError(f'"{forms[0]}" must be {allowed}.')
+    return record[forms[0]]
 
 
 def _is_record(line: bytes) -> bool:

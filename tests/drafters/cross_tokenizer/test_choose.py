@@ -88,10 +88,12 @@ def test_only_nothing_in_common_is_refused() -> None:
 
 
 def test_the_share_is_counted_in_what_the_draft_writes() -> None:
-    ours, theirs = Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "a", "x"))
+    ours, draft_vocabulary = Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "a", "x"))
 
     def writes(*weights: float) -> float:
-        reader = Reader(scorer(lambda prefix: weights), ours, theirs, Common.of(ours, theirs, (3, 3)))
+        reader = Reader(
+            scorer(lambda prefix: weights), ours, draft_vocabulary, Common.of(ours, draft_vocabulary, (3, 3))
+        )
         found = share(reader)
         assert reader.scorer.lengths == []
         return found

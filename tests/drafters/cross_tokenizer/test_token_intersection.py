@@ -52,9 +52,9 @@ every_method = pytest.mark.parametrize("method", METHODS)
 PROMPT, COUNT = (0, 2), 3
 
 
-def reader(draft: Scorer, ours: Any, theirs: Any, vocab: int) -> Reader:
-    """A reader of a draft with the tokenizer `theirs` for a target with `ours`."""
-    target, other = Vocabulary.of(ours), Vocabulary.of(theirs)
+def reader(draft: Scorer, ours: Any, draft_tokenizer: Any, vocab: int) -> Reader:
+    """A reader of a draft with the tokenizer `draft_tokenizer` for a target with `ours`."""
+    target, other = Vocabulary.of(ours), Vocabulary.of(draft_tokenizer)
     return Reader(draft, target, other, Common.of(target, other, (vocab, draft.vocab)))
 
 
@@ -239,9 +239,9 @@ every_pair = pytest.mark.parametrize(("target", "draft"), PAIRS)
 
 def reciters(target: str, draft: str, method: str, context: int | None = None) -> Decoder:
     """A target and a draft that recite the same text, with different mistakes."""
-    ours, theirs = tongue(target), tongue(draft)
-    small = scorer(reciter(draft, 31), "draft", len(theirs), context)
-    view = reader(small, ours, theirs, len(ours))
+    ours, draft_tokenizer = tongue(target), tongue(draft)
+    small = scorer(reciter(draft, 31), "draft", len(draft_tokenizer), context)
+    view = reader(small, ours, draft_tokenizer, len(ours))
     return Decoder(scorer(reciter(target, 23), "target", len(ours)), METHODS[method](view), batch_size=2)
 
 
@@ -358,23 +358,23 @@ class Counting:
 @every_method
 def test_the_cache_is_kept(method: str) -> None:
     """A round feeds its drafts and what the target changed, not the text."""
-    theirs = tongue("marked")
-    counting = Counting(scorer(reciter("marked", 31), "draft", len(theirs)))
+    draft_tokenizer = tongue("marked")
+    counting = Counting(scorer(reciter("marked", 31), "draft", len(draft_tokenizer)))
     decoder = reciters("bytes", "marked", method)
-    decoder = replace(decoder, drafter=METHODS[method](reader(counting, tongue("bytes"), theirs, 420)))  # type: ignore[arg-type]
+    decoder = replace(decoder, drafter=METHODS[method](reader(counting, tongue("bytes"), draft_tokenizer, 420)))  # type: ignore[arg-type]
     asked = request(tongue("bytes")(TEXT[:600])["input_ids"], 60, GREEDY)
     row = generate(decoder, [asked])[0]
-    prompt = len(theirs(TEXT[:600])["input_ids"])
+    prompt = len(draft_tokenizer(TEXT[:600])["input_ids"])
     assert counting.fed < prompt + 16 * row.stats.target_calls
 
 
 @pytest.mark.parametrize(("target", "draft"), [("bytes", "marked"), ("prepended", "word pieces")])
 @every_method
 def test_tiny_models_of_transformers(method: str, target: str, draft: str) -> None:
-    ours, theirs = tongue(target), tongue(draft)
+    ours, draft_tokenizer = tongue(target), tongue(draft)
     big = CausalScorer(tiny(FAMILIES["llama"], 1, torch.float64, vocab_size=len(ours)), "target")
-    small = CausalScorer(tiny(FAMILIES["qwen2"], 2, torch.float64, vocab_size=len(theirs) + 5), "draft")
-    decoder = Decoder(big, METHODS[method](reader(small, ours, theirs, len(ours))), batch_size=2)
+    small = CausalScorer(tiny(FAMILIES["qwen2"], 2, torch.float64, vocab_size=len(draft_tokenizer) + 5), "draft")
+    decoder = Decoder(big, METHODS[method](reader(small, ours, draft_tokenizer, len(ours))), batch_size=2)
     asked = [replace(one, max_new_tokens=12) for one in requests(target)[:2]]
     rows = generate(decoder, asked)
     assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, asked)]

@@ -89,11 +89,11 @@ def test_a_tokenizer_that_writes_nothing_is_refused() -> None:
 @pytest.mark.parametrize("draft", TONGUES)
 @pytest.mark.parametrize("target", TONGUES)
 def test_common_tokens_write_the_same(target: str, draft: str) -> None:
-    ours, theirs, both = vocabulary(target), vocabulary(draft), common(target, draft)
+    ours, draft_vocabulary, both = vocabulary(target), vocabulary(draft), common(target, draft)
     assert len(both.wanted) > 30
     for t, d in zip(both.wanted.tolist(), both.drafted.tolist(), strict=True):
         assert both.to_draft[t] == d
-        same = ours.piece(t) == theirs.piece(d)
+        same = ours.piece(t) == draft_vocabulary.piece(d)
         assert same and ours.piece(t) if t not in ours.special else both.special[t] == d
     assert int((both.to_draft != ABSENT).sum()) == len(both.wanted)
 
@@ -118,9 +118,9 @@ def test_ids_beyond_the_logits_are_not_common() -> None:
 
 
 def test_nothing_in_common_is_refused() -> None:
-    ours, theirs = toy("a", "b", end="</s>"), toy("x", "y", end="</s>")
+    ours, draft_tokenizer = toy("a", "b", end="</s>"), toy("x", "y", end="</s>")
     with pytest.raises(ValueError, match="no token of the draft's vocabulary"):
-        Common.of(Vocabulary.of(ours), Vocabulary.of(theirs), (3, 3))
+        Common.of(Vocabulary.of(ours), Vocabulary.of(draft_tokenizer), (3, 3))
 
 
 # ---- a growing text ---------------------------------------------------------------------------------------------
@@ -240,10 +240,10 @@ def test_an_unfinished_character_that_the_draft_cannot_see_is_not_ready() -> Non
 
 def test_special_tokens_are_read_by_role_and_end_the_text_before_them() -> None:
     view, found = reading("bytes", "prepended"), vocabulary("bytes")
-    end, theirs = tongue("bytes").eos_token_id, tongue("prepended")
+    end, draft_tokenizer = tongue("bytes").eos_token_id, tongue("prepended")
     view.follow([*found.encode("one"), end, *found.encode("two")])
     words = [vocabulary("prepended").encode(word) for word in ("one", "two")]
-    assert view.ids == [theirs.bos_token_id, *words[0], theirs.eos_token_id, *words[1]]
+    assert view.ids == [draft_tokenizer.bos_token_id, *words[0], draft_tokenizer.eos_token_id, *words[1]]
     assert view.text == "two"
 
 

@@ -146,16 +146,16 @@ def test_ids_that_the_target_does_not_have_are_never_drafted(memory: Memory) -> 
 NONSENSE: list[dict[str, Any]] = [{"learn": True}, {"settings": ALONE}]
 
 
-@pytest.mark.parametrize("given", NONSENSE, ids=str)
-def test_a_store_of_nothing_is_refused(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", NONSENSE, ids=str)
+def test_a_store_of_nothing_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"nothing to draft from|needs a memory"):
-        Datastore(WORDS, **given)
+        Datastore(WORDS, **settings)
 
 
-@pytest.mark.parametrize("given", [{"nearest": 0}, {"factor": -1}, {"chance": float("nan")}, {"begin": 0}], ids=str)
-def test_settings_are_checked(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"nearest": 0}, {"factor": -1}, {"chance": float("nan")}, {"begin": 0}], ids=str)
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"is not possible: it must be . or more\."):
-        DatastoreSettings(**given)
+        DatastoreSettings(**settings)
 
 
 # ---- learning ---------------------------------------------------------------------------------------------------

@@ -147,10 +147,10 @@ def test_forgotten_bytes_are_gone_from_the_disk(path: Path, memory: Memory) -> N
     assert not on_disk() and responses(memory, "b", [1]) == [[10]]
 
 
-@pytest.mark.parametrize("given", [{"entries": 0}, {"bytes": 0}])
-def test_limits_are_checked(given: dict[str, int]) -> None:
+@pytest.mark.parametrize("limits", [{"entries": 0}, {"bytes": 0}])
+def test_limits_are_checked(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="1 or more"):
-        Limits(**given)
+        Limits(**limits)
 
 
 def test_empty_requests_are_refused(memory: Memory) -> None:
@@ -310,17 +310,17 @@ def test_faiss_finds_the_same() -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(50_000, DIMENSION)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    ours, theirs = ExactIndex(DIMENSION), index(DIMENSION, 200_000)
+    ours, faiss_index = ExactIndex(DIMENSION), index(DIMENSION, 200_000)
     for part in range(0, 50_000, 10_000):
         names = np.arange(part, part + 10_000)
         ours.add(names, vectors[names])
-        theirs.add(names, vectors[names])
+        faiss_index.add(names, vectors[names])
     even = np.arange(0, 50_000, 2)
-    for held in (ours, theirs):
+    for held in (ours, faiss_index):
         held.keep(even)
     same = 0
     for query in vectors[:50]:
-        want, got = ({name for _, name in held.search(query, 8)} for held in (ours, theirs))
+        want, got = ({name for _, name in held.search(query, 8)} for held in (ours, faiss_index))
         assert all(name % 2 == 0 for name in got)
         same += len(want & got)
     assert same > 0.9 * 50 * 8

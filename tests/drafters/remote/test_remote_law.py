@@ -273,11 +273,11 @@ def test_every_server_has_a_secret_of_its_own_unless_it_is_trusted() -> None:
 
 def test_a_server_is_told_no_more_than_its_mode_needs() -> None:
     """Seeds for coupled texts only, which need them; temperature 0 where its law is not used."""
-    for rule, trust, told in ((BLOCK, False, False), (BLOCK, True, False), (COUPLED, False, True)):
+    for rule, trust, seeded in ((BLOCK, False, False), (BLOCK, True, False), (COUPLED, False, True)):
         link = Here(ModelDrafter(scorer(PAIRS["generic"][1])))
         remote = RemoteDrafter(link, VOCAB, Use(trust=trust))
         used = Decoder(scorer(PAIRS["generic"][0]), remote, rule.verify, Fixed(2), rng=rule.rng)
         generate(used, [request(PROMPT, 6, seed=77, key=88)])
-        assert [(each.seed, each.key) for each in link.opened] == [(77, 88) if told else (0, 0)]
-        assert link.opened[0].sampler().greedy == (not trust and not told)
+        assert [(each.seed, each.key) for each in link.opened] == [(77, 88) if seeded else (0, 0)]
+        assert link.opened[0].sampler().greedy == (not trust and not seeded)
         assert link.opened[0].sampling["temperature"] == SAMPLE.temperature

@@ -91,9 +91,9 @@ def test_the_server_has_the_next_draft_ready_where_all_stood() -> None:
     passes, waits = [0], list[int]()
 
     class Counted(TableScorer):
-        def extend(self, *given: Any, **named: Any) -> Any:
+        def extend(self, *args: Any, **named: Any) -> Any:
             passes[0] += 1
-            return super().extend(*given, **named)
+            return super().extend(*args, **named)
 
     class Watched(DraftRows):
         def draft(self, asking: Sequence[Served]) -> None:
@@ -162,13 +162,13 @@ def test_too_many_rows_are_refused_and_decoded_plainly() -> None:
 
 
 def test_settings_of_sampling_travel() -> None:
-    given = Sampling(
+    sampling = Sampling(
         temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2, logit_bias={3: -2.0}, min_new_tokens=2,
         eos=frozenset([1]),
     )  # fmt: skip
-    opened = OpenRow(1, Mode.LAW, settings_of(given), (1, 2), 1)
-    assert repr(opened.sampler()) == repr(given)
-    assert repr(replace(opened, mode=Mode.GUESS).sampler()) == repr(replace(given, temperature=0.0))
+    opened = OpenRow(1, Mode.LAW, settings_of(sampling), (1, 2), 1)
+    assert repr(opened.sampler()) == repr(sampling)
+    assert repr(replace(opened, mode=Mode.GUESS).sampler()) == repr(replace(sampling, temperature=0.0))
 
 
 # ---- as users write it ------------------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def test_options_stand_behind_what_a_line_says() -> None:
     defaults = Defaults({"top_k": 5}, {"temperature": 0.0, "max_tokens": 128})
     ours = Line(0, None, "/v1/completions", {"prompt": "x", "max_tokens": 3})
     assert defaults.complete(ours).body == {"prompt": "x", "max_tokens": 3, "temperature": 0.0, "top_k": 5}
-    theirs = Line(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0}, OPENAI)
-    assert defaults.complete(theirs).body == {"prompt": "x", "temperature": 0, "top_k": 5}
+    openai_line = Line(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0}, OPENAI)
+    assert defaults.complete(openai_line).body == {"prompt": "x", "temperature": 0, "top_k": 5}
     renamed = Line(0, None, "/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 9})
     assert "max_tokens" not in defaults.complete(renamed).body
     wrong = Line(0, error="no")

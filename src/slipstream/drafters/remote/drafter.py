@@ -222,8 +222,8 @@ class RemoteDrafter:
         texts = list[list[int]]()
         for place, row in enumerate(rows):
             draft = found.get(place)
-            given = list(draft.tokens) if draft else []
-            texts.append(given if draft and draft.laws else ended(given, row))
+            row_tokens = list(draft.tokens) if draft else []
+            texts.append(row_tokens if draft and draft.laws else ended(row_tokens, row))
         tokens, lengths = padded(texts, CPU), tuple(map(len, texts))
         if not any(lengths):
             return Draft.empty(len(rows), CPU)
@@ -259,7 +259,7 @@ def _common(known: Sequence[int], text: Sequence[int]) -> int:
     if text[: len(known)] == known:
         return len(known)
     pairs = enumerate(zip(known, text, strict=False))
-    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(known), len(text)))
+    return next((place for place, (known_token, token) in pairs if known_token != token), min(len(known), len(text)))
 
 
 def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:

@@ -53,7 +53,7 @@ class Vocabulary:
         if not self.sketch or not other.sketch:
             return abs(self.size - other.size) <= max(self.size, other.size) // 100
         common = list(zip(self.sketch, other.sketch, strict=False))
-        differing = sum(ours != theirs for ours, theirs in common)
+        differing = sum(left != right for left, right in common)
         return differing * 8 <= len(common) and abs(len(self.sketch) - len(other.sketch)) <= 1
 
     def values(self) -> dict[str, Any]:
@@ -110,10 +110,10 @@ def vouch(kind: Kind, key: bytes, side: str, nonces: Sequence[str], vocabulary: 
     return Frame(kind, 0, {**vocabulary.values(), "nonce": nonces[-1], "proof": proof(key, side, nonces, vocabulary)})
 
 
-def check_fit(ours: Vocabulary, theirs: Vocabulary) -> None:
+def check_fit(target: Vocabulary, draft: Vocabulary) -> None:
     """Raises Refused if the token ids of the two sides stand for different tokens."""
-    if not ours.fits(theirs):
+    if not target.fits(draft):
         raise Refused(
-            f"the target has {ours.size} token ids and the draft server {theirs.size}, and they do not mean the same "
+            f"the target has {target.size} token ids and the draft server {draft.size}, and they do not mean the same "
             "tokens: serve a draft of the target's own family, or name its tokenizer with serve-draft --tokenizer"
         )

@@ -95,8 +95,8 @@ class OpenRow:
         bias, eos = self.sampling.get("logit_bias", []), self.sampling.get("eos", [])
         try:
             chosen = 0.0 if self.mode == Mode.GUESS else float(temperature)
-            given = {int(token): float(value) for token, value in bias}
-            return Sampling(temperature=chosen, logit_bias=given, eos=frozenset(map(int, eos)), **known)
+            biases = {int(token): float(value) for token, value in bias}
+            return Sampling(temperature=chosen, logit_bias=biases, eos=frozenset(map(int, eos)), **known)
         except (ValueError, TypeError, OverflowError) as error:
             raise FrameError(f"the settings of a row are not possible: {error}") from None
 

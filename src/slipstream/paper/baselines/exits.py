@@ -99,12 +99,12 @@ class _Leaving(nn.Module):
         self.layer, self.number = layer, number
         self._exits = (exits,)  # in a tuple, so that torch does not register it
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
         exits = self._exits[0]
         if not exits.runs(self.number, hidden_states):
-            self._copy(hidden_states, given["position_embeddings"], given["past_key_values"])
+            self._copy(hidden_states, inputs["position_embeddings"], inputs["past_key_values"])
             return hidden_states
-        behind = self.layer(hidden_states, **given)
+        behind = self.layer(hidden_states, **inputs)
         exits.look(self.number, hidden_states, behind)
         return behind
 

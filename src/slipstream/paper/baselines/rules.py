@@ -54,14 +54,14 @@ def cascade(alpha: float) -> Verifier:
     def verify(p: Law, draft: Draft, draw: Draw) -> Verdict:
         if draft.law is None:
             return acceptance.nothing_drafted(p)
-        ours, theirs = p.first(draft.law.positions), draft.law
-        apart = total_variation(probabilities(ours), probabilities(theirs))
-        trusted = confidence(theirs) >= confidence(ours) - alpha * apart
+        target_law, draft_law = p.first(draft.law.positions), draft.law
+        apart = total_variation(probabilities(target_law), probabilities(draft_law))
+        trusted = confidence(draft_law) >= confidence(target_law) - alpha * apart
         if p.point:
             assert p.tokens is not None
-            passed = trusted | (draft.tokens == ours.tokens)
-            return _verdict(passed, p, draft, (trusted & (draft.tokens != ours.tokens)).float())
-        mixed = torch.where(trusted.unsqueeze(-1), theirs.dense, ours.dense)
+            passed = trusted | (draft.tokens == target_law.tokens)
+            return _verdict(passed, p, draft, (trusted & (draft.tokens != target_law.tokens)).float())
+        mixed = torch.where(trusted.unsqueeze(-1), draft_law.dense, target_law.dense)
         whole = Law(probs=torch.cat([mixed, p.dense[:, draft.law.positions :]], 1))
         return _priced(acceptance.token(whole, draft, draw), draft, apart * trusted)
 

@@ -157,9 +157,9 @@ class Journal:
                 f"{self.path} is no journal of a batch: move it away, or name another file for the answers."
             )
         if not anew and header.rstrip(b"\n") != self._header:
-            given = json.loads(self._header)
+            expected = json.loads(self._header)
             other = (
-                " and ".join(name for name in ("settings", "prompts") if found.get(name) != given[name]) or "version"
+                " and ".join(name for name in ("settings", "prompts") if found.get(name) != expected[name]) or "version"
             )
             raise ValueError(
                 f"{self.path} was begun with other {other}: give the same to go on, or begin anew with --force."

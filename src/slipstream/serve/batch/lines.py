@@ -198,10 +198,10 @@ def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _plain_request(record: Mapping[str, Any], chat: bool) -> tuple[str, dict[str, Any]]:
     """Return path and body of a record in our own format; its other fields go to the endpoint as they are."""
-    given = [name for name in FORMS if name in record]
-    if len(given) != 1:
+    kinds = [name for name in FORMS if name in record]
+    if len(kinds) != 1:
         raise ValueError('the line must have one of "prompt", "messages", "tokens".')
-    kind, prompt = given[0], record[given[0]]
+    kind, prompt = kinds[0], record[kinds[0]]
     check, allowed = FORMS[kind]
     if not check(prompt):
         raise ValueError(f'"{kind}" must be {allowed}.')
@@ -211,5 +211,5 @@ def _plain_request(record: Mapping[str, Any], chat: bool) -> tuple[str, dict[str
         raise ValueError("--chat cannot wrap token ids.")
     if chat and kind == "prompt":
         kind, prompt = "messages", [{"role": "user", "content": prompt}]
-    others = {name: value for name, value in record.items() if name not in (given[0], "id")}
+    others = {name: value for name, value in record.items() if name not in (kinds[0], "id")}
     return PATHS[kind], {**others, ("messages" if kind == "messages" else "prompt"): prompt}

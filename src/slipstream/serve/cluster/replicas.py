@@ -77,11 +77,11 @@ def deploy(arguments: Mapping[str, Any]) -> serve.Application:
     The arguments are "replicas" (4, or "1..4"), "cpus" and "gpus" of each, "max_rows", "names", and the arguments of
     `slipstream.load`. Raises ValueError for impossible values.
     """
-    given = dict(arguments)
-    scale = Scale.read(given.pop("replicas", 1), given.pop("cpus", None), given.pop("gpus", None))
-    room = Room(int(given.pop("max_rows", 16)))
-    names = tuple(given.pop("names", ()) or [given.get("target") or "embedded"])
-    models, settings = {"target": None, "draft": None, **given}, ServeSettings(names)
+    options = dict(arguments)
+    scale = Scale.read(options.pop("replicas", 1), options.pop("cpus", None), options.pop("gpus", None))
+    room = Room(int(options.pop("max_rows", 16)))
+    names = tuple(options.pop("names", ()) or [options.get("target") or "embedded"])
+    models, settings = {"target": None, "draft": None, **options}, ServeSettings(names)
     return application(Recipe(models, settings, room), scale)
 
 

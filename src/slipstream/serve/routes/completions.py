@@ -70,8 +70,8 @@ async def _searched(state: ServerState, body: CompletionRequest, tenant: str) ->
 
 
 def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
-    given: Any = body.prompt
-    prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    value: Any = body.prompt
+    prompts = [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
     if not 1 <= len(prompts) <= limits.prompts:
         raise BadRequest(f"prompt holds {len(prompts)} prompts, but 1 to {limits.prompts} are possible.", "prompt")
     return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
