@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import slipstream
+from serve.conftest import ServerProcess
 
 PROMPT = "def moving_average(values, window):"
 
@@ -147,6 +148,29 @@ def test_beam_search_is_the_librarys(client: openai.OpenAI, engine: slipstream.E
     assert [choice.model_extra["score"] for choice in answer.choices] == pytest.approx([one.score for one in expected])
     assert answer.usage.completion_tokens == sum(len(one.tokens) for one in expected)
     assert answer.usage.prompt_tokens == sum(one.prompt_tokens for one in expected[::2])
+
+
+def test_a_search_is_counted_by_the_metrics(server: ServerProcess) -> None:
+    def count(name: str) -> float:
+        with server.http() as http:
+            lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slipstream:{name}"))
+
+    names = (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "e2e_request_latency_seconds_count",
+    )
+    before = {name: count(name) for name in names}
+    answer = server.client().completions.create(
+        model="embedded", prompt=PROMPT, n=2, max_tokens=6, extra_body={"use_beam_search": True}
+    )
+    grown = {name: count(name) - before[name] for name in names}
+    assert grown["prompt_tokens_total"] == answer.usage.prompt_tokens
+    assert grown["generation_tokens_total"] == answer.usage.completion_tokens
+    assert grown["request_success_total"] == 2
+    assert grown["e2e_request_latency_seconds_count"] == 1
 
 
 def test_a_search_waits_for_what_runs_and_others_wait_for_it(client: openai.OpenAI) -> None:

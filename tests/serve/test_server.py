@@ -141,11 +141,15 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         client = server.client(api_key="secret-of-alice")
         assert client.models.list().data[0].id == "embedded"
         client.completions.create(model="embedded", prompt="very private", max_tokens=2)
+        client.completions.create(
+            model="embedded", prompt="private too", n=2, max_tokens=2, extra_body={"use_beam_search": True}
+        )
         assert server.stop() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["tenant"] == "alice" and lines[-1]["status"] == 200 and lines[-1]["seconds"] > 0
     assert [line["status"] for line in lines].count(401) == 5
-    assert lines[-1]["completion_tokens"] == 2 and lines[-1]["finish_reasons"] == ["length"]
+    assert lines[-2]["completion_tokens"] == 2 and lines[-2]["finish_reasons"] == ["length"]
+    assert lines[-1]["completion_tokens"] == 4 and lines[-1]["finish_reasons"] == ["length", "length"]
     assert "private" not in log.read_text()
 
 
@@ -166,6 +170,15 @@ def test_a_full_disk_ends_the_log_and_not_the_server() -> None:
         assert server.stop() == 0
         server.close()
         assert sum("the access log cannot be written" in line for line in server.lines) == 1
+
+
+def test_a_search_that_memory_cannot_hold_is_refused() -> None:
+    searched = {"prompt": PROMPT, "n": 2, "best_of": 4, "use_beam_search": True}
+    with ServerProcess.start("--memory", "16M") as server, server.http() as http:
+        refused = http.post("/v1/completions", json={**searched, "max_tokens": 2000})
+        assert refused.status_code == 400
+        assert "num_beams=4 is not possible for prompt 0" in refused.json()["error"]["message"]
+        assert http.post("/v1/completions", json={**searched, "max_tokens": 4}).status_code == 200
 
 
 def test_a_full_queue_is_a_429() -> None:

@@ -14,6 +14,7 @@ from slipstream.core.round import Stopwatch
 from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.memory_limit import Room, Unlimited
 from slipstream.decoding.scheduler import check_requests
 from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
@@ -25,16 +26,19 @@ EXTRA = 2
 class BeamDecoder:
     """Runs beam searches in rounds, at most `decoder.batch_size` at a time.
 
-    The decoder's rule and draws are not used; its controller, without updates, gives the number of steps to draft.
-    Raises RuntimeError if the target is in use by another call, and ValueError for a target or a draft that cannot run
-    beam search.
+    The decoder's rule and draws are not used; its controller, without updates, gives the number of steps to draft. As
+    many searches run together as the caches have `room` for, at least one. Raises RuntimeError if the target is in use
+    by another call, and ValueError for a target or a draft that cannot run beam search.
     """
 
-    def __init__(self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA) -> None:
+    def __init__(
+        self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA, room: Room | None = None
+    ) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
         refuse_states(decoder.target)
         self.decoder, self.running = decoder, list[BeamSearch]()
+        self._room = room or Unlimited()
         self._waiting = list(searches)
         self._cache = TrieCache(decoder.target)
         self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
@@ -57,6 +61,9 @@ class BeamDecoder:
     def _admit(self) -> None:
         """Fill free places of the batch with waiting searches, and read their prompts."""
         new = self._waiting[: self.decoder.batch_size - len(self.running)]
+        least = 0 if self.running else 1
+        while len(new) > least and not self._room.holds([*map(self._tokens, self.running), *map(self._tokens, new)]):
+            new.pop()
         if not new:
             return
         watch = Stopwatch()
@@ -89,6 +96,9 @@ class BeamDecoder:
         self._drafts.prune(live)
         watch.lap("rest")
         _share(watch, searches)
+
+    def _tokens(self, search: BeamSearch) -> int:
+        return most_tokens(search, self.decoder.controller.most)
 
     def _depths(self) -> list[int]:
         """Return the number of steps to draft per search; prefixes as long as the limit need no scores."""
@@ -128,6 +138,13 @@ def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection
         limit = room if target.context is None else min(room, target.context - len(request.prompt))
         found.append(BeamSearch(request, request.beams, limit, number))
     return found
+
+
+def most_tokens(search: BeamSearch, gamma: int) -> int:
+    """Return how many tokens a search may hold in a cache: the prompt, and all beams as if they had nothing in common,
+    with the prefixes that are drafted, `gamma` steps at most."""
+    beams = search.settings.num_beams
+    return len(search.request.prompt) + beams * search.limit + (beams + EXTRA) * gamma
 
 
 def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearch]:

@@ -18,11 +18,19 @@ class Room(Protocol):
         """Return whether there is memory for one more round of these rows with the longest drafts."""
         ...
 
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Return whether there is memory for rows of these numbers of tokens."""
+        ...
+
 
 class Unlimited:
     """Room for any rows."""
 
     def fits(self, rows: Sequence[Row]) -> bool:
+        """Return True."""
+        return True
+
+    def holds(self, lengths: Sequence[int]) -> bool:
         """Return True."""
         return True
 
@@ -51,9 +59,9 @@ class MemoryLimit:
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Return whether there is memory for one more round of these rows with the longest drafts."""
-        lengths = self._lengths(rows)
-        return sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes
-
-    def _lengths(self, rows: Sequence[Row]) -> list[int]:
         gammas = (self.decoder.controller.most if row.request.gamma is None else row.request.gamma for row in rows)
-        return [len(row.tokens) + gamma + 1 for row, gamma in zip(rows, gammas, strict=True)]
+        return self.holds([len(row.tokens) + gamma + 1 for row, gamma in zip(rows, gammas, strict=True)])
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Return whether there is memory for rows of these numbers of tokens."""
+        return sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes

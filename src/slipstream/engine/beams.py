@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 from slipstream.core.beams import Hypothesis
 from slipstream.core.stats import Stats
-from slipstream.decoding.beam import BeamDecoder, searches_of
+from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
 from slipstream.decoding.beam_search import BeamSearch
+from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited
 from slipstream.engine.generation import Completion, Generation
 from slipstream.engine.job import Job
 
@@ -18,17 +19,25 @@ class BeamTexts:
     """Runs a beam search for each prompt of a job and collects the completions.
 
     Text i is number i % width of prompt i // width, where `width` is `num_return_sequences`. Texts at the indices
-    `skip` are left out; a prompt is searched if any of its texts is wanted. Raises ValueError for requests that the
-    target or the draft cannot search.
+    `skip` are left out; a prompt is searched if any of its texts is wanted. `memory` limits the bytes that the caches
+    may take. Raises ValueError for requests that the target or the draft cannot search, or for which there is too
+    little memory.
     """
 
-    def __init__(self, job: Job, skip: Collection[int] = ()) -> None:
+    def __init__(self, job: Job, skip: Collection[int] = (), memory: int | None = None) -> None:
         beams = job.options.beams
         assert beams is not None
         self._job, self._skip, self._width = job, skip, beams.num_return_sequences
         wanted = [place for place in range(len(job.generations)) if any(i not in skip for i in self._texts_of(place))]
         requests = [job.generations[place].request for place in wanted]
         self._searches = searches_of(job.decoder.target, requests, wanted)
+        self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, job.decoder)
+        for search in self._searches:
+            if not self._room.holds([most_tokens(search, job.decoder.controller.most)]):
+                raise ValueError(
+                    f"num_beams={beams.num_beams} is not possible for prompt {search.index}: with {search.limit} new "
+                    f"tokens the caches would take more than {memory} bytes; use fewer beams or new tokens."
+                )
         self._done: dict[int, Completion] = {}
 
     def play(
@@ -38,13 +47,24 @@ class BeamTexts:
     ) -> None:
         """Search to the end, or while `wanted()` is true; call `on_completion(index, completion)` for each text as soon
         as its search has ended."""
-        with closing(BeamDecoder(self._job.decoder, self._searches).rounds()) as rounds:  # type: ignore[type-var]
+        with closing(BeamDecoder(self._job.decoder, self._searches, room=self._room).rounds()) as rounds:  # type: ignore[type-var]
             for running in rounds:
                 for search in running:
                     if search.finish_reason:
                         self._finish(search, on_completion)
                 if not wanted():
                     return
+
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        """The tokens of each prompt; for an encoder-decoder, of its source."""
+        requests = [search.request for search in self._searches]
+        return [each.prompt if each.source is None else each.source for each in requests]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of all prompts."""
+        return sum(map(len, self.prompts))
 
     @property
     def completions(self) -> list[Completion]:

@@ -11,11 +11,12 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
+from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Piece
 from slipstream.serve import answers
 from slipstream.serve.faults import Unavailable
 from slipstream.serve.schema import Speculation
-from slipstream.serve.worker import Ticket
+from slipstream.serve.worker import Search, Ticket
 from slipstream.version import __version__
 
 Result = TypeVar("Result")
@@ -178,6 +179,28 @@ class Call:
             draft_n=ticket.stats.drafted,
             draft_n_accepted=ticket.stats.accepted,
         )
+
+
+@dataclass(frozen=True)
+class SearchCall:
+    """A beam search of one request, for the access log."""
+
+    search: Search
+    engine: Engine
+
+    def log_fields(self, texts: bool) -> dict[str, Any]:
+        """Return the search's fields of the access log: counts, and with `texts` also prompts and answers."""
+        found = self.search.completions
+        fields: dict[str, Any] = {
+            "prompt_tokens": self.search.texts.prompt_tokens,
+            "completion_tokens": sum(len(each.tokens) for each in found),
+            "cached_tokens": 0,  # a search reads its prompts itself
+            "finish_reasons": self.search.finish_reasons,
+        }
+        if texts:
+            fields["prompts"] = [self.engine.decode(prompt) for prompt in self.search.texts.prompts]
+            fields["answers"] = [each.text for each in found]
+        return fields
 
 
 def speculative_decoding(steps: Sequence[tuple[int, int]], detailed: bool) -> answers.SpeculativeDecoding | None:

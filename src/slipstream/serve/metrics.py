@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
 from slipstream.execution.graphs import GRAPHS
-from slipstream.serve.worker import Ticket, Worker
+from slipstream.serve.worker import Search, Ticket, Worker
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -92,6 +92,26 @@ class Metrics:
         _observe(self.whole, now - ticket.times.arrived)
         for counter in self.finished:
             counter.labels(self.model, row.finish_reason).inc()
+
+    def on_search(self, search: Search, now: float) -> None:
+        """Count a beam search: its texts as requests that ended, and what was drafted and accepted on the way."""
+        found = search.completions
+        stats = sum((each.stats for each in found), Stats())
+        _add(self.read, search.texts.prompt_tokens)
+        _add(self.generated, sum(len(each.tokens) for each in found))
+        _add(self.drafts, bool(stats.drafted) * stats.target_calls)
+        _add(self.drafted, stats.drafted)
+        _add(self.accepted, stats.accepted)
+        for position, count in enumerate(stats.accepted_by_position):
+            for counter in self.by_position:
+                counter.labels(self.model, str(position)).inc(count)
+        for phase, seconds in stats.seconds.items():
+            self.seconds.labels(self.model, phase).inc(seconds)
+        _observe(self.queued, (search.times.started or now) - search.times.arrived)
+        _observe(self.whole, now - search.times.arrived)
+        for counter in self.finished:
+            for reason in search.finish_reasons:
+                counter.labels(self.model, reason).inc()
 
     # ---- series under both names ----
 

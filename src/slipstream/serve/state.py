@@ -18,7 +18,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Prompt
 from slipstream.serve import answers
-from slipstream.serve.call import Call
+from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.faults import BadRequest, NotServed, ServeError
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.settings import Room, ServeSettings
@@ -129,15 +129,19 @@ class ServerState:
         request.state.call = call = Call(tickets, options.get("n") or 1)
         return call
 
-    async def search(self, prompts: Sequence[Prompt], options: dict[str, Any], field: str) -> list[Completion]:
-        """Search with beams for prompts -> `num_return_sequences` texts of each, side by side.
+    async def search(
+        self, request: Request, prompts: Sequence[Prompt], options: dict[str, Any], field: str
+    ) -> list[Completion]:
+        """Search with beams for a request's prompts -> `num_return_sequences` texts of each, side by side.
 
         `field` is the one that errors about prompts name. Raises a ServeError for whatever cannot be.
         """
         self.worker.check()
         try:
             job = await run_in_threadpool(self.engine.prepare, prompts, options)
-            return await self.worker.search(BeamTexts(job))
+            search = self.worker.submit_search(BeamTexts(job, memory=self.worker.room.memory))
+            request.state.call = SearchCall(search, self.engine)
+            return await search.found
         except ServeError:
             raise
         except (ValueError, TypeError) as error:

@@ -59,6 +59,10 @@ class Listener(Protocol):
         """Called when a request has ended."""
         ...
 
+    def on_search(self, search: Search, now: float) -> None:
+        """Called when a beam search has ended, by its end or by an error."""
+        ...
+
 
 Delivery = tuple[int, list[Piece]] | Unavailable
 """The place of a ticket in its call and the pieces of a round; or the error that ends all tickets."""
@@ -114,15 +118,32 @@ class Search:
 
     texts: BeamTexts
     found: asyncio.Future[list[Completion]]
+    times: Times
+    failed: bool = False
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The texts that were found so far, those of a prompt side by side."""
+        return self.texts.completions
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """The finish reason of each text: "abort" if a cancelled search has not found it, "error" after an error."""
+        if self.failed:
+            return ["error"] * len(self.completions)
+        return ["abort" if one.finish_reason == "interrupted" else one.finish_reason for one in self.completions]
 
     def run(self, call: Callable[[Callable[[], object]], None]) -> None:
         """Search in the worker's thread; `call` runs something in the event loop."""
+        self.times.started = monotonic()
         try:
             self.texts.play(wanted=lambda: not self.found.done())
         except Exception as error:  # of this search alone: the models are as they were
+            self.failed = True
             call(partial(self.fail, error))
         else:
             call(self._succeed)
+        self.times.last = monotonic()
 
     def fail(self, error: Exception) -> None:
         """End it by an error, in the event loop."""
@@ -131,7 +152,7 @@ class Search:
 
     def _succeed(self) -> None:
         if not self.found.done():
-            self.found.set_result(self.texts.completions)
+            self.found.set_result(self.completions)
 
 
 class Worker:
@@ -149,6 +170,7 @@ class Worker:
         self.ready = False
         self._tickets: dict[int, Ticket] = {}  # tickets of requests that have not ended, by the index of the row
         self._searches: deque[Search] = deque()
+        self._searching = False
         self._numbers = count()
         self._scheduler = self._new_scheduler()
         self._wake, self._ending, self._draining = threading.Event(), False, False
@@ -181,19 +203,19 @@ class Worker:
         self._wake.set()
         return tickets
 
-    async def search(self, texts: BeamTexts) -> list[Completion]:
-        """Run a beam search -> its completions.
+    def submit_search(self, texts: BeamTexts) -> Search:
+        """Queue a beam search -> the search, whose `found` can be awaited; one that is cancelled ends the search.
 
-        It has the models for itself: it waits until the rows that run have ended, and new requests wait for it. A task
-        that is cancelled while it waits ends the search. Raises QueueFull or Unavailable.
+        It has the models for itself: it waits until the rows that run have ended, and new requests wait for it. Raises
+        QueueFull or Unavailable.
         """
         self.check()
         if self.waiting >= self.max_queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
-        search = Search(texts, asyncio.get_running_loop().create_future())
+        search = Search(texts, asyncio.get_running_loop().create_future(), Times(monotonic()))
         self._searches.append(search)
         self._wake.set()
-        return await search.found
+        return search
 
     def check(self) -> None:
         """Raise Unavailable unless requests can be taken."""
@@ -213,13 +235,13 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """The number of requests whose rows have a place in the batch."""
-        return len(self._scheduler.running) + len(self._scheduler.reading)
+        """The number of requests whose rows have a place in the batch, and of beam searches that run."""
+        return len(self._scheduler.running) + len(self._scheduler.reading) + self._searching
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return max(0, len(self._tickets) - self.running) + len(self._searches)
+        return max(0, len(self._tickets) + self._searching - self.running) + len(self._searches)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -273,7 +295,11 @@ class Worker:
         self._scheduler.holds = bool(self._searches)
         while self._searches and self._scheduler.idle and not self._ending:
             search = self._searches.popleft()
+            self._searching = True
             search.run(self._call)
+            self._searching = False
+            for listener in self.listeners:
+                listener.on_search(search, monotonic())
             self._scheduler.holds = bool(self._searches)
 
     def _drop_searches(self, why: Unavailable) -> None:

@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     state.check_model(body.model)
     refuse_beam_fields(body)
     if body.use_beam_search:
-        return answered(await unless_gone(request, _searched(state, body, tenant_of(request))))
+        return answered(await unless_gone(request, _searched(state, body, request)))
     options = await run_in_threadpool(_options, body, state, tenant_of(request))  # compiling grammars may take long
     call = await state.call(request, _prompts(body, state.settings.limits), options, "prompt")
     answer = _Answer(state, body, call)
@@ -58,13 +58,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return answered(await unless_gone(request, answer.whole()))
 
 
-async def _searched(state: ServerState, body: CompletionRequest, tenant: str) -> answers.CompletionAnswer:
+async def _searched(state: ServerState, body: CompletionRequest, request: Request) -> answers.CompletionAnswer:
     """Run beam search for a request and return its answer."""
-    options = beam_options(body, state.settings, tenant, count_written(body, state.settings))
+    options = beam_options(body, state.settings, tenant_of(request), count_written(body, state.settings))
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     options |= _for_texts(body, state.settings.limits)
     heading = Heading.new("cmpl", state.model)
-    found = await state.search(_prompts(body, state.settings.limits), options, "prompt")
+    found = await state.search(request, _prompts(body, state.settings.limits), options, "prompt")
     choices, usage = beam_choices(found, list(map(finish_reason, found))), beam_usage(found, body.n or 1)
     return answers.CompletionAnswer(**heading.fields, choices=choices, usage=usage)
 
