@@ -161,7 +161,9 @@ def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: 
         return
     if not file.is_file():
         raise _refused(path, "it is a device or a pipe, not a file")
-    ours = _readable(path) and kind.recognises(file)
+    if not os.access(path, os.R_OK):
+        raise _refused(path, "it exists and cannot be read; name another file")
+    ours = kind.recognises(file)
     if any(_is_input(file, Path(input_path), ours) for input_path in inputs):
         raise _refused(path, "it is an input of this command; name another file")
     if not (ours or force or not file.stat().st_size):
@@ -192,12 +194,6 @@ def _is_input(file: Path, input_path: Path, ours: bool) -> bool:
     if input_path.is_dir():
         return not ours and file.resolve().is_relative_to(input_path.resolve())
     return input_path.exists() and file.samefile(input_path)
-
-
-def _readable(path: Name) -> bool:
-    if not os.access(path, os.R_OK):
-        raise _refused(path, "it exists and cannot be read; name another file")
-    return True
 
 
 def _beginning(path: Path, count: int) -> bytes:

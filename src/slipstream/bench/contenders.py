@@ -41,7 +41,8 @@ def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()
 
     `others` are further engines with the same target: other drafts, or compiled execution.
     """
-    sides = [Side(engine, _draft_name(engine)), *others]
+    drafts = scorers(engine.decoder)[1:]
+    sides = [Side(engine, drafts[0].name if drafts else None), *others]
     plain = {side.execution: side for side in reversed(sides)}  # the first side of each execution
     runs = [side for side in sides if side is plain[side.execution]]
     contenders = [_plain(side) for side in runs]
@@ -114,8 +115,3 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
         return Output([row.output for row in done], sum((row.stats for row in done), Stats()), count)
 
     return Contender(name, run, gamma)
-
-
-def _draft_name(engine: Engine) -> str | None:
-    models = scorers(engine.decoder)[1:]
-    return models[0].name if models else None

@@ -65,17 +65,14 @@ class PrefixCache:
             oldest = next(iter(self._used), None)
             if oldest is None or oldest in path:
                 return False
-            self._drop(oldest)
+            assert oldest.states is not None and oldest.parent is not None and not oldest.following
+            del self._used[oldest]
+            del oldest.parent.following[oldest.tokens]
+            self.bytes -= oldest.states.nbytes
         block.parent.following[block.tokens] = block
         self._used[block] = None
         self.bytes += size
         return True
-
-    def _drop(self, block: _Block) -> None:
-        assert block.states is not None and block.parent is not None and not block.following
-        del self._used[block]
-        del block.parent.following[block.tokens]
-        self.bytes -= block.states.nbytes
 
 
 class Shelf:

@@ -195,9 +195,8 @@ def about_endings(found: Endings) -> Answer:
 
 def named(case: Case, found: Comparison) -> tuple[Difference, ...]:
     """Return the first difference of every text, with its tokens as text."""
-    return tuple(_named(case, difference, allowed_gap(case, found)) for difference in found.first())
-
-
-def _named(case: Case, it: Difference, allowed: float) -> Difference:
-    plain, emitted = (case.decode([token]) for token in (it.plain, it.emitted))
-    return replace(it, plain_text=plain, emitted_text=emitted, allowed=allowed)
+    allowed, read = allowed_gap(case, found), case.decode
+    return tuple(
+        replace(it, plain_text=read([it.plain]), emitted_text=read([it.emitted]), allowed=allowed)
+        for it in found.first()
+    )

@@ -165,7 +165,9 @@ def watch(
         sound(round.rows)
         if round.draft.parents is not None:
             observed.form = TREES if round.draft.paths is None else PATHS
-        _compare_draws(observed, round, tap)
+        # The laws that verdict and draft report must be those that tokens were drawn from.
+        _compare_next(observed, tap.verdict, tap.draws((), Purpose.NEXT))
+        _compare_draft(observed, round.draft, (), tap)
         for place, row in enumerate(round.rows):
             view = _View(round, place, tap)
             view.compare(observed)
@@ -227,21 +229,14 @@ class _View:
         node = self.nodes[len(observed.pairs) % len(self.nodes)]
         above = self.lines[node][-2] + 1 if len(self.lines[node]) > 1 else 0
         here, after = normed(p[self.place, above]), normed(p[self.place, node + 1])
-        observed.pairs.append(Pair(here, normed(self._q(q, node, p.shape[-1])), after, q.point).pooled(WIDE))
-
-    def _q(self, law: Law, node: int, vocab: int) -> Tensor:
-        if law.probs is not None:
-            return law.probs[self.place, node]
-        return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), vocab)
+        if q.probs is not None:
+            drafted = q.probs[self.place, node]
+        else:
+            drafted = torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), p.shape[-1])
+        observed.pairs.append(Pair(here, normed(drafted), after, q.point).pooled(WIDE))
 
 
 # ---- laws that are reported, and laws that are drawn from ------------------------------------------------------------
-
-
-def _compare_draws(observed: Observations, round: Round, tap: _Tap) -> None:
-    """Compare the laws that draft and verdict report with those that tokens were drawn from."""
-    _compare_next(observed, tap.verdict, tap.draws((), Purpose.NEXT))
-    _compare_draft(observed, round.draft, (), tap)
 
 
 def _compare_next(observed: Observations, verdict: Verdict, drawn: Sequence[Drawn]) -> None:

@@ -32,7 +32,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
 if TYPE_CHECKING:
-    from slipstream.bench import BenchReport, BenchSettings, Result, Side
+    from slipstream.bench import BenchReport, Result, Side
     from slipstream.engine.engine import Engine
 
 
@@ -171,9 +171,11 @@ LEGEND = (
 def _show(report: BenchReport, screen: Console) -> None:
     """Print two tables per batch and temperature, of speeds and of rounds, and the machine they were measured on."""
     name = row_names(report.rows)
+    tokens = f"{'' if report.settings.ignore_eos else 'at most '}{report.settings.max_new_tokens} new tokens"
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
         rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
-        screen.print(f"\nbatch {batch}, temperature {temperature:g}: {_amount(rows[0], report.settings)}", style="bold")
+        amount = f"{rows[0].prompts} prompts x {tokens} x {len(rows[0].speeds)} repetitions"
+        screen.print(f"\nbatch {batch}, temperature {temperature:g}: {amount}", style="bold")
         screen.print(_table(SPEED, {name(row): _speed(row) for row in rows}))
         screen.print(_table(ROUND, {name(row): _round(row) for row in rows if row.milliseconds_per_call}))
     facts = report.environment
@@ -191,11 +193,6 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
         yield f"The machine was busy before (load {load:.1f} per core): the figures mean little."
     if facts["device"] == "cpu" and facts["bfloat16"] == "emulated" and "bfloat16" in str(facts["target"].get("dtype")):
         yield "This processor does not multiply bfloat16 itself: float32 may be faster."
-
-
-def _amount(row: Result, settings: BenchSettings) -> str:
-    end = "" if settings.ignore_eos else "at most "
-    return f"{row.prompts} prompts x {end}{settings.max_new_tokens} new tokens x {len(row.speeds)} repetitions"
 
 
 def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:

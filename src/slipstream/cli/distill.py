@@ -301,17 +301,12 @@ def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list
 
 def _measurement_line(found: Measurement, total: int) -> str:
     """Return one measurement as a line of text."""
-    parts = [
-        f"T={temperature} alpha {alpha:.3f}, kept {_spaced(kept)}, {gain:.2f}x at gamma {gamma}"
-        for temperature, alpha, kept, gamma, gain in zip(
-            (0, 1), found.alpha, found.kept, found.gammas, found.gains, strict=True
-        )
-    ]
+    parts = list[str]()
+    columns = zip((0, 1), found.alpha, found.kept, found.gammas, found.gains, strict=True)
+    for temperature, alpha, shares, gamma, gain in columns:
+        kept = " ".join(f"{share:.2f}" for share in shares)
+        parts.append(f"T={temperature} alpha {alpha:.3f}, kept {kept}, {gain:.2f}x at gamma {gamma}")
     return f"step {found.steps}/{total}: {'; '.join(parts)}"
-
-
-def _spaced(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.2f}" for share in shares)
 
 
 def _summary(out: Path, about: Distilled) -> str:

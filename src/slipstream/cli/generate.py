@@ -139,12 +139,9 @@ def generate(
     tell(engine.notes if engine else ())
     # Each sample of a prompt is an item of its own; beam search numbers its texts itself.
     samples = options.get("num_return_sequences") or options.pop("n")
-    items = [sample for item in items for sample in _samples(item, samples)]
+    if samples > 1:
+        items = [replace(item, where=f"{item.where}, sample {i}") for item in items for i in range(1, samples + 1)]
     raise typer.Exit(_answer(Work(engine, items, options, params["profile"], samples), params))
-
-
-def _samples(item: Item, count: int) -> list[Item]:
-    return [replace(item, where=f"{item.where}, sample {i}") for i in range(1, count + 1)] if count > 1 else [item]
 
 
 def _answer(work: Work, params: dict[str, Any]) -> int:
@@ -153,7 +150,10 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
         if item.error:
             say(f"{item.where}: {item.error}")
     if params["out"] is not None:
-        answers = open_answers(params["out"], _digests(params, work), params["resume"], params["force"])
+        # A resumed run compares the settings, and of every prompt the text or the error.
+        settings = digest({**{name: params[name] for name in LAW}, **read_form(params)})
+        digests = [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
+        answers = open_answers(params["out"], digests, params["resume"], params["force"])
         with closing(answers.stream):
             code = _show_json(work, answers)
     else:
@@ -315,12 +315,6 @@ LAW = (
     *("no_repeat_ngram_size", "logit_bias", "stop_token_ids", "min_new_tokens", "max_time", "n", "logprobs", "echo"),
     *("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
 )
-
-
-def _digests(params: dict[str, Any], work: Work) -> list[dict[str, str]]:
-    """Return, for every prompt, a digest of the settings and one of the prompt, which a resumed run compares."""
-    settings = digest({**{name: params[name] for name in LAW}, **read_form(params)})
-    return [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
 
 
 def _begin(work: Work, item: Item) -> None:

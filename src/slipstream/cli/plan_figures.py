@@ -48,19 +48,15 @@ def from_figures(params: dict[str, Any]) -> None:
         points = [float(part) for part in curve.split(",")] if curve is not None else []
     except ValueError:
         raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
-    delay = _delay(params["network_ms"], params["step_ms"])
+    network, step = params["network_ms"], params["step_ms"]
+    if (network is None) != (step is None):
+        raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
+    delay = None if network is None else network / step  # to the draft and back, in target steps
     found = promise(alpha, cost, params["operations_cost"], params["gamma"] or [], points, delay)
     if params["as_json"]:
         print(json_text(asdict(found)))
     else:
-        _show(found, bool(points), params["step_ms"], console())
-
-
-def _delay(network: float | None, step: float | None) -> float | None:
-    """Return the milliseconds to the draft and back in target steps. Raises ValueError if only one is given."""
-    if (network is None) != (step is None):
-        raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
-    return None if network is None or step is None else network / step
+        _show(found, bool(points), step, console())
 
 
 def _show(found: Figures, curved: bool, step: float | None, screen: Console) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from slipstream.core.beams import Candidates, Prefix
 from slipstream.core.draws import draw
@@ -211,12 +210,8 @@ def score(
     context = Context(tuple(rows), draw)
     law, faults = context.law_and_faults(logits[:, None], Prefixes(nothing, [()]), cache.scorer.name)
     assert law.scores is not None, "beams are greedy"
-    found = _best(law.scores[:, 0], [keep[place] for place, _ in pairs])
+    counts = [keep[place] for place, _ in pairs]
+    values, tokens = law.scores[:, 0].topk(min(max(counts), law.scores.shape[-1]))
+    best = zip(values.tolist(), tokens.tolist(), counts, strict=True)
+    found: list[Candidates] = [(some[:count], ids[:count]) for some, ids, count in best]
     return [(prefix, faults.get((i, 0)) or found[i]) for i, (_, prefix) in enumerate(pairs)]
-
-
-def _best(scores: Tensor, keep: Sequence[int]) -> list[Candidates]:
-    """Return the `keep[i]` best continuations of prefix i by scores (prefixes, vocab)."""
-    values, tokens = scores.topk(min(max(keep), scores.shape[-1]))
-    pairs = zip(values.tolist(), tokens.tolist(), keep, strict=True)
-    return [(some[:count], ids[:count]) for some, ids, count in pairs]

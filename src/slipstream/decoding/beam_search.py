@@ -109,7 +109,10 @@ class BeamSearch:
             if reason is None:
                 going.append(Beam(prefix.child(token), score))
             elif rank < width and open_:  # lower ranks are candidates only so that enough beams stay live
-                self._finish(prefix, token, score / length**self.settings.length_penalty, reason)
+                score /= length**self.settings.length_penalty
+                self.finished.append(Hypothesis((*prefix.tokens, token), score, reason))
+                self.finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
+                del self.finished[width:]
         self.live = going[:width] or self.live
         self._judge(length, bool(going))
 
@@ -120,11 +123,6 @@ class BeamSearch:
         if self.request.stop and (reason := self.request.stop([*self.request.prompt, *prefix.tokens, token])):
             return reason
         return "length" if length >= self.limit else None
-
-    def _finish(self, prefix: Prefix, token: int, score: float, reason: str) -> None:
-        self.finished.append(Hypothesis((*prefix.tokens, token), score, reason))
-        self.finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
-        del self.finished[self.settings.num_beams :]
 
     def _judge(self, length: int, going: bool) -> None:
         """Decide after a step of outputs of this length whether the search is over."""

@@ -114,7 +114,9 @@ class TrieCache:
         """Feed each row prefixes that it lacks, parents first -> logits (all prefixes, vocab), row by row."""
         held = torch.tensor([[len(row.places)] for row in self.rows])
         self.rows = [row.grown(more) if more else row for row, more in zip(self.rows, new, strict=True)]
-        width = self._width(max(map(len, new)))
+        width = max(map(len, new))
+        if isinstance(self.scorer, HasModel) and self.scorer.execution is not None:
+            width = 1 << (width - 1).bit_length()  # a power of two, so that few compiled graphs are made
         count = int(held.max()) + width
         depths = torch.zeros(len(new), count, dtype=torch.long)
         seen = torch.zeros(len(new), width, count, dtype=torch.bool)
@@ -127,11 +129,6 @@ class TrieCache:
         tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1])).to(self.scorer.device)
         logits = self.scorer.extend(tokens, [len(more) for more in new], tree=Tree(held, depths, seen))
         return torch.cat([logits[place, : len(more)] for place, more in enumerate(new)])
-
-    def _width(self, count: int) -> int:
-        """Return the width of a call: with compiled graphs the next power of two, so that few graphs are made."""
-        by_graphs = isinstance(self.scorer, HasModel) and self.scorer.execution is not None
-        return 1 << (count - 1).bit_length() if by_graphs else count
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
         """Remove prefixes that are neither ancestors nor continuations of live ones, in rows with more than `WASTE`."""

@@ -132,7 +132,8 @@ class ExpectedText:
         self.shadow.finish_reason = self.row.finish_reason
         if len(text) == self.base and not self.drafted:
             return  # nothing has happened since
-        kept = _alike(expected, text, self.base)
+        end = min(len(expected), len(text))  # the texts are equal in the first `base` tokens
+        kept = next((place for place in range(self.base, end) if expected[place] != text[place]), end)
         came_true = self.drafted > 0 and kept == len(text) == self.base + self.drafted + 1
         self.base, self.drafted, self.goal = len(text), 0, 0
         if not came_true:
@@ -156,12 +157,6 @@ class ExpectedText:
         self.shadow.tokens += tokens
         law = law.first(len(tokens))
         self.law = law if self.law is None else Law.join([self.law, law], 1)
-
-
-def _alike(expected: Sequence[int], text: Sequence[int], known: int) -> int:
-    """Return the length of the common prefix of two texts whose first `known` tokens are known to be equal."""
-    end = min(len(expected), len(text))
-    return next((place for place in range(known, end) if expected[place] != text[place]), end)
 
 
 class AheadDrafter:

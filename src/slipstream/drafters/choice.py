@@ -72,7 +72,8 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     windowed, ahead = [0] * len(lengths), [0] * len(lengths)
     for row in range(len(lengths)):
         owner = next((draft for draft in full if draft.lengths[row]), full[0])
-        tokens.append(torch.nn.functional.pad(owner.tokens[row : row + 1].to(device), _right(owner, width)))
+        part = owner.tokens[row : row + 1].to(device)
+        tokens.append(torch.nn.functional.pad(part, (0, width - part.shape[1])))
         laws.append(_law(owner.to(device), row, width, vocab))
         windowed[row] = owner.windowed[row] if owner.windowed else 0
         ahead[row] = owner.ahead[row] if owner.ahead else 0
@@ -82,10 +83,6 @@ def merge(drafts: Sequence[Draft]) -> Draft:
 def _vocab(drafts: Sequence[Draft]) -> Tensor | None:
     """Return zeros (1, 1, vocab) like the dense laws; None if all are point masses."""
     return next((draft.law.dense[:1, :1] * 0 for draft in drafts if draft.law and not draft.law.point), None)
-
-
-def _right(draft: Draft, width: int) -> tuple[int, int]:
-    return 0, width - draft.tokens.shape[1]
 
 
 def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:

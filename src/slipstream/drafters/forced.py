@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.core.draft import Draft
-from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import grammar_of, sure
 
@@ -20,11 +19,11 @@ class Forced:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` forced tokens per row, (rows, longest)."""
-        return sure([self._next(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
+        copies = list[list[int]]()
+        for row, gamma in zip(context.rows, gammas, strict=True):
+            grammar = grammar_of(row)
+            copies.append(grammar.forced(row.output)[:gamma] if grammar is not None and gamma else [])
+        return sure(copies)
 
     def observe(self, round: Round) -> None:
         """Do nothing: what a grammar forces does not depend on rounds."""
-
-    def _next(self, row: Row, gamma: int) -> list[int]:
-        grammar = grammar_of(row)
-        return grammar.forced(row.output)[:gamma] if grammar is not None and gamma else []

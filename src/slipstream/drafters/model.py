@@ -52,8 +52,9 @@ class ModelDrafter:
         if not gamma:
             return Draft.empty(len(context.rows), self.scorer.device)
         missing = self._follower.lacking(gamma)
-        if (draft := self._at_once(context, missing, gammas)) is not None:
-            return draft
+        chains = chains_by_graphs(self._graphs, context, missing, gammas, self.vocab)
+        if chains is not None:
+            return Draft(*chains, tuple(gammas), windowed_lengths(self._follower, gammas))
 
         def law_after(tokens: Tensor) -> Law:
             if i := tokens.shape[1]:
@@ -64,11 +65,6 @@ class ModelDrafter:
 
         draft = sample_chain(context, law_after, gammas, self.scorer.device)
         return replace(draft, windowed=windowed_lengths(self._follower, gammas))
-
-    def _at_once(self, context: Context, missing: Sequence[Sequence[int]], gammas: Sequence[int]) -> Draft | None:
-        """Draft the chains by compiled graphs; None if there are none, or if sampling needs more than a temperature."""
-        chains = chains_by_graphs(self._graphs, context, missing, gammas, self.vocab)
-        return chains and Draft(*chains, tuple(gammas), windowed_lengths(self._follower, gammas))
 
     def observe(self, round: Round) -> None:
         """Roll the model's cache back to the tokens that the round kept."""

@@ -144,13 +144,10 @@ def _chain(parts: Sequence[Part], context: BuildContext) -> Drafter:
     options = dict(faster[-1].options)
     step = {"gamma": _typed("gamma", options.pop("gamma"), int)} if "gamma" in options else {}
     faster[-1] = replace(faster[-1], options=tuple(options.items()))
-    own = None if last.kind in QUANTIZED else find_tokenizer(_source(last))
+    source: Any = EMBEDDED / "draft" if last.kind == "embedded" else last.value
+    own = None if last.kind in QUANTIZED else find_tokenizer(source)
     inside = replace(context, target=model.scorer, tokenizer=own or context.tokenizer, waits=True)
     return ChainDrafter(model.scorer, _chain(faster, inside), model.vocab, **step)
-
-
-def _source(part: Part) -> Any:
-    return EMBEDDED / "draft" if part.kind == "embedded" else part.value
 
 
 def forms() -> str:

@@ -33,8 +33,9 @@ def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...
         raise ValueError(f"a tree of shape {levels} is not possible: give 1 or more candidates per level.")
     widths = list(islice(accumulate(levels, mul), MOST_LEVELS))
     if len(levels) > MOST_LEVELS or sum(widths) > MOST_NODES:
+        shown = str(levels) if len(levels) < 9 else f"({', '.join(map(str, levels[:8]))}, ...)"
         raise ValueError(
-            f"a tree of shape {_short(levels)} is too large: all levels together may hold {MOST_NODES} candidates, "
+            f"a tree of shape {shown} is too large: all levels together may hold {MOST_NODES} candidates, "
             f"in at most {MOST_LEVELS} levels."
         )
     if vocab is not None and max(levels) > vocab:
@@ -42,10 +43,6 @@ def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...
             f"a tree of shape {levels} is not possible: the draft has {vocab} tokens, fewer than candidates."
         )
     return tuple(map(int, levels))
-
-
-def _short(levels: tuple[int, ...]) -> str:
-    return str(levels) if len(levels) < 9 else f"({', '.join(map(str, levels[:8]))}, ...)"
 
 
 class TreeDrafter:

@@ -57,14 +57,14 @@ class BeamTexts:
 
     @property
     def prompts(self) -> list[Sequence[int]]:
-        """The tokens of each prompt; for an encoder-decoder, of its source."""
-        requests = [search.request for search in self._searches]
-        return [each.prompt if each.source is None else each.source for each in requests]
+        """The tokens of each prompt."""
+        return [search.request.prompt for search in self._searches]
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of all prompts."""
-        return sum(map(len, self.prompts))
+        """The number of tokens of all prompts; for an encoder-decoder, of the sources."""
+        requests = [search.request for search in self._searches]
+        return sum(len(each.prompt if each.source is None else each.source) for each in requests)
 
     @property
     def completions(self) -> list[Completion]:

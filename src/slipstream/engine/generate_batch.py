@@ -135,7 +135,9 @@ class Batch:
         requests = []
         for row, prompt in enumerate(each.tokens for each in self.prompts):
             if (kind := self._kind(row)) not in samplings:
-                samplings[kind] = self._sampling(row, away)
+                chain = [self._adapt(processor, row, away) for processor in self.processors]
+                chain = [*self.logits[row : row + 1], *chain, *self.scores[row : row + 1]]
+                samplings[kind] = Sampling(temperature=float(bool(self.config.do_sample)), processors=chain)
             eos, stop = (self.eos, None) if simple else (frozenset[int](), self._stop(row))
             key = request_key(prompt, copies[prompt])
             salt = f"row {row}"  # equal tokens may stand for different embeddings: each row is read for itself
@@ -149,11 +151,6 @@ class Batch:
             return row
         prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         return () if prefix_free else (self.prompts[row].head, self.prompts[row].hidden)
-
-    def _sampling(self, row: int, away: bool) -> Sampling:
-        chain = [self._adapt(processor, row, away) for processor in self.processors]
-        before, after = self.logits[row : row + 1], self.scores[row : row + 1]
-        return Sampling(temperature=float(bool(self.config.do_sample)), processors=[*before, *chain, *after])
 
     def _adapt(self, processor: Processor, row: int, away: bool) -> Processor:
         kind, known = type(processor), type(processor) in ROW_FREE

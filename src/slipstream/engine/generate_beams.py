@@ -15,7 +15,6 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput
 from slipstream.core.beams import Beams, Hypothesis
 from slipstream.core.stats import Stats
 from slipstream.decoding.beam import beam_search
-from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.sampling import Processor
 from slipstream.engine.generate_batch import Batch
@@ -67,12 +66,10 @@ class BeamCall:
             if search.error:
                 raise search.error.cause or FloatingPointError(search.error)
         stats = sum((search.stats for search in searches), Stats())
-        return self._result([self._found(search) for search in searches]), stats
-
-    def _found(self, search: BeamSearch) -> list[Hypothesis]:
-        """Return as many texts as were requested; where fewer were found, empty ones fill the places."""
-        found = list(search.hypotheses())
-        return found + [Hypothesis((), NO_SCORE, "length")] * (self.beams.num_return_sequences - len(found))
+        found, requested = [list(search.hypotheses()) for search in searches], self.beams.num_return_sequences
+        for texts in found:  # where fewer were found than requested, empty ones fill the places
+            texts += [Hypothesis((), NO_SCORE, "length")] * (requested - len(texts))
+        return self._result(found), stats
 
     def _result(self, found: Sequence[Sequence[Hypothesis]]) -> Any:
         texts, ids, ends = [each for some in found for each in some], self.batch.ids, self.config._eos_token_tensor

@@ -141,16 +141,15 @@ class Generation:
         row, length = self.row, len(self.request.prompt if self.request.source is None else self.request.source)
         if row is None:
             return Completion(self.echo, (), "interrupted", Stats(), length)
-        text, error = self.echo + self._text(row), row.error and str(row.error)
+        if self._judge is None:
+            text = self.decode([token for token in row.output if token not in self.request.eos])
+        else:
+            self._judge.finish()
+            text = self._judge.text
+        text, error = self.echo + text, row.error and str(row.error)
         reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)
         tokens = tuple(row.output)
         return Completion(text, tokens, reason, row.stats, length, error, row.context_full, logprobs)
-
-    def _text(self, row: Row) -> str:
-        if self._judge is None:
-            return self.decode([token for token in row.output if token not in self.request.eos])
-        self._judge.finish()
-        return self._judge.text
 
 
 def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:

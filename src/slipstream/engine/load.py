@@ -109,21 +109,21 @@ def load(
     framing = _frame(scorer, tokenizer, task, exact_shape)
     ahead, independent = mode.of_draft(_ahead(steering)), bool(chosen.paths)
     context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=independent)
-    parts = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
-    decoder = Decoder(scorer, parts[0], controller=parts[1], batch_size=batch_size)
+    drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
+    decoder = Decoder(scorer, drafts, controller=steering, batch_size=batch_size)
     media, notes = _media(target, scorer, processor)
     notes += _notes(context, decoder, media is not None, proposes=draft is made is None)
-    exact = exact_shape and draft is not None
-    engine = Engine(decoder, tokenizer, _eos(scorer.model, tokenizer), chosen, exact, notes, framing, media)
+    eos, exact = _eos(scorer.model, tokenizer), exact_shape and draft is not None
+    engine = Engine(decoder, tokenizer, eos, chosen, exact, notes, framing, media)
     if compile:
         engine.warm_up()
     release_threads()  # generation may run in another thread
     return engine
 
 
-def _tokenizer(target: Any, tokenizer: Any, trust_remote_code: bool) -> Any:
-    """Return this tokenizer, else the one that is stored with the target; None if there is none."""
-    return find_tokenizer(target, trust_remote_code) if tokenizer is None else tokenizer
+def _tokenizer(target: Any, chosen: Any, trust_remote_code: bool) -> Any:
+    """Return the tokenizer that the user chose, else the one that is stored with the target; None if there is none."""
+    return find_tokenizer(target, trust_remote_code) if chosen is None else chosen
 
 
 def _with_paths(
@@ -169,14 +169,9 @@ def _media(target: Any, scorer: Any, processor: Any) -> tuple[MediaProcessor | N
 def _notes(context: BuildContext, decoder: Decoder, reads_media: bool, proposes: bool) -> list[str]:
     """List notes for the user: choices about the draft, limits of each model, and a draft that would be possible."""
     proposed = self_draft_proposal(decoder.target) if proposes else []
-    limits = _text_only(decoder) if reads_media else []
+    drafts = decoder.scorers[1:] if reads_media else ()
+    limits = [f"{each.name} reads no images and sounds, but the texts around them." for each in drafts]
     return [*context.notes, *limits, *as_they_are(decoder.target, context.mode), *proposed]
-
-
-def _text_only(decoder: Decoder) -> list[str]:
-    """Return a sentence for each draft model, saying that it reads text only."""
-    models = decoder.scorers[1:]
-    return [f"{each.name} reads no images and sounds, but the texts around them." for each in models]
 
 
 def _precision(quantize: str | Precision | None) -> Precision | None:

@@ -303,7 +303,11 @@ class Encoder:
             return self(prompt), None
         self._check(modalities(prompt))
         if isinstance(prompt, TextWithMedia):
-            return processor.text(prompt.text, _opened(prompt, processor))
+            opened = {
+                modality: [open_medium(modality, each, processor.rate) for each in items]
+                for modality, items in prompt.media.items()
+            }
+            return processor.text(prompt.text, opened)
         chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast(Sequence[Message], prompt)), "the prompt")
         messages = [_in_parts(message, processor) for message in chat.messages]
         try:
@@ -363,14 +367,6 @@ class Encoder:
         if not word:
             raise ValueError("bad_words holds an empty text: leave it out.")
         return [self.needed().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
-
-
-def _opened(prompt: TextWithMedia, processor: MediaProcessor) -> dict[Modality, list[Any]]:
-    """Return the opened images and sounds of a text, by kind."""
-    return {
-        modality: [open_medium(modality, each, processor.rate) for each in items]
-        for modality, items in prompt.media.items()
-    }
 
 
 def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:

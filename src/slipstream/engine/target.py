@@ -25,7 +25,10 @@ def target_scorer(
     if refused := [name for name in OTHERWISE if name in options]:
         raise ValueError(f"{refused[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
     if plan is None:
-        _refuse_sharded(source)
+        if is_sharded(source):  # the other ranks have to load it together with this one
+            raise ValueError(
+                f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
+            )
         return load_scorer(source, dtype, device, mode, **options)
     _check(source, plan, {"device": device, "quantize": mode.precision, "device_map": options.get("device_map")})
     ranks = join()
@@ -35,14 +38,6 @@ def target_scorer(
     if mode.compiled:
         warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
     return scorer
-
-
-def _refuse_sharded(source: Any) -> None:
-    """Raise ValueError for a loaded model that lies on several ranks: the others have to load it with us."""
-    if is_sharded(source):
-        raise ValueError(
-            f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
-        )
 
 
 def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:

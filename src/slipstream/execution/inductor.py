@@ -102,7 +102,8 @@ def _result(places: Places, found: list[Tensor]) -> PassResult:
 
 def _inputs(work: Pass, stores: Stores) -> tuple[Any, ...]:
     """Return the inputs of a graph, in the order of `INPUTS`."""
-    return work.tokens, work.positions, work.slots, work.masks, stores, _parts(work)
+    cross = (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
+    return work.tokens, work.positions, work.slots, work.masks, stores, cross
 
 
 def _function(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
@@ -127,11 +128,6 @@ def _settled(work: Pass) -> Pass:
     parts = (work.tokens, work.positions, work.slots)
     tokens, positions, slots = (part.clone(memory_format=torch.contiguous_format) for part in parts)
     return Pass(tokens, positions, slots, work.masks, work.cross)
-
-
-def _parts(work: Pass) -> Parts:
-    """Return the cross-attention of a pass in the form that graphs take."""
-    return (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
 
 
 def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:

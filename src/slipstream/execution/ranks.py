@@ -258,7 +258,9 @@ class Ranks:
 
     def end(self, cause: BaseException | None) -> NoReturn:
         """Raise RankLost with the known reason why the ranks cannot go on."""
-        gone = self._wait_for_hang_up()
+        latest = monotonic() + CLOSING  # waits, since an ended process closes its connections one by one
+        while not (gone := self._gone(0)) and monotonic() < latest:
+            sleep(0.02)
         if self._lost is None:
             self._lost = self._why(gone, cause)
         raise RankLost(self._lost) from cause
@@ -280,13 +282,6 @@ class Ranks:
                     if fault := _answer(connection)[1]:
                         self._failures[rank] = fault
         return bool(self._failures)
-
-    def _wait_for_hang_up(self) -> list[int]:
-        """Return the ranks that are gone; waits up to CLOSING, since an ended process closes connections one by one."""
-        end = monotonic() + CLOSING
-        while not (gone := self._gone(0)) and monotonic() < end:
-            sleep(0.02)
-        return gone
 
     def _gone(self, milliseconds: int | None) -> list[int]:
         """Wait for a rank to close its connection, at most so long (None: no limit) -> the ranks that have done so."""

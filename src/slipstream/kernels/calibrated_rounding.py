@@ -31,7 +31,8 @@ def spreading(products: Tensor) -> Tensor:
 def quantize_for(weight: Tensor, precision: Precision, factor: Tensor) -> Codes:
     """Quantize a weight (features, inputs) group by group, with the `factor` of `spreading`."""
     left = pad(weight.float(), (0, -weight.shape[1] % precision.group))
-    factor = _filled(factor, left.shape[1])
+    if more := left.shape[1] - len(factor):  # inputs that fill up the last group are zero, and compensate nothing
+        factor = torch.block_diag(factor, torch.eye(more))
     parts, scales = list[Tensor](), list[Tensor]()
     for start in range(0, left.shape[1], precision.group):
         end = start + precision.group
@@ -53,9 +54,3 @@ def _rounded(group: Tensor, scale: Tensor, factor: Tensor, middle: int) -> tuple
         group[:, place + 1 :] -= errors[:, place, None] * factor[place, place + 1 :]
         codes[:, place] = (number + middle).to(torch.uint8)
     return codes, errors
-
-
-def _filled(factor: Tensor, size: int) -> Tensor:
-    """Return the factor with further inputs that fill up the last group: these are zero, and compensate nothing."""
-    more = size - len(factor)
-    return torch.block_diag(factor, torch.eye(more)) if more else factor

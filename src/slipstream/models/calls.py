@@ -14,7 +14,7 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import source_form
 from slipstream.models.families import logits_alone
-from slipstream.models.media import RowMedia, run_with_media
+from slipstream.models.media import run_with_media
 
 STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 """The names under which models take and return the state that is passed from one pass to the next."""
@@ -102,17 +102,14 @@ class CausalCalls:
     def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
         known = {name: option for name, option in options.items() if name in self._takes}
         if extra_inputs is not None:
-            if state is None:
-                return self._read_media(tokens, extra_inputs, known)
+            if state is None:  # the first pass reads the whole text (1, n) of a row with media
+                known.pop("position_ids", None)  # the model computes positions that count the room of an image
+                media = extra_inputs.media
+                out, extra_inputs.shift = run_with_media(self.model, tokens[0].tolist(), media, use_cache=True, **known)
+                return out
             known["position_ids"] = known["position_ids"] + extra_inputs.shift
         handed = {} if state is None else {self._name: state}  # without a state the model makes one of its own kind
         return self.model(input_ids=tokens, use_cache=True, **handed, **known)
-
-    def _read_media(self, tokens: Tensor, row: RowMedia, options: dict[str, Any]) -> Any:
-        """Run a pass over the whole text (1, n) of a row with media, and store the shift of later positions."""
-        options.pop("position_ids", None)  # the model computes positions that count the room of an image
-        out, row.shift = run_with_media(self.model, tokens[0].tolist(), row.media, use_cache=True, **options)
-        return out
 
     def state(self, out: Any) -> Any:
         """Return the state in an output of the model; None if it has none."""

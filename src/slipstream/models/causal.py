@@ -191,15 +191,13 @@ class CausalScorer:
         For an encoder-decoder this is 0 before its first pass.
         """
         self._touch()
-        return self._memory.texts.bytes_for(self._possible(lengths))
+        possible = [length if self.context is None else min(length, self.context) for length in lengths]
+        return self._memory.texts.bytes_for(possible)
 
     @property
     def bytes_allocated(self) -> int:
         """The bytes that the keys and values of all texts take now, with the room allocated ahead."""
         return self._memory.texts.bytes_allocated
-
-    def _possible(self, lengths: Sequence[int]) -> list[int]:
-        return [length if self.context is None else min(length, self.context) for length in lengths]
 
     @torch.inference_mode()
     def _touch(self) -> None:

@@ -137,7 +137,8 @@ class SourceDecoder(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.where = Where()
-        self.model = _twin(model)
+        # A copy of the modules over the same weights, so that the given model stays as it is.
+        self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         decoder = self.model.get_decoder()
         if hasattr(decoder, "embed_positions"):
             decoder.embed_positions = RowPositions(decoder.embed_positions, self.where)
@@ -306,8 +307,3 @@ def _projections(decoder: nn.Module) -> list[_Projections]:
             "and no other kind is supported."
         )
     return found
-
-
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the modules over the same weights, so that the given model stays as it is."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

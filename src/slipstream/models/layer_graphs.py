@@ -289,7 +289,10 @@ class _Layer:
     weights: list[Tensor]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kept = self._kept([*args, *kwargs.values()])
+        cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, Cache)), None)
+        kept: Any = cache and cache.layers[self.number]
+        if type(kept) not in SERVED:
+            raise Unserved(f"a layer keeps a {type(kept).__name__}")
         held = Held.of(kept)
         returned, convolved, attended, recurrences = self.kind.run(self.weights, Call.of(args, kwargs), held)
         for place, each in enumerate(convolved):
@@ -300,14 +303,6 @@ class _Layer:
             for start, (first, second, third, fourth) in zip(_there(kept, "recurrent_states"), some, strict=False):
                 record(kind(start, first, second, third, fourth))
         return returned
-
-    def _kept(self, arguments: Sequence[Any]) -> Any:
-        """Return this layer's part of the cache in the arguments. Raises Unserved for one that no graph can serve."""
-        cache = next((each for each in arguments if isinstance(each, Cache)), None)
-        kept = cache and cache.layers[self.number]
-        if type(kept) not in SERVED:
-            raise Unserved(f"a layer keeps a {type(kept).__name__}")
-        return kept
 
 
 class LayerGraphs:

@@ -122,7 +122,11 @@ def _twin(module: Any, config: Any, name: str) -> Any:
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     if hasattr(module, "config"):
-        twin.config = config if hasattr(module.config, "num_hidden_layers") else _nested(module.config, config)
+        own = config
+        if not hasattr(module.config, "num_hidden_layers"):  # it has several parts, one of them for the text
+            own = copy.copy(module.config)
+            own.text_config = config
+        twin.config = own
     return twin
 
 
@@ -138,10 +142,3 @@ def _config_of(config: Any, kept: Sequence[int]) -> Any:
             setattr(text, entry, [values[layer] for layer in kept])
     text.num_hidden_layers = len(kept)
     return text
-
-
-def _nested(config: Any, text: Any) -> Any:
-    """Return a configuration of several parts, with another one for the text."""
-    whole = copy.copy(config)
-    whole.text_config = text
-    return whole

@@ -60,7 +60,9 @@ def _missing(path: Path) -> str | None:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return "the folder may not be read: change its permissions"
     if path.is_file():
-        return _gguf_fault() if path.suffix == ".gguf" else "that is a file: name the folder that it lies in"
+        if path.suffix != ".gguf":
+            return "that is a file: name the folder that it lies in"
+        return None if find_spec("gguf") else "a .gguf file needs another package: pip install 'slipstream[gguf]'"
     if not path.is_dir():
         return "there is no such folder"
     if (path / "config.json").is_file():
@@ -68,10 +70,6 @@ def _missing(path: Path) -> str | None:
     if (path / "adapter_config.json").is_file():
         return "the folder holds an adapter and no model: merge it into its model first, and name that folder"
     return "the folder has no config.json"
-
-
-def _gguf_fault() -> str | None:
-    return None if find_spec("gguf") else "a .gguf file needs another package: pip install 'slipstream[gguf]'"
 
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:

@@ -169,15 +169,11 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
     if mode.compiled and scorer.way.rewinds and scorer.device.type == "cpu":
         scorer.layer_graphs = LayerGraphs(scorer.model, name, mode.progress)
     elif mode.compiled:
-        warnings.warn(f"{name} runs eagerly: {_uncompiled(scorer)}.", RuntimeWarning, stacklevel=4)
+        why = "it keeps a state that one cannot go back within"
+        if scorer.way.rewinds:
+            why = f"states on {scorer.device} are not compiled"
+        warnings.warn(f"{name} runs eagerly: {why}.", RuntimeWarning, stacklevel=4)
     return scorer
-
-
-def _uncompiled(scorer: StateScorer) -> str:
-    """Return the reason why the passes of a model with states have no graphs."""
-    if scorer.way.rewinds:
-        return f"states on {scorer.device} are not compiled"
-    return "it keeps a state that one cannot go back within"
 
 
 def _kind(origin: Origin) -> Any:

@@ -27,7 +27,10 @@ class PassBuilder:
         if context and self._memory.texts.end > context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=context - 1)
         positions = self._shifted(positions)
-        return Pass(tokens, positions, slots, masks, self._cross(pass_masks))
+        cross: Cross | None = None
+        if (sources := self._memory.sources) is not None:
+            cross = sources.cross(self._memory.texts.part, pass_masks.back if self._facts.relative else None)
+        return Pass(tokens, positions, slots, masks, cross)
 
     def _shifted(self, positions: Tensor) -> Tensor:
         """Return positions (rows, n) that account for images, which may take fewer positions than tokens."""
@@ -44,9 +47,3 @@ class PassBuilder:
         if slots.shape[1] == 1 and texts.last_sees_all and not self._looks_at_distance:
             return PassMasks.everything(slots, texts.end)  # a drafting step: nothing to compare
         return PassMasks.chain(slots, texts.end)
-
-    def _cross(self, pass_masks: PassMasks) -> Cross | None:
-        sources = self._memory.sources
-        if sources is None:
-            return None
-        return sources.cross(self._memory.texts.part, pass_masks.back if self._facts.relative else None)

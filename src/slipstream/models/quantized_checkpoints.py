@@ -75,7 +75,8 @@ def load_quantized(
     del config.quantization_config
     wanted = compute_dtype(config, dtype)
     tensors = read_tensors(origin.place, lambda name: True)
-    stored = {name: _read(form, tensors, name) for name in _layers(form, tensors)}
+    quantized = [name.removesuffix(f".{form.mark}") for name in tensors if name.endswith(f".{form.mark}")]
+    stored = {name: _read(form, tensors, name) for name in quantized}
     if not stored:
         raise ValueError("its config.json speaks of quantized weights, but none are stored: the files do not fit")
     with torch.device("meta"):
@@ -100,7 +101,11 @@ def assembled(
 
     Raises ValueError, whose message is only the fault, if transformers did not put a layer in its place.
     """
-    blanks = {name: _blank(layer, dtype) for name, layer in stored.items()}
+    # Weights of the layers' shapes that take no memory, which mark the layers' places in the model.
+    blanks = {
+        name: torch.zeros((), dtype=dtype).expand(len(layer.codes.scales), layer.in_features)
+        for name, layer in stored.items()
+    }
     weights = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}
     model, about = model_class.from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
@@ -128,11 +133,6 @@ def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _layers(form: StoredFormat, tensors: dict[str, Tensor]) -> list[str]:
-    """Return the names of the layers whose weights are quantized."""
-    return [name.removesuffix(f".{form.mark}") for name in tensors if name.endswith(f".{form.mark}")]
-
-
 def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLinear:
     """Read a quantized layer, and remove its tensors from `tensors`. Raises ValueError if they do not fit."""
     taken = {part: tensors.pop(f"{name}.{part}") for part in form.names if f"{name}.{part}" in tensors}
@@ -142,11 +142,6 @@ def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLi
         raise ValueError(f"{name} has no {error.args[0]}: the files do not belong together") from error
     except RuntimeError as error:
         raise ValueError(f"the tensors of {name} have other shapes than they should have") from error
-
-
-def _blank(layer: StoredLinear, dtype: torch.dtype) -> Tensor:
-    """Return a weight of the layer's shape that takes no memory, which marks the layer's place in the model."""
-    return torch.zeros((), dtype=dtype).expand(len(layer.codes.scales), layer.in_features)
 
 
 def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear]) -> None:

@@ -253,13 +253,12 @@ class StateScorer:
             raise ValueError(f"{self.name} keeps a state, which follows one line of tokens: draft chains, not trees.")
         fed = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
         found = self._feed(fed, first, keep=0)
-        logits = next(iter(found.values())).new_zeros(*tokens.shape, self.vocab) if found else self._blank(tokens)
+        if not found:
+            return torch.zeros(*tokens.shape, self.vocab, dtype=self.model.dtype, device=self.device)
+        logits = next(iter(found.values())).new_zeros(*tokens.shape, self.vocab)
         for place, some in found.items():
             logits[place, : some.shape[0]] = some
         return logits
-
-    def _blank(self, tokens: Tensor) -> Tensor:
-        return torch.zeros(*tokens.shape, self.vocab, dtype=self.model.dtype, device=self.device)
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:

@@ -46,11 +46,8 @@ def shard(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     _untie(model)
     model = type(model).maybe_distribute_model(model, settings, mesh)
     model.tie_weights()
-    return model.to(_own_device())
-
-
-def _own_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return model.to(device)
 
 
 def _settings(plan: Plan) -> Any:

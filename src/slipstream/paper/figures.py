@@ -20,7 +20,8 @@ TABLES = ("unigram", "bigram")
 def figure1(lab: Lab) -> Sheet:
     """Return Figure 1: a text with the source of every token."""
     found = lab.story()
-    rows = (("paper", *FIGURE_1, FIGURE_1[0] / FIGURE_1[1]), ("ours", *_counts(found), found["tokens"] / found["runs"]))
+    tokens, runs = found["tokens"], found["runs"]
+    rows = (("paper", *FIGURE_1, FIGURE_1[0] / FIGURE_1[1]), ("ours", tokens, runs, tokens / runs))
     columns = (Column(""), Column("tokens"), Column("serial runs of the target"), Column("tokens per run"))
     notes = (
         f"A sample of the embedded target at temperature {found['temperature']:g} with its draft and gamma "
@@ -30,10 +31,6 @@ def figure1(lab: Lab) -> Sheet:
     return Sheet(
         "figure1", "Figure 1: a text, round by round", columns, rows, notes, found["text"], **about(lab, [found])
     )
-
-
-def _counts(found: dict[str, Any]) -> tuple[int, int]:
-    return found["tokens"], found["runs"]
 
 
 def figure5(lab: Lab) -> Sheet:

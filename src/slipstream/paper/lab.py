@@ -200,15 +200,11 @@ class Lab:
         if task == EDITING and not temperature:
             found += methods.from_sources(subject, edits.source_of(subject.sources, subject.engine.encode))
         if task == WRITING and self.trained is not None:
-            texts, most = self.scale.plane[0], self.scale.calibration
-            calibration = self._measured("calibration", lambda: self._calibrate(subject, texts, most))
+            texts, most, calibrate = self.scale.plane[0], self.scale.calibration, self.trained.calibrate
+            calibration = self._measured("calibration", lambda: calibrate(subject, texts, most, self.say))
             found += self.trained.blockwise(subject) if not temperature else []
             found += self.trained.early_exits(subject, calibration)
         return found
-
-    def _calibrate(self, subject: Subject, first: int, texts: int) -> dict[str, Any]:
-        assert self.trained is not None
-        return self.trained.calibrate(subject, first, texts, self.say)
 
     def bleu(self) -> dict[str, Any]:
         """Return the BLEU of translations. Raises ValueError without pairs of texts."""

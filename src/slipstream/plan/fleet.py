@@ -105,8 +105,11 @@ class Replica:
         """Simulate the replica until this time."""
         while (event := self._next()) <= time and event < float("inf"):
             self._pass(event)
-            if self._reading is not None:
-                self._begin(self._reading[1])
+            if self._reading is not None:  # the prompt has been read, and the request's row starts
+                fate, self._reading = self._reading[1], None
+                self._count += 1
+                fate.first = self.now + self.pace.per_token(len(self._running) + 1)
+                heappush(self._running, (self._written + max(1, fate.arrival.tokens), self._count, fate))
             else:
                 _, _, fate = heappop(self._running)
                 fate.end = self.now
@@ -130,13 +133,6 @@ class Replica:
         if self.load:
             self.busy += time - self.now
         self.now = time
-
-    def _begin(self, fate: Fate) -> None:
-        """Start the row of a request whose prompt has been read."""
-        self._reading = None
-        self._count += 1
-        fate.first = self.now + self.pace.per_token(len(self._running) + 1)
-        heappush(self._running, (self._written + max(1, fate.arrival.tokens), self._count, fate))
 
     def _admit(self) -> None:
         if self._waiting and self._reading is None and len(self._running) < self.pace.rows[-1]:

@@ -162,12 +162,10 @@ def read_choice(folder: Path) -> tuple[list[Candidate], Candidate] | None:
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        candidates = [_candidate(one) for one in record["candidates"]]
+        candidates = list[Candidate]()
+        for each in record["candidates"]:
+            costs = DraftCosts(each["costs"]["c"], tuple(each["costs"]["verify"]))
+            candidates.append(Candidate.of(each["name"], each["share"], costs))
         return candidates, next(one for one in candidates if one.name == record["chosen"])
     except (ValueError, TypeError, LookupError, StopIteration) as error:
         raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
-
-
-def _candidate(record: Mapping[str, Any]) -> Candidate:
-    costs = DraftCosts(record["costs"]["c"], tuple(record["costs"]["verify"]))
-    return Candidate.of(record["name"], record["share"], costs)

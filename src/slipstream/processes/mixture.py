@@ -48,7 +48,11 @@ class Mixture:
         """Return these laws, then those of others; laws with fewer components get more of weight zero."""
         laws = [self, *others]
         most = max(law.weights.shape[1] for law in laws)
-        wide = [law._padded(most) for law in laws]
+        pad, wide = torch.nn.functional.pad, list[Mixture]()
+        for law in laws:
+            more = most - law.weights.shape[1]
+            means, scales = pad(law.means, (0, 0, 0, more)), pad(law.scales, (0, 0, 0, more), value=1.0)
+            wide.append(Mixture(pad(law.weights, (0, more)), means, scales))
         return Mixture(*(torch.cat([getattr(law, name) for law in wide]) for name in ("weights", "means", "scales")))
 
     def sample(self, numbers: Numbers) -> Tensor:
@@ -67,10 +71,3 @@ class Mixture:
     def residual(self, q: Mixture, refused: Tensor, numbers: Numbers) -> Tensor:
         """Draw states (rows, d) of the residual by `laws.reject_until`: on average one attempt per tested state."""
         return reject_until(self, q, numbers)
-
-    def _padded(self, components: int) -> Mixture:
-        more = components - self.weights.shape[1]
-        pad = torch.nn.functional.pad
-        return Mixture(
-            pad(self.weights, (0, more)), pad(self.means, (0, 0, 0, more)), pad(self.scales, (0, 0, 0, more), value=1.0)
-        )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.serve.settings import Room, ServeSettings
 from slipstream.serve.state import ServerState
@@ -34,10 +33,6 @@ class Recipe:
         """Load the models -> the state of a server. Raises ValueError as `slipstream.load` does."""
         engine = load(**self.models, batch_size=self.room.rows, progress=progress)
         if self.template is not None:
-            _use_template(engine, self.template)
+            for owner in (engine.tokenizer, *([engine.media.processor] if engine.media else [])):
+                owner.chat_template = self.template
         return ServerState.new(engine, self.settings, self.room, self.draft)
-
-
-def _use_template(engine: Engine, template: str) -> None:
-    for owner in (engine.tokenizer, *([engine.media.processor] if engine.media else [])):
-        owner.chat_template = template

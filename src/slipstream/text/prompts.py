@@ -101,20 +101,16 @@ def _from_file(name: str, chat: bool) -> list[Item]:
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror or error}.") from error
     if data.startswith(b"\x1f\x8b"):
-        data, name = _unzip(data, name), name.removesuffix(".gz")
+        try:
+            data, name = gzip.decompress(data), name.removesuffix(".gz")
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"cannot read {name}: damaged gzip data ({error}).") from error
     if b"\0" in data:
         raise ValueError(f"{name} is no text: it holds bytes that are 0.")
     lines = [line.removesuffix(b"\r") for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     read = _from_json if name.endswith((".jsonl", ".json")) or any(map(_is_record, lines)) else _utf8
     where = "stdin" if name == "-" else name
     return [_item(f"{where}:{i}", partial(read, line), chat) for i, line in enumerate(lines, 1) if line.strip()]
-
-
-def _unzip(data: bytes, name: str) -> bytes:
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"cannot read {name}: damaged gzip data ({error}).") from error
 
 
 def _utf8(data: bytes) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,9 +95,5 @@ def openings(documents: Iterable[Tokens], count: int, seed: int = 0) -> list[lis
         length = int(rng.choice(OPENINGS))
         anywhere = rng.random() < 0.5 and len(document) > 2 * length
         start = int(rng.integers(0, len(document) - length)) if anywhere else 0
-        found.append(_ids(document[start : start + length]))
+        found.append([int(token) for token in document[start : start + length]])
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, found))]
-
-
-def _ids(tokens: Any) -> list[int]:
-    return [int(token) for token in tokens]

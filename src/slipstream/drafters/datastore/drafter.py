@@ -150,17 +150,13 @@ class Datastore:
             copy = trace.own.following(gamma)
             found.append(Match(trace.own.length, tuple(copy), (1.0,) * len(copy)))
         if trace.recalled is not None:
-            found.append(self._recall(trace.recalled, row, gamma))
+            match = trace.recalled.match([self.vocab + 1, *row.output], gamma)
+            if match.length > len(row.output):  # a response begins with the whole text so far: it counts as longer
+                match = replace(match, length=match.length + self.settings.begin - 1)
+            found.append(match)
         if self.corpus is not None:
             found.append(self.corpus.match(row.tokens, gamma))
         return [match for match in found if match.tokens]
-
-    def _recall(self, recalled: Corpus, row: Row, gamma: int) -> Match:
-        """Return the match in the recalled responses; one from their beginning on counts as longer."""
-        match = recalled.match([self.vocab + 1, *row.output], gamma)
-        if match.length > len(row.output):  # one of them begins with the whole text so far
-            return replace(match, length=match.length + self.settings.begin - 1)
-        return match
 
 
 def open_corpus(folder: str | os.PathLike[str], vocab: int, tokenizer: str = "") -> Corpus | None:

@@ -68,7 +68,8 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
     The text is the one with the most tokens among the answers to the first 20 sources.
     """
     some = subject.requests(0.0, range(min(20, len(subject.sources))))
-    request = max(some, key=lambda request: _length(subject.plain, request))
+    # A round of plain decoding makes one token.
+    request = max(some, key=lambda request: sum(1 for _ in rounds(subject.plain, [request])))
     decoders = {f"gamma {gamma}": subject.drafted(draft, gamma) for gamma in FIGURE_5_GAMMAS}
     decoders["plain"] = subject.plain
     runs: dict[str, list[Run]] = {name: [] for name in decoders}
@@ -84,10 +85,6 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
         "lanes": {name: {"calls": run.calls, "tokens": run.tokens} for name, run in lanes.items()},
         "environment": environment(subject.engine),
     }
-
-
-def _length(decoder: Decoder, request: Request) -> int:
-    return sum(1 for _ in rounds(decoder, [request]))
 
 
 def _middle(runs: Sequence[Run]) -> Run:
