@@ -95,19 +95,29 @@ def _stdin() -> str:
     return _utf8(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
 
 
-def _from_file(name: str, chat: bool) -> list[Item]:
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror or error}.") from error
+def read_unpacked(name: str) -> tuple[bytes, str]:
+    """Read a file, or stdin for "-", and unpack it if it is gzip -> its bytes without a byte order mark, and its name
+    without .gz.
+
+    Raises ValueError for damaged gzip data, and OSError as the system does.
+    """
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     if data.startswith(b"\x1f\x8b"):
         try:
             data, name = gzip.decompress(data), name.removesuffix(".gz")
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"cannot read {name}: damaged gzip data ({error}).") from error
+    return data.removeprefix(b"\xef\xbb\xbf"), name
+
+
+def _from_file(name: str, chat: bool) -> list[Item]:
+    try:
+        data, name = read_unpacked(name)
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror or error}.") from error
     if b"\0" in data:
         raise ValueError(f"{name} is no text: it holds bytes that are 0.")
-    lines = [line.removesuffix(b"\r") for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
+    lines = [line.removesuffix(b"\r") for line in data.split(b"\n")]
     read = _from_json if name.endswith((".jsonl", ".json")) or any(map(_is_record, lines)) else _utf8
     where = "stdin" if name == "-" else name
     return [_item(f"{where}:{i}", partial(read, line), chat) for i, line in enumerate(lines, 1) if line.strip()]

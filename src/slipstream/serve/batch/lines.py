@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,7 +12,7 @@ from typing import Any
 
 from slipstream.serve.batch.forms import OPENAI, PLAIN, Form
 from slipstream.text.jsontext import json_text
-from slipstream.text.prompts import FORMS
+from slipstream.text.prompts import FORMS, read_unpacked
 
 PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}
 """The endpoint for each field that holds a prompt."""
@@ -110,13 +107,8 @@ def fingerprint(values: Iterable[Any]) -> str:
 
 
 def _text_records(name: str) -> Iterator[dict[str, Any] | ValueError]:
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    if data.startswith(b"\x1f\x8b"):
-        try:
-            data, name = gzip.decompress(data), name.removesuffix(".gz")
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"cannot read {name}: damaged gzip data ({error}).") from error
-    lines = [line for line in data.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
+    data, name = read_unpacked(name)
+    lines = [line for line in data.splitlines() if line.strip()]
     is_json = name.endswith((".jsonl", ".json", ".ndjson")) or bool(lines and lines[0].lstrip().startswith(b"{"))
     for line in lines:
         yield _parse(line) if is_json else _decode(line)
