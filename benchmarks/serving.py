@@ -21,6 +21,7 @@ import csv
 import gzip
 import json
 import math
+import random
 import shutil
 import statistics
 import sys
@@ -56,7 +57,8 @@ def ours(args: argparse.Namespace) -> list[str]:
 
 def transformers_command(args: argparse.Namespace) -> list[str]:
     """The command of transformers' server."""
-    blocks = max(args.streams) * math.ceil((args.longest + args.max_tokens) / PAGE) + 1
+    longest = args.longest + math.ceil((1 + args.spread) * args.max_tokens)
+    blocks = max(args.streams) * math.ceil(longest / PAGE) + 1
     program = str(Path(sys.executable).with_name("transformers"))
     compiled = ["--compile"] if args.compile else []
     cache = ["--cb-num-blocks", str(blocks), *args.transformers_options.split()]
@@ -126,17 +128,27 @@ def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any
             for count in args.streams:
                 head = f"# Part {repetition}.{count}\n"  # so that nobody has read a prompt before
                 some = [head + prompt for prompt in islice(cycle(prompts), max(args.prompts, 2 * count))]
+                lengths = spread_lengths(args, len(some), repetition)
                 for name, server, more in contenders:
                     more = {**more, "cache_salt": name} if server is mine else more
                     with server.awake():
                         began = perf_counter()
-                        answers = asyncio.run(streams(server, some, count, args.max_tokens, more))
+                        answers = asyncio.run(streams(server, some, count, lengths, more))
                         found = figures(answers, perf_counter() - began)
                     runs.setdefault((name, count), []).append(found)
                     tell(f"repetition {repetition + 1}, {count} streams, {name}: {found['tokens_per_second']:.1f}")
                 if count == 1:
                     runs.setdefault(("library", 1), []).append(without_server(engine, some, args.max_tokens))
     return [{"contender": name, "streams": count, **median(found)} for (name, count), found in runs.items()]
+
+
+def spread_lengths(args: argparse.Namespace, count: int, seed: int) -> list[int]:
+    """The lengths of some answers, which are the same for all contenders.
+
+    If all were equal, requests would begin and end in step, and no answer would wait for the reading of a prompt.
+    """
+    rng, spread = random.Random(seed), round(args.spread * args.max_tokens)
+    return [args.max_tokens + rng.randint(-spread, spread) for _ in range(count)]
 
 
 def library(args: argparse.Namespace) -> slipstream.Engine:
@@ -336,6 +348,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-rows", type=int, default=64, help="rows that our server runs together")
     parser.add_argument("--prompts", type=int, default=16, help="requests per run, at least two per stream")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--spread", type=float, default=0.5, help="share by which answers of the race differ in length")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
         "--theirs", dest="transformers_options", default="", help="more options of transformers serve, in one text"

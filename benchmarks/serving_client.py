@@ -117,12 +117,14 @@ async def ask(server: Server, prompt: str | Sequence[int], tokens: int, **more: 
     return Answer(tuple(times), written, "".join(texts))
 
 
-async def streams(server: Server, prompts: Sequence[str], count: int, tokens: int, more: Any) -> list[Answer]:
-    """All prompts, so many at a time."""
+async def streams(
+    server: Server, prompts: Sequence[str], count: int, lengths: Sequence[int], more: Any
+) -> list[Answer]:
+    """All prompts, `count` at a time, with answers of these numbers of tokens."""
     room = asyncio.Semaphore(count)
 
-    async def one(prompt: str) -> Answer:
+    async def one(prompt: str, tokens: int) -> Answer:
         async with room:
             return await ask(server, prompt, tokens, **more)
 
-    return list(await asyncio.gather(*map(one, prompts)))
+    return list(await asyncio.gather(*map(one, prompts, lengths)))

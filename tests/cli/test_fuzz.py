@@ -170,7 +170,7 @@ WORDS: dict[str, Sequence[str]] = {
 }
 FILES = {
     *("file", "plan", "out", "save", "plot", "saved_plan", "standins", "pairs", "articles", "texts", "text", "sources"),
-    "folder",
+    *("folder", "data", "work"),
 }
 PICTURES = ("new.png", "new.svg", "new.xyz", "new", ".png", "nowhere/new.png")
 AMOUNTS = {
@@ -225,7 +225,10 @@ GOOD: dict[str, Sequence[str]] = {
     "folder": ("store", "new"),
     "sources": ("notes.txt", "folder", "text.jsonl", "ids.npy"),
     "text": ("notes.txt", "folder"),
+    "data": ("notes.txt", "folder"),
     "out": ("new.file", "new"),
+    "work": ("new.work",),
+    "size": ("0.1", "auto"),
     "save": ("new.json",),
     "plot": ("new.png",),
     "plan": ("plan.json",),
@@ -261,6 +264,7 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
     "datastore info": (6, 60, ((),)),
     "datastore forget": (6, 80, ((),)),
     "heads train": (4, 110, (("--steps", "1", "--rows", "1", "--length", "8", "--heads", "1", "--inner", "4"),)),
+    "distill": (0, 40, (("--steps", "1", "--rows", "1", "--length", "8", "--write", "0", "--measure-every", "1"),)),
     "paper": (4, 100, (("--quick",),)),
 }
 OUTPUTS = {
@@ -271,6 +275,7 @@ OUTPUTS = {
     "datastore build": ("folder",),
     "datastore forget": ("folder",),
     "heads train": ("out",),
+    "distill": ("out", "work"),
     "paper": ("out", "standins"),
 }
 
@@ -351,9 +356,10 @@ def check(world: World, case: Case) -> int:
 
 
 def _covers(world: World, out: str, name: str) -> bool:
-    """Whether a file is the output, lies in it, is where a link leads, or is the page beside a folder."""
+    """Whether a file is the output, lies in it, is where a link leads, or is the page or the training beside it."""
     place, file = (world.folder / out), world.folder / name
-    outputs = [place, place.resolve(), place.with_name(f"{place.name}.md")] if out else []
+    others = [place.with_name(f"{place.name}{end}") for end in (".md", ".training")]
+    outputs = [place, place.resolve(), *others] if out else []
     return any(each == file or each in file.parents for each in outputs)
 
 
