@@ -11,6 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import slipstream
+from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
+from slipstream.decoding.memory_limit import MemoryLimit
+from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
 from slipstream.models.loading import EMBEDDED
@@ -48,6 +51,26 @@ def test_a_draft_changes_only_the_number_of_calls(draft: str | None) -> None:
     assert [(each.tokens, each.finish_reason) for each in done] == [(each.tokens, each.finish_reason) for each in plain]
     assert [each.score for each in done] == pytest.approx([each.score for each in plain], abs=1e-4)
     assert sum(each.stats.target_calls for each in plain) == sum(each.stats.emitted for each in plain)
+
+
+def test_searches_run_together_as_memory_allows() -> None:
+    """Two fit by the batch; with memory for the longest alone they run one by one, and below that they are refused."""
+    job = engine().prepare(PROMPTS[:2], SETTINGS)
+    requests, decoder = [each.request for each in job.generations], job.decoder
+    searches = searches_of(decoder.target, requests, range(2))
+    lengths = [most_tokens(search, decoder.controller.most) for search in searches]
+    least = next(size for size in range(1 << 16, 1 << 30, 1 << 16) if MemoryLimit(size, decoder).holds([max(lengths)]))
+    assert not MemoryLimit(least, decoder).holds(lengths)
+    alone = BeamDecoder(decoder, searches, room=MemoryLimit(least, decoder))
+    assert {len(running) for running in alone.rounds()} == {1}
+    together = searches_of(decoder.target, requests, range(2))
+    assert max(len(running) for running in BeamDecoder(decoder, together).rounds()) == 2
+    found = [[each.tokens for each in search.hypotheses()] for search in searches]
+    assert found == [[each.tokens for each in search.hypotheses()] for search in together]
+    with pytest.raises(
+        ValueError, match=r"^num_beams=4 is not possible for prompt [01]: with 20 new tokens the caches"
+    ):
+        BeamTexts(job, memory=least // 2)
 
 
 @pytest.mark.slow

@@ -172,6 +172,7 @@ def test_a_full_disk_ends_the_log_and_not_the_server() -> None:
         assert sum("the access log cannot be written" in line for line in server.lines) == 1
 
 
+@pytest.mark.slow  # the library's limit is tested in tests/engine
 def test_a_search_that_memory_cannot_hold_is_refused() -> None:
     searched = {"prompt": PROMPT, "n": 2, "best_of": 4, "use_beam_search": True}
     with ServerProcess.start("--memory", "16M") as server, server.http() as http:
