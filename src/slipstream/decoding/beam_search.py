@@ -105,7 +105,7 @@ class BeamSearch:
         for rank, (score, prefix, token) in enumerate(
             best_continuations(self.live, self._keep, lambda prefix: prefix.best)
         ):
-            reason = self._end(prefix, token, length)
+            reason = self._finish_reason(prefix, token, length)
             if reason is None:
                 going.append(Beam(prefix.child(token), score))
             elif rank < width and open_:  # lower ranks are candidates only so that enough beams stay live
@@ -114,9 +114,9 @@ class BeamSearch:
                 self.finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
                 del self.finished[width:]
         self.live = going[:width] or self.live
-        self._judge(length, bool(going))
+        self._end_if_over(length, bool(going))
 
-    def _end(self, prefix: Prefix, token: int, length: int) -> str | None:
+    def _finish_reason(self, prefix: Prefix, token: int, length: int) -> str | None:
         """Return the finish reason of a continuation; None if it is not finished."""
         if token in self.request.eos:
             return "stop"
@@ -124,8 +124,8 @@ class BeamSearch:
             return reason
         return "length" if length >= self.limit else None
 
-    def _judge(self, length: int, going: bool) -> None:
-        """Decide after a step of outputs of this length whether the search is over."""
+    def _end_if_over(self, length: int, going: bool) -> None:
+        """End the search after a step of outputs of this length if nothing better can be found."""
         settings, full = self.settings, len(self.finished) == self.settings.num_beams
         if going and full:
             far = settings.early_stopping == "never" and settings.length_penalty > 0
