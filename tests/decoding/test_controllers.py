@@ -358,6 +358,8 @@ def test_texts_are_read_if_drafts_win_the_time_back() -> None:
     for _ in range(3):  # until short texts are what it expects
         short, steps, drafting = call(adaptive, adaptive.resume(short), 100, 8, stands=True)
         assert (steps, drafting) == (pytest.approx(1.0), 0)
+    _, _, drafting = call(adaptive, adaptive.resume(short), 100, 400, stands=True)
+    assert drafting > 20, "a text that is longer than those before is not taken for one of them"
 
 
 def test_an_engine_goes_on_with_what_its_controller_learned() -> None:

@@ -45,11 +45,11 @@ class Learned:
     def left(self, row: Row) -> float:
         """Return the number of tokens that a row is expected to write yet.
 
-        The lengths of texts are taken as memoryless: whatever a row has written, it will write as much again as texts
-        do on average, but no more than its limit.
+        It is as much as texts have on average, or as the row has written so far if that is more: a text that is longer
+        than others were is of another kind. It is never more than the row's limit.
         """
         count, tokens = self.ended
-        return min(row.room, tokens / count) if count else row.room
+        return min(row.room, max(tokens / count, len(row.output))) if count else row.room
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _ended(state: Learned, round: Round) -> tuple[float, float]:
     """Return the number of texts that ended, and of their tokens, after a round; older ones count less and less."""
     count, tokens = state.ended
     for row in round.rows:
-        if row.finish_reason:
+        if row.finish_reason and row.output:
             count, tokens = ENDED * count + 1, ENDED * tokens + len(row.output)
     return count, tokens
 
