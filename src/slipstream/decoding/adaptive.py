@@ -48,8 +48,8 @@ class Learned:
         It is as much as texts have on average, or as the row has written so far if that is more: a text that is longer
         than others were is of another kind. It is never more than the row's limit.
         """
-        count, tokens = self.ended
-        return min(row.room, max(tokens / count, len(row.output))) if count else row.room
+        (count, tokens), written = self.ended, row.request.max_new_tokens - row.room
+        return min(row.room, max(tokens / count, written)) if count else row.room
 
 
 @dataclass(frozen=True)

@@ -174,9 +174,9 @@ def clocked(round: Round) -> bool:
     return 0 <= draft <= LONGEST and believable(sum(round.seconds.values()) - draft - round.reading)
 
 
-def size(rows: int) -> int:
-    """Return the next power of two: batches of similar size share their estimates."""
-    return 1 << (rows - 1).bit_length()
+def size(count: int) -> int:
+    """Return the next power of two: batches of similar size, and texts of similar length, share their estimates."""
+    return 1 << (count - 1).bit_length()
 
 
 def _find(curves: Mapping[RoundKind, Curve], kind: RoundKind) -> Curve:
@@ -197,8 +197,8 @@ class Acceptance:
     """The chances that drafted tokens stand, by position, estimated from counts that fade over rounds.
 
     All rows together have a chance per position, shrunk to the mean of all positions. Each row has the number of tokens
-    that it kept beyond that (`surplus`, in `weight` tests), which fades faster. `drafted` of `asked` drafts had
-    a token.
+    that it kept beyond that (`surplus`, in `weight` tests), which fades faster. `drafted` of `asked` drafts
+    had a token.
     """
 
     kept: tuple[float, ...] = ()

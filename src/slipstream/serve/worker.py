@@ -119,7 +119,7 @@ class Search:
     texts: BeamTexts
     found: asyncio.Future[list[Completion]]
     times: Times
-    failed: bool = False
+    error: Exception | None = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -129,20 +129,17 @@ class Search:
     @property
     def finish_reasons(self) -> list[str]:
         """The finish reason of each text: "abort" if a cancelled search has not found it, "error" after an error."""
-        if self.failed:
+        if self.error is not None:
             return ["error"] * len(self.completions)
         return ["abort" if one.finish_reason == "interrupted" else one.finish_reason for one in self.completions]
 
-    def run(self, call: Callable[[Callable[[], object]], None]) -> None:
-        """Search in the worker's thread; `call` runs something in the event loop."""
+    def run(self) -> None:
+        """Search in the worker's thread, until it ends, fails or is cancelled."""
         self.times.started = monotonic()
         try:
             self.texts.play(wanted=lambda: not self.found.done())
         except Exception as error:  # of this search alone: the models are as they were
-            self.failed = True
-            call(partial(self.fail, error))
-        else:
-            call(self._succeed)
+            self.error = error
         self.times.last = monotonic()
 
     def fail(self, error: Exception) -> None:
@@ -150,8 +147,11 @@ class Search:
         if not self.found.done():
             self.found.set_exception(error)
 
-    def _succeed(self) -> None:
-        if not self.found.done():
+    def deliver(self) -> None:
+        """Set the result after it has run, in the event loop."""
+        if self.error is not None:
+            self.fail(self.error)
+        elif not self.found.done():
             self.found.set_result(self.completions)
 
 
@@ -236,12 +236,16 @@ class Worker:
     @property
     def running(self) -> int:
         """The number of requests whose rows have a place in the batch, and of beam searches that run."""
-        return len(self._scheduler.running) + len(self._scheduler.reading) + self._searching
+        return self._rows + self._searching
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return max(0, len(self._tickets) + self._searching - self.running) + len(self._searches)
+        return max(0, len(self._tickets) - self._rows) + len(self._searches)
+
+    @property
+    def _rows(self) -> int:
+        return len(self._scheduler.running) + len(self._scheduler.reading)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -296,10 +300,11 @@ class Worker:
         while self._searches and self._scheduler.idle and not self._ending:
             search = self._searches.popleft()
             self._searching = True
-            search.run(self._call)
+            search.run()
             self._searching = False
             for listener in self.listeners:
                 listener.on_search(search, monotonic())
+            self._call(search.deliver)
             self._scheduler.holds = bool(self._searches)
 
     def _drop_searches(self, why: Unavailable) -> None:
