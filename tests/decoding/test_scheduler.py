@@ -375,6 +375,22 @@ def test_a_short_prompt_waits_for_one_piece_of_a_long_one() -> None:
     assert [row.output for row in rows] == alone(pair, [long, short])
 
 
+def test_a_short_prompt_does_not_wait_for_a_large_piece_of_a_long_one() -> None:
+    """Where no row runs, it is read at once with half a piece of the long one, which ends although short ones come."""
+    target = Counting()
+    with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10, prefill_growth=4) as scheduler:
+        long = scheduler.add(request([0] * 121, 1))
+        scheduler.step()
+        assert target.read == [40]
+        for _ in range(8):
+            assert not long.output
+            short = scheduler.add(request([1] * 8, 1))
+            scheduler.step()
+            assert short.output and target.read[-1] == 7 + 5
+        scheduler.step()
+        assert long.output, "what is left of it fits into one call"
+
+
 def test_the_eldest_prompt_gets_half_of_every_piece() -> None:
     target = Counting()
     with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10) as scheduler:

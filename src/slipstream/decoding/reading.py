@@ -44,7 +44,8 @@ class Reader:
     While rows run, one call reads one piece, of at most `piece` tokens, or up to `growth` times as many if that many
     texts wait for each running row: larger pieces are read faster, but all running rows wait for them. If no row runs,
     it reads `growth` pieces of each text. Texts with the fewest tokens left go first, so that a short prompt does not
-    wait for a long one; the oldest gets half of every piece, so that it does not wait forever.
+    wait for a long one: where no row runs, a text that fits into one piece does not wait for large pieces of longer
+    ones. The oldest text gets half of every piece, so that it does not wait forever.
     """
 
     def __init__(self, target: Scorer, store: Recalling, piece: int, growth: int = 1) -> None:
@@ -103,12 +104,15 @@ class Reader:
     def _pieces(self, running: int, have: Sequence[int]) -> list[list[int]]:
         """Return the tokens to read now of every text, while this many rows run."""
         left = [max(0, len(group.text) - known) for group, known in zip(self.groups, have, strict=True)]
+        eldest = min(range(len(left)), key=lambda place: self.groups[place].rows[0].turn)
         if running:
             counts, room = [0] * len(left), self.piece * min(self.growth, max(1, len(left) // running))
-            eldest = min(range(len(left)), key=lambda place: self.groups[place].rows[0].turn)
             counts[eldest] = min(left[eldest], (room + 1) // 2)
             for place in sorted(range(len(left)), key=lambda place: (left[place], self.groups[place].rows[0].turn)):
                 counts[place] += min(left[place] - counts[place], room - sum(counts))
+        elif min(left) <= self.piece and max(left) > self.piece * self.growth:
+            counts = [count if count <= self.piece else 0 for count in left]
+            counts[eldest] = min(left[eldest], max(counts[eldest], (self.piece + 1) // 2))
         else:
             counts = [min(count, self.piece * self.growth) for count in left]
         parts = zip(self.groups, have, counts, strict=True)

@@ -188,7 +188,7 @@ class DraftServer:
         self.desk = Desk(drafter, settings)
         self._numbers, self._loop = itertools.count(1), asyncio.new_event_loop()
         self._stopping = asyncio.Event()
-        self._talks = set[asyncio.Task[None]]()
+        self._talks = dict[asyncio.Task[None], asyncio.StreamWriter]()
 
     def run(self) -> None:
         """Serve until `stop`."""
@@ -204,18 +204,27 @@ class DraftServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._talk, sock=self.listener, ssl=self.tls)
+        server = await asyncio.start_server(self._meet, sock=self.listener, ssl=self.tls)
         await self._stopping.wait()
         server.close()
-        for talk in self._talks:
-            talk.cancel()
-        await asyncio.gather(*self._talks, return_exceptions=True)
+        # Connections may still be accepted meanwhile, so this goes on until the loop has nothing left to drop.
+        while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in rest:
+                if (writer := self._talks.get(task)) is not None:
+                    writer.transport.abort()  # a cancelled talk would leave its transport open
+                else:
+                    task.cancel()
+            await asyncio.wait(rest, timeout=0.1)
+
+    def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begin to serve a client that has connected."""
+        task = asyncio.get_running_loop().create_task(self._talk(reader, writer))
+        self._talks[task] = writer
+        task.add_done_callback(self._talks.pop)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until its connection ends."""
-        client, task = next(self._numbers), asyncio.current_task()
-        assert task is not None
-        self._talks.add(task)
+        client = next(self._numbers)
         try:
             if len(self._talks) > self.settings.most_clients:
                 raise Refused(f"this draft server has {self.settings.most_clients} clients already")
@@ -225,7 +234,6 @@ class DraftServer:
                 await self._greet(reader, writer)
             self.desk.clients[client] = Client(writer, asyncio.get_running_loop(), self.settings.unsent)
             while True:
-                # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with a frame.
                 async with asyncio.timeout(self.settings.quiet):
                     frame = await read_frame(reader)
                 if frame.kind == Kind.PING:
@@ -237,16 +245,17 @@ class DraftServer:
         except (Refused, FrameError) as error:
             with suppress(OSError, RuntimeError):
                 writer.write(encode(Frame(Kind.REFUSAL, 0, {"reason": str(error)[:1000]})))
-                await asyncio.wait_for(writer.drain(), 1)
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+                async with asyncio.timeout(1):
+                    await writer.drain()
+        except (OSError, EOFError, TimeoutError):
             pass  # the client has disconnected or was silent for too long, or the server ends
         finally:
-            self._talks.discard(task)
             self.desk.clients.pop(client, None)
             self.desk.letters.put(Letter(client, None))
-            with suppress(OSError, RuntimeError, TimeoutError):
+            with suppress(OSError, RuntimeError):
                 writer.close()
-                await asyncio.wait_for(writer.wait_closed(), 1)
+                async with asyncio.timeout(1):
+                    await writer.wait_closed()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Do the handshake with a client. Raises Refused for a client without the key."""

@@ -6,6 +6,7 @@ plain decoding, each call has to end in time, and the fault has to have happened
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import struct
@@ -394,6 +395,23 @@ def test_a_server_ends_though_its_clients_go_on_writing() -> None:
         ended.set()
         writing.join(5)
         connection.close()
+
+
+def test_a_server_ends_cleanly_while_clients_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
+    """No connection is left open and no task is dropped, whatever the moment; either would be a warning, an error here.
+
+    Some clients are being accepted, some greeted, and some are leaving when the server ends.
+    """
+    for _ in range(20):
+        with serving(model(), VOCAB) as port:
+            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+            for client in clients[:4]:
+                client.recv(1)
+                client.close()
+        for client in clients[4:]:
+            client.close()
+    gc.collect()
+    assert not [record for record in caplog.records if "pending" in record.getMessage()]
 
 
 def test_a_server_that_dies_and_comes_back_in_the_middle_of_texts() -> None:
