@@ -57,7 +57,7 @@ MEASUREMENTS = (
     Measurement(
         "beams",
         (
-            ("benchmarks/beams.py", "--max-new-tokens", "24", "--json"),
+            ("benchmarks/beams.py", "--max-new-tokens", "24", "--repetitions", "1", "--json"),
             (*PADDED_BEAMS, "--beams", "4", "--json"),
             (*PADDED_BEAMS, "--beams", "4", "--compile", "--json"),
         ),
@@ -82,7 +82,8 @@ MEASUREMENTS = (
     Measurement(
         "serving",
         (
-            (*SERVING, "--compile", "--max-tokens", "48", "--max-rows", "16", "--repetitions", "2"),
+            (*SERVING, "--compile", "--prompts", "32", "--repetitions", "3"),
+            (*SERVING, "--compile", "--part", "overhead", "--repetitions", "5"),
             (*SERVING, "--part", "prefix", "--context", "8192"),
             (*SERVING, "--part", "prompt", "--context", "8192"),
         ),

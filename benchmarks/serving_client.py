@@ -85,13 +85,27 @@ class Answer:
         return [after - before for before, after in pairwise(self.times)]
 
 
+def http_request(body: Mapping[str, Any]) -> bytes:
+    """The bytes that ask for a completion."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
+    return head.encode() + b"Content-Type: application/json\r\n\r\n" + content
+
+
+def read_all(server: Server, prompt: str, tokens: int) -> None:
+    """Stream one completion to its end by a client that costs next to nothing. Raises RuntimeError if it fails."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(http_request({"prompt": prompt, "max_tokens": tokens, **server.fields}))
+        pieces = list(iter(lambda: connection.recv(1 << 16), b""))
+    if b"data: [DONE]" not in b"".join(pieces[-2:]):
+        raise RuntimeError(f"the server failed: {b''.join(pieces)[-500:].decode(errors='replace')}")
+
+
 async def events(port: int, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """The events of a streamed completion. Raises RuntimeError for another answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     try:
-        content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
-        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        writer.write(http_request(body))
         status = await reader.readline()
         if b" 200 " not in status:
             raise RuntimeError(f"{status.decode().strip()}: {(await reader.read()).decode()[-500:]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import time
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -55,7 +55,7 @@ class Heading:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the heading as an answer has them, with the system fingerprint."""
-        return {**asdict(self), "system_fingerprint": f"slipstream-{__version__}"}
+        return {**vars(self), "system_fingerprint": f"slipstream-{__version__}"}
 
     @staticmethod
     def new(prefix: str, model: str) -> Heading:

@@ -9,7 +9,10 @@ from typing import Any
 
 def json_text(value: Any, **how: Any) -> str:
     """Convert a value to JSON, with the settings of `json.dumps`; NaN and infinities, which JSON lacks, become null."""
-    return json.dumps(_finite(value), allow_nan=False, **how)
+    try:
+        return json.dumps(value, allow_nan=False, **how)
+    except ValueError:  # a number is not finite, which is rare: looking for it first would take most of the time
+        return json.dumps(_finite(value), allow_nan=False, **how)
 
 
 def _finite(value: Any) -> Any:
