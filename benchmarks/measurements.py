@@ -78,6 +78,7 @@ MEASUREMENTS = (
         (("benchmarks/controllers.py", "{prompts}", "{news}", "--texts", "2", "--max-new-tokens", "200", "--json"),),
     ),
     Measurement("kernel", (("benchmarks/kernel.py", "--json"),)),
+    Measurement("contexts", (("benchmarks/contexts.py", *PAIR, "--compile", "--json"),)),
     Measurement("recurrent", (("benchmarks/recurrent.py", "--repetitions", "3", "--tokens", "32"),)),
     Measurement(
         "serving",

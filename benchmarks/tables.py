@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import bars
@@ -232,6 +233,35 @@ def kernel_table(record: Record) -> str:
     return kernel.table(record["figures"][0])
 
 
+def contexts_table(record: Record) -> str:
+    """What long contexts cost: prompts, attention, and rounds."""
+    [found] = record["figures"]
+    prompts = [
+        [
+            str(row["tokens"]),
+            *(number(row[name]) for name in ("ours", "transformers")),
+            number(row["ours"] / row["transformers"]),
+        ]
+        for row in found["prefill"]
+    ]
+    rounds = [
+        [str(row["context"]), *(number(row[name], 1) for name in ("plain", "round")), number(row["ratio"])]
+        for row in found["rounds"]
+    ]
+    pace, attentions = found["attention"]["bandwidth"], []
+    for row in found["attention"]["rows"]:
+        speed = row["bytes"] / row["seconds"]
+        figures = (f"{1e6 * row['seconds']:.0f}", f"{speed / 1e9:.1f}", number(speed / pace))
+        attentions.append([str(row["slots"]), str(row["tokens"]), *figures])
+    return "\n\n".join(
+        (
+            markdown(["tokens of a prompt", "ours, s", "transformers, s", "ours / transformers"], prompts),
+            markdown(["tokens before", "plain step, ms", "round, ms", "round / plain step"], rounds),
+            markdown(["slots", "tokens", "microseconds", "GB/s", f"of the memory's {pace / 1e9:.1f} GB/s"], attentions),
+        )
+    )
+
+
 def recurrent_table(record: Record) -> str:
     """A round of hybrid models beside a bare pass over as many tokens."""
     rows = []
@@ -245,14 +275,47 @@ def recurrent_table(record: Record) -> str:
 
 
 def serving_table(record: Record) -> str:
-    """The server beside others, by the number of streams."""
-    rows = []
-    for row in sorted(record["figures"][0]["race"], key=lambda row: row["streams"]):
+    """The server beside others, by the number of streams; ratios are medians over repetitions."""
+    race, rows = record["figures"][0]["race"], []
+    for row in sorted(race, key=lambda row: row["streams"]):
         times = [None if row.get(name) is None else 1e3 * row[name] for name in ("first_p50", "gap_p50", "gap_p99")]
-        speed = number(row["tokens_per_second"], 0)
-        rows.append([str(row["streams"]), row["contender"], speed, *(number(time, 0) for time in times)])
-    head = ["streams", "contender", "tokens/s", "first token, ms", "gap, median, ms", "gap, 99 %, ms"]
-    return markdown(head, rows)
+        speeds = (number(row["tokens_per_second"], 0), number(over_transformers(row, race)))
+        rows.append([str(row["streams"]), row["contender"], *speeds, *(number(time, 0) for time in times)])
+    times = ["first token, ms", "gap, median, ms", "gap, 99 %, ms"]
+    return markdown(["streams", "contender", "tokens/s", "x transformers", *times], rows)
+
+
+def over_transformers(row: Record, race: Sequence[Record]) -> float | None:
+    """The speed of a contender over that of transformers' server in the same repetition, if that one ran."""
+    for other in race:
+        if other["contender"] == "transformers serve" and other["streams"] == row["streams"]:
+            return median(ours / peer for ours, peer in zip(row["runs"], other["runs"], strict=True))
+    return None
+
+
+def waits_table(record: Record) -> str:
+    """What else the server's users wait for, in seconds and as ratios."""
+    found = record["figures"][0]
+    [prefix], [prompt] = found["prefix"], found["prompt"]
+    turns = [median(run[turn] for run in prefix["runs"]) for turn in ("first", "second")]
+    bits = "the same text" if all(run["same"] for run in prefix["runs"]) else "ANOTHER TEXT"
+    rows = [
+        [
+            f"first token of the second turn of a chat of {prefix['chat']} tokens / of its first turn",
+            f"{prefix['ratio']:.3f}",
+            f"{turns[1]:.3f} / {turns[0]:.3f} s; {bits} as without the cache",
+        ],
+        [
+            "first token of 50 tokens while 4,000 others are read",
+            f"{prompt['beside']:.3f} s",
+            f"alone {prompt['alone']:.3f} s; the long one {prompt['long']:.3f} s",
+        ],
+    ]
+    if "overhead" in found:
+        [overhead] = found["overhead"]
+        runs = ", ".join(number(run["ratio"]) for run in overhead["runs"])
+        rows.insert(0, ["one stream, server / library", f"{overhead['ratio']:.3f}", f"by repetition {runs}"])
+    return markdown(["what", "measured", "from"], rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
@@ -266,8 +329,10 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "plan": ("plan", plan_table),
     "controllers": ("controllers", controllers_table),
     "kernel": ("kernel", kernel_table),
+    "contexts": ("contexts", contexts_table),
     "recurrent": ("recurrent", recurrent_table),
     "serving": ("serving", serving_table),
+    "waits": ("serving", waits_table),
 }
 """By the name in a document: the measurement, and what writes the table from it."""
 

@@ -1,0 +1,142 @@
+"""What long contexts cost: reading a prompt beside transformers, attention beside the memory, rounds beside plain steps.
+
+python benchmarks/contexts.py --target build/target-134m --draft build/draft-24m [--compile] [--json]
+
+Parts: `prefill` reads a prompt by ours and by transformers' model (torch's attention, oneDNN's products), by turns;
+`attention` gives the bytes of keys and values of a layer per second, for one and six tokens, beside what the memory
+gives in the same run; `rounds` decodes behind prompts of each length, plainly and with gamma 5, and leaves the reading
+of the prompt out. Models take longer texts here than they were trained for: the price is that of such texts, the text is
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from bars import read_bandwidth
+from kernel import timed
+from serving import roomy
+from transformers import AutoModelForCausalLM
+
+import slipstream
+from slipstream.bench import PROMPTS
+from slipstream.core.stats import Stats
+from slipstream.engine.engine import Engine
+from slipstream.kernels.cpu import panel_attention
+
+HEADS, WIDTH = (12, 6), 64  # query heads and heads of keys, of the 134 M target
+
+
+def main() -> None:
+    args = arguments()
+    with roomy(args):
+        how: dict[str, Any] = {"dtype": args.dtype, "gamma": args.gamma, "compile": args.compile}
+        engine = slipstream.load(str(args.target), str(args.draft), **how)
+        text = list(islice(cycle(engine.encode("\n".join(PROMPTS))), args.context))
+        found = {
+            "prefill": prefills(engine, str(args.target), args, text),
+            "attention": attentions(args),
+            "rounds": [steps(engine, text[:length], args) for length in args.behind],
+        }
+    print(json.dumps(found) if args.json else json.dumps(found, indent=1))
+
+
+@torch.inference_mode()
+def prefills(engine: Engine, target: str, args: argparse.Namespace, text: Sequence[int]) -> list[dict[str, Any]]:
+    """Seconds of reading prompts, ours and transformers'."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=args.dtype, attn_implementation="sdpa").eval()
+    scorer, rows = engine.decoder.target, []
+    for length in args.prompts:
+        ids = torch.tensor([text[:length]])
+
+        def ours(prompt: list[int] = list(text[:length])) -> None:  # noqa: B006
+            scorer.add(1)
+            scorer.prefill([prompt])
+            scorer.free([0])
+
+        def by_transformers(ids: torch.Tensor = ids) -> None:
+            model(ids, use_cache=True, logits_to_keep=1)
+
+        one, other = timed([ours, by_transformers], args.repetitions)
+        rows.append({"tokens": length, "ours": one, "transformers": other})
+        say(f"{length} tokens: {one:.3f} s, transformers {other:.3f} s")
+    return rows
+
+
+@torch.inference_mode()
+def attentions(args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes of keys and values per second, of one and six tokens over many slots; every run has a layer of its own."""
+    rows, (heads, groups) = [], HEADS
+    for slots in args.slots:
+        size = 2 * groups * slots * WIDTH * 2
+        layers = [torch.randn(2, 1, groups, slots, WIDTH).bfloat16() for _ in range(max(2, (1 << 28) // size))]
+        for tokens in (1, 6):
+            queries = torch.randn(1, tokens, heads, WIDTH).bfloat16().transpose(1, 2)
+            hidden = torch.full((tokens, slots), torch.finfo(torch.bfloat16).min).triu(1 + slots - tokens).bfloat16()
+            laps = []
+            for layer in cycle(layers):
+                start = perf_counter()
+                panel_attention(queries, *layer, hidden[None, None], WIDTH**-0.5)
+                laps.append(perf_counter() - start)
+                if len(laps) > 2 * len(layers):
+                    break
+            seconds = median(laps[len(layers) :])
+            rows.append({"slots": slots, "tokens": tokens, "seconds": seconds, "bytes": size})
+            say(f"{tokens} tokens over {slots} slots: {1e6 * seconds:.0f} microseconds")
+    return {"bandwidth": read_bandwidth(), "rows": rows}
+
+
+def steps(engine: Engine, prompt: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a plain step and of a round behind a prompt."""
+
+    def milliseconds(**how: Any) -> float:
+        [done] = engine.generate(tuple(prompt), max_new_tokens=args.max_new_tokens, ignore_eos=True, **how)
+        return 1000 * without_prefill(done.stats) / done.stats.target_calls
+
+    laps: dict[str, list[float]] = {"plain": [], "round": []}
+    for _ in range(args.repetitions + 1):
+        laps["plain"].append(milliseconds(plain=True))
+        laps["round"].append(milliseconds())
+    found = {name: median(some[1:]) for name, some in laps.items()}
+    ratio = median(one / other for one, other in zip(laps["round"][1:], laps["plain"][1:], strict=True))
+    say(f"behind {len(prompt)} tokens: plain step {found['plain']:.1f} ms, round {found['round']:.1f} ms")
+    return {"context": len(prompt), **found, "ratio": ratio}
+
+
+def without_prefill(stats: Stats) -> float:
+    """Seconds of the rounds of a text."""
+    return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--context", type=int, default=16384, help="positions that the models take")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens, of prefill")
+    parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384], help="of attention")
+    parser.add_argument("--behind", type=int, nargs="+", default=[128, 1024, 4096, 8192], help="tokens, of rounds")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
