@@ -1,12 +1,12 @@
-"""What long contexts cost: reading a prompt beside transformers, attention beside the memory, rounds beside plain steps.
+"""What long contexts cost: prompts beside transformers, attention beside the memory, rounds beside plain steps.
 
 python benchmarks/contexts.py --target build/target-134m --draft build/draft-24m [--compile] [--json]
 
 Parts: `prefill` reads a prompt by ours and by transformers' model (torch's attention, oneDNN's products), by turns;
 `attention` gives the bytes of keys and values of a layer per second, for one and six tokens, beside what the memory
 gives in the same run; `rounds` decodes behind prompts of each length, plainly and with gamma 5, and leaves the reading
-of the prompt out. Models take longer texts here than they were trained for: the price is that of such texts, the text is
-not.
+of the prompt out. Models take longer texts here than they were trained for: the price is that of such texts, the text
+is not.
 """
 
 from __future__ import annotations

@@ -236,14 +236,10 @@ def kernel_table(record: Record) -> str:
 def contexts_table(record: Record) -> str:
     """What long contexts cost: prompts, attention, and rounds."""
     [found] = record["figures"]
-    prompts = [
-        [
-            str(row["tokens"]),
-            *(number(row[name]) for name in ("ours", "transformers")),
-            number(row["ours"] / row["transformers"]),
-        ]
-        for row in found["prefill"]
-    ]
+    prompts = []
+    for row in found["prefill"]:
+        ours, other = row["ours"], row["transformers"]
+        prompts.append([str(row["tokens"]), number(ours), number(other), number(ours / other)])
     rounds = [
         [str(row["context"]), *(number(row[name], 1) for name in ("plain", "round")), number(row["ratio"])]
         for row in found["rounds"]

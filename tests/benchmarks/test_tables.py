@@ -169,6 +169,21 @@ BEAMS = {
         }
     ],
 }
+STREAMS = {"streams": 16, "first_p50": 0.2, "gap_p50": 0.01, "gap_p99": 0.1}
+WAITS = {
+    "race": [
+        {**STREAMS, "contender": "slipstream", "tokens_per_second": 300.0, "runs": [300.0, 200.0, 390.0]},
+        {**STREAMS, "contender": "transformers serve", "tokens_per_second": 130.0, "runs": [100.0, 100.0, 130.0]},
+    ],
+    "prefix": [{"chat": 2000, "ratio": 0.05, "runs": [{"first": 1.0, "second": 0.05, "same": True}]}],
+    "prompt": [{"alone": 0.05, "beside": 0.2, "long": 4.0}],
+    "overhead": [{"ratio": 1.04, "runs": [{"ratio": 1.04}]}],
+}
+CONTEXTS = {
+    "prefill": [{"tokens": 4096, "ours": 3.0, "transformers": 4.0}],
+    "rounds": [{"context": 128, "plain": 5.0, "round": 10.0, "ratio": 2.0}],
+    "attention": {"bandwidth": 1e10, "rows": [{"slots": 4096, "tokens": 6, "seconds": 0.001, "bytes": 5e6}]},
+}
 LAPS = [
     {"text": "code", "agree": 0.7, "contender": name, "live": live, "trace": live}
     for name, live in (("gamma 0", 6.0), ("gamma 3", 4.0), ("heuristic", 5.0), ("adaptive", 3.0))
@@ -195,6 +210,11 @@ LAPS = [
         ),
         ("passes", {"steps": {"target eager": {"1": 10.0, "6": 12.0}}}, "| target eager | 10.0 | 12.0 | 1.20 |"),
         ("bench", {"rows": RACE}, "| 0 | transformers generate | 50 (50-50) | 1.00 | 1.00 | - | - | - | - |"),
+        ("serving", WAITS, "| 16 | slipstream | 300 | 3.00 | 200 | 10 | 100 |"),
+        ("waits", WAITS, "| one stream, server / library | 1.040 | by repetition 1.04 |"),
+        ("waits", WAITS, "| 0.050 | 0.050 / 1.000 s; the same text as without the cache |"),
+        ("contexts", CONTEXTS, "| 4096 | 3.00 | 4.00 | 0.75 |"),
+        ("contexts", CONTEXTS, "| 4096 | 6 | 1000 | 5.0 | 0.50 |"),
         ("bars", {"race": RACE}, "| <= 1.3 | not measured |"),
     ],
 )  # fmt: skip
