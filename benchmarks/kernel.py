@@ -107,7 +107,7 @@ def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str,
         name, sizes[str(precision)] = str(precision), sum(precision.bytes_of(*shape) for shape in shapes)
         room, columns = Stretch(sizes[name]), Columns()
         layers[name] = [
-            QuantizedLinear(quantize(weight, precision), weight.shape[1], None, columns, room).multiply
+            QuantizedLinear(quantize(weight, precision), linear_of(weight), columns, room).multiply
             for weight in weights
         ]
 
@@ -122,6 +122,12 @@ def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str,
         each = {name: {"seconds": one, "bytes": sizes[name]} for name, one in zip(layers, times, strict=True)}
         found.append({"rows": rows, "times": each})
     return found
+
+
+def linear_of(weight: Tensor) -> torch.nn.Linear:
+    """A layer of a weight's shape and dtype, without values."""
+    features, width = weight.shape
+    return torch.nn.Linear(width, features, bias=False, device="meta", dtype=weight.dtype)
 
 
 def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, repetitions: int) -> tuple[float, ...]:

@@ -83,7 +83,7 @@ MEASUREMENTS = (
     Measurement(
         "serving",
         (
-            (*SERVING, "--compile", "--prompts", "32", "--repetitions", "3"),
+            (*SERVING, "--compile", "--prompts", "32", "--repetitions", "2"),
             (*SERVING, "--compile", "--part", "overhead", "--repetitions", "5"),
             (*SERVING, "--part", "prefix", "--context", "8192"),
             (*SERVING, "--part", "prompt", "--context", "8192"),
