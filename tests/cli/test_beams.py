@@ -65,7 +65,6 @@ def test_a_file_of_which_half_is_lost_is_completed(tmp_path: Path) -> None:
         (("--num-beams", "2", "--stream"), "--num-beams and --stream exclude each other"),
         (("--num-beams", "2", "--explain"), "--num-beams and --explain exclude each other"),
         (("--num-beams", "2", "--n", "2"), "excludes n"),
-        (("--num-beams", "2", "--temperature", "1"), "draws nothing"),
         (("--length-penalty", "2"), "length_penalty is for beam search"),
         (("--num-beams", "2", "--early-stopping", "soon"), "soon"),
         (("--num-beams", "2", "--draft", "lookup|embedded"), "cannot draft for beam search"),

@@ -272,6 +272,23 @@ def test_encoder_decoders(family: str, kind: str) -> None:
     assert near_ties(searches, [by_transformers(model, request) for request in asked]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "marian"])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_two_hundred_sources_of_encoder_decoders(family: str, width: int) -> None:
+    model, other = tiny(SEQ2SEQ[family]), tiny(SEQ2SEQ[family], seed=1)
+    target = CausalScorer(model)
+    beams, ends = Beams(width, num_return_sequences=width), frozenset({6})
+    asked = [
+        replace(request, source=source(target, number, 1 + number % 30))
+        for number, request in enumerate(requests(beams, 12, [(2,)] * 200, eos=ends))
+    ]
+    searches = beam_search(
+        Decoder(target, ModelDrafter(CausalScorer(other)), controller=Fixed(3), batch_size=20), asked
+    )
+    assert near_ties(searches, [by_transformers(model, request) for request in asked]) == 0
+
+
 # ---- controls: the comparison catches what is not exact -------------------------------------------------------------
 
 

@@ -142,7 +142,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prediction": ({"prediction": "x"}, "excludes prediction"),
     "max_time": ({"max_time": 3.0}, "excludes max_time"),
     "verify": ({"verify": "token"}, "excludes verify"),
-    "temperature": ({"temperature": 0.5}, "draws nothing"),
     "too many": ({"num_return_sequences": 5}, "above num_beams=4"),
     "early": ({"early_stopping": "soon"}, "early_stopping='soon' is not possible"),
     "penalty": ({"length_penalty": float("inf")}, "length_penalty=inf is not possible"),

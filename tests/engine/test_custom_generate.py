@@ -592,7 +592,6 @@ def own_cache() -> Cache:
 
 
 REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "sampled beams": ("do_sample=True with num_beams", lambda: {"num_beams": 2, "do_sample": True}),
     "groups": ("ask for group_beam_search", lambda: {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}),
     "beams and embeddings": (
         "inputs_embeds and past_key_values cannot",

@@ -420,7 +420,6 @@ ROWWISE = {"input_ids", "attention_mask", "position_ids"}
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "sampled beams": {"num_beams": 3, "do_sample": True},
     "logits of beams": {"num_beams": 3, "output_logits": True, "return_dict_in_generate": True},
     "an assistant": {"assistant_model": pair()[1], "input_ids": BATCH[2:3], "attention_mask": torch.ones(1, 5)},
     "prompt lookup": {"prompt_lookup_num_tokens": 2, "input_ids": BATCH[2:3], "attention_mask": torch.ones(1, 5)},

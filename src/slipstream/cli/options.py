@@ -150,7 +150,7 @@ MaxTime = Annotated[
 ]
 Samples = Annotated[int, _option(SAMPLING, "N", "Samples of each prompt.", "--n", min=1)]
 NumBeams = Annotated[
-    int | None, _option(SAMPLING, "N", "Beam search with so many beams, exactly as in transformers.", min=1)
+    int | None, _option(SAMPLING, "N", "Beam search as in transformers; --temperature samples the beams.", min=1)
 ]
 LengthPenalty = Annotated[
     float | None, _option(SAMPLING, "X", "Of beams: scores are divided by length^X (1); above 0 favours long texts.")

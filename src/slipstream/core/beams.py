@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.core.law import Fault
 from slipstream.core.values import is_finite, whole_number
@@ -20,13 +21,16 @@ class Beams:
     finish. The score of a finished one is its summed log-probability / length ** `length_penalty`, where the length is
     that of the output with its EOS token. With `early_stopping` True the search ends when `num_beams` have finished,
     with False when the best unfinished one could not beat them at its present length, with "never" when it could not at
-    any length. Raises ValueError for values that are not possible.
+    any length. With `do_sample` the continuations that a step examines are drawn, without replacement and by the
+    exponentials of their summed log-probabilities; the best of the drawn ones go on. Raises ValueError for values that
+    are not possible.
     """
 
     num_beams: int = 4
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     num_return_sequences: int = 1
+    do_sample: bool = False
 
     def __post_init__(self) -> None:
         whole_number("num_beams", self.num_beams, 2)
@@ -50,8 +54,16 @@ class Beams:
         return max(2, 1 + ends) * self.num_beams
 
 
-Candidates = tuple[list[float], list[int]]
-"""The log-probabilities and tokens of the best continuations of a prefix, the best first."""
+class Candidates(NamedTuple):
+    """The first continuations of a prefix in the order of their `ranks`, with their log-probabilities and tokens.
+
+    A rank is the log-probability, to which a sampled search adds Gumbel noise: the greatest sums of a beam's score and
+    a rank are then draws without replacement (arXiv 1903.06059).
+    """
+
+    values: list[float]
+    tokens: list[int]
+    ranks: list[float]
 
 
 class Prefix:

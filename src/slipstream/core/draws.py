@@ -196,6 +196,13 @@ def _exponentials(seed: int, request: int, position: int, vocab: int) -> np.ndar
     return np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)  # 0/0 would be NaN
 
 
+@lru_cache(maxsize=256)  # draft and target rank the continuations of the same prefixes
+def gumbel_noise(seed: int, request: int, text: tuple[int, ...], vocab: int) -> Tensor:
+    """Return the Gumbel noise (vocab,) of a text's continuations: a function of seed, request and text alone."""
+    bits = np.random.Philox(key=[_stream(seed, request, "beams"), request_key(text)])
+    return -torch.from_numpy(np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)).log()
+
+
 draw = Inversion()
 """The `Rng` of all rules but the coupled one."""
 

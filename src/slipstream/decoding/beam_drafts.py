@@ -6,14 +6,15 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from slipstream.core.beams import Candidates, Prefix
-from slipstream.core.draws import draw
+from slipstream.core.draws import draw, gumbel_noise
 from slipstream.core.law import Fault, pad_vocabulary, wide
 from slipstream.core.protocols import Drafter, DraftsByOneModel, DraftsByText, HasModel, Scorer
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.round import Context
-from slipstream.decoding.beam_search import Beam, BeamSearch, best_continuations
+from slipstream.decoding.beam_search import Beam, BeamSearch, best_beams, best_continuations
 from slipstream.decoding.tries import TrieCache
 
 Proposal = list[Prefix]
@@ -139,14 +140,20 @@ class ModelBeams:
         ]
         new = [cache.lacking(place, wanted) for place, wanted in enumerate(unknown)]
         if any(new):
-            keep = [search.settings.num_beams + self._extra + len(search.request.eos) for search in searches]
+            keep = [self._candidates(search, beams=1) for search in searches]
             for prefix, found in score(cache, searches, new, keep, self._vocab):
-                prefix.guess = ([], []) if isinstance(found, Fault) else found
+                prefix.guess = Candidates([], [], []) if isinstance(found, Fault) else found
 
     def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
-        width, ends = search.settings.num_beams + self._extra, search.request.eos
-        found = best_continuations(beams, width + len(ends) * len(beams), _law)
-        return [Beam(prefix.child(token), score) for score, prefix, token in found if token not in ends][:width]
+        ends = search.request.eos
+        found = best_continuations(beams, self._candidates(search, len(beams)), _law)
+        going = [Beam(prefix.child(token), score) for score, prefix, token in found if token not in ends]
+        return best_beams(going, search.settings.num_beams + self._extra)
+
+    def _candidates(self, search: BeamSearch, beams: int) -> int:
+        """Return how many continuations a step of the draft examines: as many as the target's where these are drawn."""
+        ends, settings = len(search.request.eos), search.settings
+        return settings.candidates(ends) if settings.do_sample else settings.num_beams + self._extra + ends * beams
 
 
 def _law(prefix: Prefix) -> Candidates | None:
@@ -198,10 +205,10 @@ def score(
     keep: Sequence[int],
     vocab: int,
 ) -> list[tuple[Prefix, Candidates | Fault]]:
-    """Feed prefixes in one call -> each prefix with its best `keep[r]` continuations, or the fault that prevented them.
+    """Feed prefixes in one call -> each with its first `keep[r]` continuations, or with the fault that prevented them.
 
     Continuations are scored by log-softmax after the requests' logits processors; a beam's score is the sum of these,
-    as in transformers.
+    as in transformers. Sampled searches rank them by scores with noise.
     """
     logits = pad_vocabulary(wide(cache.feed(new)), vocab).log_softmax(-1)
     pairs = [(place, prefix) for place, some in enumerate(new) for prefix in some]
@@ -210,8 +217,20 @@ def score(
     context = Context(tuple(rows), draw)
     law, faults = context.law_and_faults(logits[:, None], Prefixes(nothing, [()]), cache.scorer.name)
     assert law.scores is not None, "beams are greedy"
-    counts = [keep[place] for place, _ in pairs]
-    values, tokens = law.scores[:, 0].topk(min(max(counts), law.scores.shape[-1]))
-    best = zip(values.tolist(), tokens.tolist(), counts, strict=True)
-    found: list[Candidates] = [(some[:count], ids[:count]) for some, ids, count in best]
+    scores, counts = law.scores[:, 0], [keep[place] for place, _ in pairs]
+    ranks, tokens = _ranked(scores, rows).topk(min(max(counts), scores.shape[-1]))
+    best = zip(scores.gather(-1, tokens).tolist(), tokens.tolist(), ranks.tolist(), counts, strict=True)
+    found = [Candidates(some[:count], ids[:count], order[:count]) for some, ids, order, count in best]
     return [(prefix, faults.get((i, 0)) or found[i]) for i, (_, prefix) in enumerate(pairs)]
+
+
+def _ranked(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return scores (rows, vocab) with noise in the rows of sampled searches."""
+    sampled = [place for place, row in enumerate(rows) if row.request.beams and row.request.beams.do_sample]
+    if not sampled:
+        return scores
+    ranks = scores.to(torch.float64, copy=True)
+    for place in sampled:
+        request, text = rows[place].request, tuple(rows[place].tokens)
+        ranks[place] += gumbel_noise(request.seed, request.key, text, scores.shape[-1]).to(scores.device)
+    return ranks

@@ -1,8 +1,9 @@
-"""Beam search as a deterministic function of the conditionals p(. | prefix), with the semantics of transformers.
+"""Beam search as a function of the conditionals p(. | prefix) and, if it is sampled, of noise that belongs to prefixes.
 
-The search reads a table of scored prefixes, and stops where it needs a prefix that is not in the table. Additional
-prefixes cannot change the result, so any draft is exact. (In appendix A.4 of arXiv 2211.17192 the draft's own beams are
-the proposal; its condition, top_w(p) within top_u(q), means that the needed prefix is in the table.)
+It has the semantics of transformers. The search reads a table of scored prefixes, and stops where it needs a prefix
+that is not in the table. Additional prefixes cannot change the result, so any draft is exact. (In appendix A.4 of arXiv
+2211.17192 the draft's own beams are the proposal; its condition, top_w(p) within top_u(q), means that the needed prefix
+is in the table.)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import attrgetter, itemgetter
 
 from slipstream.core.beams import Beams, Candidates, Hypothesis, Prefix
 from slipstream.core.law import Fault
@@ -32,24 +34,25 @@ Continuation = tuple[float, Prefix, int]
 def best_continuations(
     beams: Iterable[Beam], count: int, law: Callable[[Prefix], Candidates | None]
 ) -> list[Continuation]:
-    """Return the best `count` continuations of all beams, the best first; ties keep the order of the beams.
+    """Return the first `count` continuations of all beams by their ranks; ties keep the order of the beams.
 
-    Forbidden tokens (with a log-probability of -inf) are left out.
+    Without noise these are the best ones, the best first. Forbidden tokens (with a log-probability of -inf) are left
+    out.
     """
-    found: list[Continuation] = []
+    found: list[tuple[float, Continuation]] = []
     for beam in beams:
-        values, tokens = law(beam.prefix) or ([], [])
         found += [
-            (beam.score + value, beam.prefix, token)
-            for value, token in zip(values, tokens, strict=True)
+            (beam.score + rank, (beam.score + value, beam.prefix, token))
+            for value, token, rank in zip(*(law(beam.prefix) or ((), (), ())), strict=True)
             if value > -inf
         ]
-    found.sort(key=_score, reverse=True)  # sorting is stable, also with reverse=True
-    return found[:count]
+    found.sort(key=itemgetter(0), reverse=True)  # sorting is stable, also with reverse=True
+    return [continuation for _, continuation in found[:count]]
 
 
-def _score(continuation: Continuation) -> float:
-    return continuation[0]
+def best_beams(beams: Iterable[Beam], count: int) -> list[Beam]:
+    """Return the `count` beams of the greatest scores, the best first."""
+    return sorted(beams, key=attrgetter("score"), reverse=True)[:count]
 
 
 @dataclass
@@ -113,7 +116,7 @@ class BeamSearch:
                 self.finished.append(Hypothesis((*prefix.tokens, token), score, reason))
                 self.finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
                 del self.finished[width:]
-        self.live = going[:width] or self.live
+        self.live = best_beams(going, width) or self.live
         self._end_if_over(length, bool(going))
 
     def _finish_reason(self, prefix: Prefix, token: int, length: int) -> str | None:

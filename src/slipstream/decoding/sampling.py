@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -134,6 +134,14 @@ class Sampling:
     def _cuts(self) -> bool:
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1) and not self.greedy
 
+    def for_beams(self) -> Sampling:
+        """Return these settings for beams that are sampled: what shapes the law becomes processors of its logarithm.
+
+        As in transformers, cuts leave one token more than the number of those that end a text, and at least two.
+        """
+        off = {name: getattr(Sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+        return replace(self, processors=(*self.processors, *self._warpers(max(2, 1 + len(self.eos)))), **off)
+
     def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
         """Return the processors, in order, for a row whose prompt has `prompt_length` tokens."""
         if (prompt_length, device) not in self._chains:
@@ -164,18 +172,19 @@ class Sampling:
             chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos))
         return chain
 
-    def _warpers(self) -> list[Processor]:
+    def _warpers(self, least: int = 1) -> list[Processor]:
+        """Return the processors that shape the law, of which each leaves at least so many tokens."""
         chain: list[Processor] = []
         if self.temperature != 1:
             chain.append(hf.TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k:
-            chain.append(hf.TopKLogitsWarper(self.top_k))
+            chain.append(hf.TopKLogitsWarper(self.top_k, min_tokens_to_keep=least))
         if self.top_p < 1:
-            chain.append(hf.TopPLogitsWarper(self.top_p))
+            chain.append(hf.TopPLogitsWarper(self.top_p, min_tokens_to_keep=least))
         if self.min_p:
-            chain.append(hf.MinPLogitsWarper(self.min_p))
+            chain.append(hf.MinPLogitsWarper(self.min_p, min_tokens_to_keep=least))
         if self.typical_p < 1:
-            chain.append(hf.TypicalLogitsWarper(mass=self.typical_p))
+            chain.append(hf.TypicalLogitsWarper(mass=self.typical_p, min_tokens_to_keep=least))
         return chain
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:

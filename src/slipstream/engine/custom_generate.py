@@ -71,12 +71,13 @@ def custom_generate(
     the draft reads the tokens nearest to them.
 
     With `num_beams`, beam search finds what `generate` finds: `sequences` and `sequences_scores`, without scores by
-    step and without a cache.
+    step and without a cache. Sampled beams have the law that they have there, but not the same texts: each prompt draws
+    by itself.
 
     Keep the callable to keep the draft and both caches; it serves one call at a time. `.stats` holds the counts of the
     last call, over all its rows. It can be copied and pickled: its settings and a draft given as a model go along, the
-    caches do not. Raises ValueError in one sentence for what it cannot honour: sampled beams, groups of beams and other
-    modes, an assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states,
+    caches do not. Raises ValueError in one sentence for what it cannot honour: groups of beams and other modes,
+    an assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states,
     guidance.
     """
     if not isinstance(verifier, Rule) and not callable(verifier):
@@ -159,13 +160,10 @@ class Speculation:
         return self._scorers
 
     def _decode(self, model: PreTrainedModel, batch: Batch, opening: Opening, streamer: Any) -> Any:
-        seed = self._seed
-        if seed is None:  # greedy decoding must not advance the generator: generate would not either
-            seed = int(torch.randint(2**63 - 1, ())) if batch.config.do_sample else 0
         target, draft = scorers = self._pair(model)
         drafter, rule = ModelDrafter(draft, target.vocab), self._rule
         away = any(scorer.device != batch.ids.device for scorer in scorers)
-        requests = batch.requests(seed, away)
+        requests = batch.requests(self._seed_of(batch.config), away)
         check_requests(target, requests)
         read = opening.read(model, batch)
         decoder = Decoder(
@@ -185,8 +183,15 @@ class Speculation:
     def _search(self, model: PreTrainedModel, call: BeamCall) -> Any:
         target, draft = self._pair(model)
         drafter = ModelDrafter(draft, target.vocab)
-        result, self.stats = call.run(Decoder(target, drafter, controller=self._controller))
+        decoder = Decoder(target, drafter, controller=self._controller)
+        result, self.stats = call.run(decoder, self._seed_of(call.config))
         return result
+
+    def _seed_of(self, config: Any) -> int:
+        if self._seed is not None:
+            return self._seed
+        # Greedy decoding must not advance the generator: `generate` would not either.
+        return int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
 
     @contextmanager
     def _alone(self, model: PreTrainedModel) -> Iterator[None]:

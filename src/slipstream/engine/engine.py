@@ -99,6 +99,7 @@ class Engine:
           expected to resemble, for drafts that copy. `grammar`: which texts are allowed, made by `engine.grammars`.
         - `num_beams`: exact beam search, with transformers' `length_penalty` (1.0), `early_stopping` (False) and
           `num_return_sequences` (1): the texts of a prompt stand side by side, the best first, each with a `score`.
+          With a `temperature`, the beams of each step are sampled, as with transformers' `do_sample`.
         - `priority` (0; lower ones run first) and `cache_salt`: prompts share cached prefixes only with the same salt.
 
         `on_completion(index, completion)` is called as soon as a text is finished, in whatever order that is. The
@@ -278,6 +279,9 @@ class Engine:
         prediction = ()
         if asked.prediction:
             prediction = tuple(self._encoder.needed().encode(asked.prediction, add_special_tokens=False))
+        beams = asked.beams
+        if beams is not None and not sampler.greedy:
+            beams, sampler = replace(beams, do_sample=True), sampler.for_beams()
         return Request(
             prompt=(),
             sampler=sampler,
@@ -288,7 +292,7 @@ class Engine:
             prediction=prediction,
             gamma=MOST if prediction and asked.gamma is None and not asked.plain else None,
             max_time=asked.max_time,
-            beams=asked.beams,
+            beams=beams,
         )
 
     def _standing_alone(self, asked: Options, template: Request) -> Request:

@@ -28,7 +28,8 @@ def beams_of(config: Any) -> Beams | None:
     """Return the beam search that a generation config requests; None if it has one beam."""
     if not config.num_beams or config.num_beams == 1:
         return None
-    return Beams(config.num_beams, config.length_penalty, config.early_stopping, config.num_return_sequences or 1)
+    texts, sampled = config.num_return_sequences or 1, bool(config.do_sample)
+    return Beams(config.num_beams, config.length_penalty, config.early_stopping, texts, sampled)
 
 
 class BeamCall:
@@ -54,13 +55,14 @@ class BeamCall:
         ids = input_ids[:: beams.num_beams]
         plain = copy(config)
         plain.return_dict_in_generate = False  # neither scores by step nor a cache are kept
+        plain.do_sample = False  # sampled beams are drawn from scores, which `generate`'s processors have shaped
         opening = Opening.of(model, ids, plain, call, once)
         self.batch = Batch(ids, opening.prompts, processors, criteria, plain)
 
-    def run(self, decoder: Decoder) -> tuple[Any, Stats]:
+    def run(self, decoder: Decoder, seed: int) -> tuple[Any, Stats]:
         """Search -> what `generate` returns, and the counts. Raises a processor's error, or FloatingPointError."""
         away = decoder.target.device != self.batch.ids.device
-        requests = [replace(request, beams=self.beams) for request in self.batch.requests(0, away)]
+        requests = [replace(request, beams=self.beams) for request in self.batch.requests(seed, away)]
         searches = beam_search(replace(decoder, batch_size=len(requests)), requests)
         for search in searches:
             if search.error:

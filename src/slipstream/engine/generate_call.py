@@ -85,12 +85,7 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
     if call.get("assistant_model") is not None:
         raise ValueError("custom_generate has a draft already: leave out assistant_model.")
     mode = config.get_generation_mode(None)
-    if mode == "beam_sample":
-        raise ValueError(
-            "do_sample=True with num_beams cannot be honoured: sampled beams draw for all prompts by one generator, so "
-            "that no texts can be the same with a draft; leave one of them out."
-        )
-    if mode not in ("greedy_search", "sample", "beam_search"):
+    if mode not in ("greedy_search", "sample", "beam_search", "beam_sample"):
         raise ValueError(
             f"custom_generate decodes greedily, by sampling or with beams, but these settings ask for {mode.value}."
         )

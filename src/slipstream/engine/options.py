@@ -93,7 +93,7 @@ class Options:
             "stop": (bool(self.stop), "beams end at tokens: use stop_token_ids"),
             "prediction": (self.prediction is not None, "beams do not copy from a prediction: use lookup as the draft"),
             "max_time": (self.max_time is not None, "a search that is broken off has no result: use max_new_tokens"),
-            "verify": (self.verify is not None, "what a draft proposes is scored, and nothing is drawn"),
+            "verify": (self.verify is not None, "what a draft proposes is scored, and never drawn from"),
         }
         for name, (is_set, why) in reasons.items():
             if is_set:
@@ -208,8 +208,6 @@ def sampling(
     if found.min_new_tokens > asked.max_new_tokens:
         least, most = found.min_new_tokens, asked.max_new_tokens
         raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
-    if asked.beams and not found.greedy:
-        raise ValueError(f"num_beams={asked.num_beams} draws nothing, so temperature={found.temperature} cannot be.")
     if asked.beams and found.grammar is not None:
         raise ValueError(f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out.")
     if found.grammar is not None:

@@ -79,7 +79,7 @@ def beam_options(body: CompletionRequest, settings: ServeSettings, tenant: str, 
     options = engine_options(body, settings, tenant)
     options.pop("n", None)
     if speculation(body).verify is None:
-        options.pop("verify", None)  # beam search draws nothing, so the rule that a seed selects is not needed
+        options.pop("verify", None)  # the rule that a seed selects is for drafts that are drawn, which beams are not
     if body.temperature is None:
         options["temperature"] = 0.0
     options |= {name: getattr(body, name) for name in OF_BEAMS if getattr(body, name) is not None}
