@@ -171,7 +171,19 @@ def main() -> int:
     prompts = read_prompts(engine, args)
     rows = [measure(beams, (model, engine), prompts, args) for beams in args.beams or (2, 4, 8)]
     if args.json:
-        print(json.dumps({"settings": vars(args), "environment": environment(engine), "rows": rows}, default=str))
+        print(
+            json.dumps(
+                {
+                    "settings": {
+                        name: str(value).rsplit("/", 1)[-1] if name == "prompts" and value else value
+                        for name, value in vars(args).items()
+                    },
+                    "environment": environment(engine),
+                    "rows": rows,
+                },
+                default=str,
+            )
+        )
     else:
         print("| w | equal texts | u | top w of p in top u of q | steps per call | fewer calls | plain | drafted |")
         print("|---|---|---|---|---|---|---|---|")

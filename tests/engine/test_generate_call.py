@@ -126,14 +126,6 @@ def test_signatures_can_be_asked_for_at_any_time() -> None:
 def test_stop_strings_need_their_tokenizer() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         pair()[0].generate(**padded(), **SETTINGS, stop_strings=["a"], custom_generate=hook())
-    with pytest.raises(ValueError, match="do_sample=True with num_beams"):
-        pair()[0].generate(
-            **padded(),
-            max_new_tokens=8,
-            do_sample=True,
-            num_beams=2,
-            custom_generate=hook(),
-        )
 
 
 @pytest.mark.parametrize("text", ["abcab", "jja", "c"])

@@ -204,7 +204,6 @@ def test_the_best_of_several_samples_are_answered(client: openai.OpenAI) -> None
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
-        ({"use_beam_search": True, "n": 2, "temperature": 1}, "use_beam_search"),
         ({"use_beam_search": True, "n": 2, "logprobs": 1}, "use_beam_search"),
         ({"use_beam_search": True, "n": 2, "response_format": {"type": "json_object"}}, "response_format"),
         ({"length_penalty": 1.0}, "length_penalty"),
