@@ -29,7 +29,7 @@ import slipstream
 from slipstream.core.stats import Stats
 from slipstream.decoding.beam import EXTRA
 from slipstream.engine.engine import Engine
-from slipstream.measure.environment import environment
+from slipstream.measure.environment import environment, without_folder
 from slipstream.models.loading import EMBEDDED
 from slipstream.text.prompts import gather
 
@@ -171,19 +171,8 @@ def main() -> int:
     prompts = read_prompts(engine, args)
     rows = [measure(beams, (model, engine), prompts, args) for beams in args.beams or (2, 4, 8)]
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "settings": {
-                        name: str(value).rsplit("/", 1)[-1] if name == "prompts" and value else value
-                        for name, value in vars(args).items()
-                    },
-                    "environment": environment(engine),
-                    "rows": rows,
-                },
-                default=str,
-            )
-        )
+        settings = {**vars(args), "prompts": args.prompts and without_folder(args.prompts)}
+        print(json.dumps({"settings": settings, "environment": environment(engine), "rows": rows}, default=str))
     else:
         print("| w | equal texts | u | top w of p in top u of q | steps per call | fewer calls | plain | drafted |")
         print("|---|---|---|---|---|---|---|---|")
