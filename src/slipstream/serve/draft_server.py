@@ -206,8 +206,12 @@ class DraftServer:
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._meet, sock=self.listener, ssl=self.tls)
         await self._stopping.wait()
+        # asyncio leaves sockets open that it has accepted, but not yet begun to serve, when the server is closed.
+        with suppress(NotImplementedError):  # Windows' event loop accepts in another way
+            self._loop.remove_reader(self.listener)
+        await asyncio.sleep(0)
         server.close()
-        # Connections may still be accepted meanwhile, so this goes on until the loop has nothing left to drop.
+        # A task that accepts may still begin a talk, so this goes on until the loop has nothing left to drop.
         while rest := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in rest:
                 if (writer := self._talks.get(task)) is not None:

@@ -404,11 +404,15 @@ def test_a_server_ends_cleanly_while_clients_come_and_go(caplog: pytest.LogCaptu
     """
     for _ in range(20):
         with serving(model(), VOCAB) as port:
-            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
-            for client in clients[:4]:
+            early = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+            late = [socket.socket() for _ in range(8)]
+            for client in early:
                 client.recv(1)
                 client.close()
-        for client in clients[4:]:
+            for client in late:
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", port))
+        for client in late:
             client.close()
     gc.collect()
     assert not [record for record in caplog.records if "pending" in record.getMessage()]
