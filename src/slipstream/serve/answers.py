@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Value = TypeVar("Value")
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+Sometimes = Annotated[Value | None, Field(exclude_if=_is_none)]
+"""A field that is left out of the JSON text where it is None; other empty fields are written as null."""
+
 
 class Answer(BaseModel):
-    """A JSON object that the server writes. Fields that may be empty have a default, and are left out then."""
+    """A JSON object that the server writes."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the answer as a JSON object, without fields that are None."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+    def json_text(self) -> str:
+        """Return the answer as JSON text; numbers that are not finite, which JSON lacks, are null."""
+        return self.model_dump_json(by_alias=True)
 
 
 class Error(Answer):
@@ -22,8 +32,8 @@ class Error(Answer):
 
     message: str
     type: str
-    param: str | None = None
-    code: str | None = None
+    param: Sometimes[str] = None
+    code: Sometimes[str] = None
 
 
 class ErrorAnswer(Answer):
@@ -60,27 +70,27 @@ class Usage(Answer):
 class SpeculativeDecoding(Answer):
     """Acceptance of drafts for one answer, under the names that vLLM and its tools use."""
 
-    mean_acceptance_length: float | None = None
-    draft_acceptance_rate: float | None = None
+    mean_acceptance_length: Sometimes[float] = None
+    draft_acceptance_rate: Sometimes[float] = None
     acceptance_histogram: list[int]
     acceptance_histogram_by_draft_length: dict[str, list[int]]
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
-    per_step_accepted: list[int] | None = None
-    per_step_drafted: list[int] | None = None
+    per_step_accepted: Sometimes[list[int]] = None
+    per_step_drafted: Sometimes[list[int]] = None
 
 
 class Metrics(Answer):
     """Times of one answer, in milliseconds, and the acceptance of its drafts."""
 
-    time_to_first_token_ms: float | None = None
-    generation_time_ms: float | None = None
-    queue_time_ms: float | None = None
-    mean_itl_ms: float | None = None
-    tokens_per_second: float | None = None
-    speculative_decoding: SpeculativeDecoding | None = None
+    time_to_first_token_ms: Sometimes[float] = None
+    generation_time_ms: Sometimes[float] = None
+    queue_time_ms: Sometimes[float] = None
+    mean_itl_ms: Sometimes[float] = None
+    tokens_per_second: Sometimes[float] = None
+    speculative_decoding: Sometimes[SpeculativeDecoding] = None
 
 
 class Timings(Answer):
@@ -103,7 +113,7 @@ class Explained(Answer):
     """A token, its source, and the tokens that the draft had proposed in its place if they were refused."""
 
     text: str
-    token: int | None = None
+    token: Sometimes[int] = None
     source: str
     refused: list[str] = Field(default_factory=list)
 
@@ -113,7 +123,7 @@ class TopLogprob(Answer):
 
     token: str
     logprob: float
-    bytes: list[int] | None = None
+    bytes: Sometimes[list[int]] = None
 
 
 class TokenLogprob(TopLogprob):
@@ -125,7 +135,7 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(Answer):
     """Log probabilities of a chat's answer, under the law that was really sampled from."""
 
-    content: list[TokenLogprob] | None = None
+    content: Sometimes[list[TokenLogprob]] = None
     refusal: None = None
 
 
@@ -135,7 +145,7 @@ class TextLogprobs(Answer):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: Sometimes[list[dict[str, float] | None]] = None
 
 
 class Common(Answer):
@@ -145,19 +155,9 @@ class Common(Answer):
     created: int
     model: str
     system_fingerprint: str
-    usage: Usage | None = None
-    metrics: Metrics | None = None
-    timings: Timings | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the answer as a JSON object; fields that clients expect in every choice are null where empty."""
-        found = super().as_json()
-        for choice in found["choices"]:
-            choice.setdefault("finish_reason", None)
-            choice.setdefault("logprobs", None)
-            if "message" in choice:
-                choice["message"].setdefault("content", None)
-        return found
+    usage: Sometimes[Usage] = None
+    metrics: Sometimes[Metrics] = None
+    timings: Sometimes[Timings] = None
 
 
 class TextChoice(Answer):
@@ -167,8 +167,8 @@ class TextChoice(Answer):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: str | None
-    explained: list[Explained] | None = None
-    score: float | None = None
+    explained: Sometimes[list[Explained]] = None
+    score: Sometimes[float] = None
 
 
 class CompletionAnswer(Common):
@@ -181,17 +181,17 @@ class CompletionAnswer(Common):
 class FunctionCallAnswer(Answer):
     """The name of the called function, and its arguments as JSON text."""
 
-    name: str | None = None
+    name: Sometimes[str] = None
     arguments: str
 
 
 class ToolCallAnswer(Answer):
     """A call of a tool; `index` is given in streams."""
 
-    id: str | None = None
+    id: Sometimes[str] = None
     type: Literal["function"] = "function"
     function: FunctionCallAnswer
-    index: int | None = None
+    index: Sometimes[int] = None
 
 
 class AssistantMessage(Answer):
@@ -199,9 +199,9 @@ class AssistantMessage(Answer):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = None
+    reasoning_content: Sometimes[str] = None
     refusal: None = None
-    tool_calls: list[ToolCallAnswer] | None = None
+    tool_calls: Sometimes[list[ToolCallAnswer]] = None
 
 
 class ChatChoice(Answer):
@@ -211,7 +211,7 @@ class ChatChoice(Answer):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
-    explained: list[Explained] | None = None
+    explained: Sometimes[list[Explained]] = None
 
 
 class ChatAnswer(Common):
@@ -224,10 +224,10 @@ class ChatAnswer(Common):
 class Delta(Answer):
     """The part of a message that a chunk adds."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallAnswer] | None = None
+    role: Sometimes[Literal["assistant"]] = None
+    content: Sometimes[str] = None
+    reasoning_content: Sometimes[str] = None
+    tool_calls: Sometimes[list[ToolCallAnswer]] = None
 
 
 class ChatChunkChoice(Answer):
@@ -237,7 +237,7 @@ class ChatChunkChoice(Answer):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    explained: list[Explained] | None = None
+    explained: Sometimes[list[Explained]] = None
 
 
 class ChatChunk(Common):
@@ -254,7 +254,7 @@ class Model(Answer):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
-    max_model_len: int | None = None
+    max_model_len: Sometimes[int] = None
 
 
 class Models(Answer):
@@ -268,9 +268,9 @@ class Tokenized(Answer):
     """The tokens of a text, and their number."""
 
     count: int
-    max_model_len: int | None = None
+    max_model_len: Sometimes[int] = None
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: Sometimes[list[str]] = None
 
 
 class Detokenized(Answer):
@@ -295,18 +295,18 @@ class Properties(Answer):
     """The properties of the server: its models, how drafts are made and accepted, and the notes of loading."""
 
     target: str
-    draft: str | None = None
+    draft: Sometimes[str] = None
     rule: str
     lossless: bool
     gamma: int
     max_rows: int
-    max_model_len: int | None = None
+    max_model_len: Sometimes[int] = None
     vocabulary: int
     encoder_decoder: bool
     chat: bool
     notes: list[str]
     acceptance_by_position: list[float]
-    recommended_gamma: int | None = None
+    recommended_gamma: Sometimes[int] = None
     running: int
     waiting: int
     version: str

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.answers import Answer, ErrorAnswer
 from slipstream.serve.faults import ServeError
-from slipstream.text.jsontext import json_text
 
 DONE = "[DONE]"
 """The data of the last event of a stream."""
@@ -46,7 +45,7 @@ def streams(chunk: type[Answer]) -> dict[str, Any]:
 
 def answered(answer: Answer) -> Response:
     """Return an answer as an HTTP response."""
-    return Response(json_text(answer.as_json()), media_type="application/json")
+    return Response(answer.json_text(), media_type="application/json")
 
 
 def finish_reason(completion: Completion) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from slipstream.serve.answers import Answer, Error, Metrics, Timings
+from slipstream.serve.answers import Answer, Error, Metrics, Sometimes, Timings
 
 
 class OutputText(Answer):
@@ -67,22 +67,18 @@ class ResponseAnswer(Answer):
     output: list[OutputMessage]
     error: Error | None = None
     incomplete_details: Incomplete | None = None
-    instructions: str | None = None
+    instructions: str | None
     metadata: dict[str, str] = Field(default_factory=dict)
     parallel_tool_calls: bool = True
     temperature: float
     tool_choice: Literal["none"] = "none"
     tools: list[Any] = Field(default_factory=list)
     top_p: float
-    max_output_tokens: int | None = None
+    max_output_tokens: Sometimes[int] = None
     store: bool = False
-    usage: ResponseUsage | None = None
-    metrics: Metrics | None = None
-    timings: Timings | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the answer as a JSON object; fields that clients expect are there, as null where they are empty."""
-        return {"error": None, "incomplete_details": None, "instructions": None, **super().as_json()}
+    usage: Sometimes[ResponseUsage] = None
+    metrics: Sometimes[Metrics] = None
+    timings: Sometimes[Timings] = None
 
 
 class ResponseEvent(Answer):

@@ -22,7 +22,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies mu
 def event(answer: Answer, name: str | None = None) -> str:
     """Return an answer as one server-sent event."""
     line = f"event: {name}\n" if name else ""
-    return f"{line}data: {json_text(answer.as_json(), separators=(',', ':'))}\n\n"
+    return f"{line}data: {answer.json_text()}\n\n"
 
 
 async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -132,10 +132,10 @@ class _Answer:
         """Yield the events of one message, as its text is written."""
         place: dict[str, Any] = {"item_id": self.item, "output_index": 0, "content_index": 0}
         for kind in ("created", "in_progress"):
-            yield self._event(kind, response=self._response("in_progress").as_json())
-        started = self._message("in_progress", None).as_json()
+            yield self._event(kind, response=self._response("in_progress"))
+        started = self._message("in_progress", None)
         yield self._event("output_item.added", output_index=0, item=started)
-        yield self._event("content_part.added", **place, part=OutputText(text="").as_json())
+        yield self._event("content_part.added", **place, part=OutputText(text=""))
         completion: Completion | None = None
         async for _, pieces in self.call.rounds():
             if text := "".join(piece.text for piece in pieces):
@@ -146,9 +146,9 @@ class _Answer:
         [message] = response.output
         [part] = message.content
         yield self._event("output_text.done", **place, text=part.text, logprobs=[])
-        yield self._event("content_part.done", **place, part=part.as_json())
-        yield self._event("output_item.done", output_index=0, item=message.as_json())
-        yield self._event(response.status, response=response.as_json())
+        yield self._event("content_part.done", **place, part=part)
+        yield self._event("output_item.done", output_index=0, item=message)
+        yield self._event(response.status, response=response)
 
     def _event(self, kind: str, **fields: Any) -> str:
         self.count += 1
