@@ -71,6 +71,7 @@ Trace = list[tuple[float, int, int]]
 GREEDY = {"temperature": 0, "stream": True}
 OURS = {**GREEDY, "ignore_eos": True, "stream_options": {"include_usage": True}}
 PLAIN = {**OURS, "speculative": False}
+GAMMA = 3  # tokens drafted per round where the server is compared with the library
 
 
 def transformers_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -169,16 +170,17 @@ def without_server(engine: slipstream.Engine, prompts: Sequence[str], tokens: in
 def overhead(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
     """What the server takes longer than the library: by turns, text by text.
 
-    The client reads what comes and looks at nothing, since its own work would be counted on the same processor.
+    The client reads what comes and looks at nothing, since its own work would be counted on the same processor. Both
+    draft `GAMMA` tokens in every round: "auto" goes by the clock, and would choose other rounds in either.
     """
     rows, engine = [], library(args)
     engine.warm_up((1, 2))
-    with serving(ours(args), OURS) as server:
+    with serving(ours(args), OURS | {"speculative": {"gamma": GAMMA}}) as server:
         for number in range(args.repetitions):
             seconds: dict[str, list[float]] = {"library": [], "server": []}
             for text in (f"# Part {number}\n{prompt}" for prompt in prompts[: args.prompts]):
                 began = perf_counter()
-                engine.generate(text, max_new_tokens=args.max_tokens, ignore_eos=True)
+                engine.generate(text, max_new_tokens=args.max_tokens, ignore_eos=True, gamma=GAMMA)
                 between = perf_counter()
                 with server.awake():
                     read_all(server, text, args.max_tokens)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from starlette.requests import Request
 
@@ -15,6 +14,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Piece
 from slipstream.serve import answers
 from slipstream.serve.faults import Unavailable
+from slipstream.serve.ids import new_id
 from slipstream.serve.schema import Speculation
 from slipstream.serve.worker import Search, Ticket
 from slipstream.version import __version__
@@ -60,7 +60,7 @@ class Heading:
     @staticmethod
     def new(prefix: str, model: str) -> Heading:
         """Return a heading with a new id."""
-        return Heading(f"{prefix}-{uuid4().hex}", int(time()), model)
+        return Heading(f"{prefix}-{new_id()}", int(time()), model)
 
 
 class Call:

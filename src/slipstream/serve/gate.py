@@ -6,13 +6,13 @@ import asyncio
 import sys
 from time import monotonic, time
 from typing import TextIO
-from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, Unavailable, WrongKey
+from slipstream.serve.ids import new_id
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
@@ -120,4 +120,4 @@ async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -
 def _request_id(client_id: str | None) -> str:
     """Return the client's own id if it is printable ASCII of at most 128 characters, else a new one."""
     plain = client_id is not None and 0 < len(client_id) <= 128 and client_id.isascii() and client_id.isprintable()
-    return client_id if client_id is not None and plain else uuid4().hex
+    return client_id if client_id is not None and plain else new_id()

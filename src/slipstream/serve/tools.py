@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
-from uuid import uuid4
 
 from slipstream.core.protocols import HasModel
 from slipstream.engine.generation import Piece
 from slipstream.models.response_format import response_parser
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest
+from slipstream.serve.ids import new_id
 from slipstream.serve.schema import ChatRequest, Tool, ToolChoice
 from slipstream.serve.state import ServerState
 from slipstream.text.detokenize import Decode, Detokenizer
@@ -205,7 +205,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 def _call(name: str, arguments: str, index: int = 0) -> answers.ToolCallAnswer:
     function = answers.FunctionCallAnswer(name=name, arguments=arguments)
-    return answers.ToolCallAnswer(id=f"call_{uuid4().hex[:24]}", function=function, index=index)
+    return answers.ToolCallAnswer(id=f"call_{new_id()[:24]}", function=function, index=index)
 
 
 def _more(arguments: str) -> answers.ToolCallAnswer:

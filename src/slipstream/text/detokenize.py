@@ -17,15 +17,18 @@ class Detokenizer:
     piece is the difference between two decodings of a short tail; a tail that ends in a broken character waits.
     """
 
+    TAIL = 16
+    """The length from which on a tail is cut to its last tokens: every piece takes one decoding of the tail."""
+
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._tokens: list[int] = []
-        self._start = 0  # the index at which the decoded tail begins
-        self._done = 0  # the number of tokens whose text has been returned
+        self._tail: list[int] = []
+        self._done = 0  # the number of its tokens whose text has been returned
+        self._text = ""  # the text of those
 
     def push(self, token: int) -> str:
         """Add a token -> the text that became complete with it, perhaps empty."""
-        self._tokens.append(token)
+        self._tail.append(token)
         return self._advance(final=False)
 
     def flush(self) -> str:
@@ -33,12 +36,15 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before = self._decode(self._tokens[self._start : self._done])
-        after = self._decode(self._tokens[self._start :])
-        if len(after) <= len(before) or (after.endswith(BROKEN) and not final):
+        text = self._decode(self._tail)
+        if len(text) <= len(self._text) or (text.endswith(BROKEN) and not final):
             return ""
-        self._start, self._done = self._done, len(self._tokens)
-        return after[len(before) :]
+        piece = text[len(self._text) :]
+        if len(self._tail) >= self.TAIL:
+            self._tail = self._tail[self._done :]
+            text = self._decode(self._tail)
+        self._done, self._text = len(self._tail), text
+        return piece
 
 
 class Transcript:
