@@ -337,15 +337,17 @@ struct Vectors {
 
   template <int ROWS>
   static void sum_block(const Item* weights, const Item* values, int64_t apart, int64_t steps, int64_t width, float* sums) {
-    Lanes found[ROWS][2];
-    for (int r = 0; r < ROWS; ++r) std::memcpy(found[r], sums + r * width, sizeof(found[r]));
+    Lanes found[ROWS][2];  // copied one by one, since compilers keep in memory what is copied as a whole
+    for (int r = 0; r < ROWS; ++r)
+      for (int part = 0; part < 2; ++part) found[r][part] = Float32::load(sums + r * width + part * LANES);
     for (int64_t step = 0; step < steps; ++step, values += apart, weights += STRIDE) {
       Lanes value[2];
-      std::memcpy(value, values, sizeof(value));
+      for (int part = 0; part < 2; ++part) std::memcpy(&value[part], values + part * LANES * STEP, sizeof(Lanes));
       for (int r = 0; r < ROWS; ++r)
         for (int part = 0; part < 2; ++part) Type::add(found[r][part], value[part], weights + r * STEP);
     }
-    for (int r = 0; r < ROWS; ++r) std::memcpy(sums + r * width, found[r], sizeof(found[r]));
+    for (int r = 0; r < ROWS; ++r)
+      for (int part = 0; part < 2; ++part) std::memcpy(sums + r * width + part * LANES, &found[r][part], sizeof(Lanes));
   }
 };
 
@@ -533,6 +535,8 @@ class Tile {
   Whole begins_[VECTORS] = {}, ends_[VECTORS] = {};
   bool together_ = false, biased_ = false;
 
+  const Item* keys_store() const { return work_.keys + row_ * work_.key.row + keys_head_ * work_.key.head; }
+  const Item* values_store() const { return work_.values + row_ * work_.value.row + keys_head_ * work_.value.head; }
   int64_t head(int lane) const { return keys_head_ * work_.groups + (first_ + lane) % work_.groups; }
   int64_t token(int lane) const { return (first_ + lane) / work_.groups; }
 
@@ -594,11 +598,11 @@ class Tile {
     alignas(LINE) Lanes scores[SPAN * VECTORS];
     const int64_t count = part.end - part.first, steps = up(up(count, STEP) / STEP, Multiply::STEPS);
     const int64_t filled = up(count, Multiply::KEYS);
-    const Rows keys = rows(work_.keys + row_ * work_.key.row + keys_head_ * work_.key.head, work_.key.token, part, filled);
+    const Rows keys = rows(keys_store(), work_.key.token, part, filled);
     multiply_.score(queries_.data(), keys.first, keys.apart, filled, width_, scores);
     if (biased_) add_bias(part, scores);
     if (!together_ || part.first < all_begin_ || part.end > all_end_) hide(part, begins, ends, scores);
-    weigh(scores, count, biased_ ? 1 : work_.scale);
+    weigh(scores, count, biased_ ? 1 : work_.scale, part.first + SPAN);
     std::fill(scores + count * VECTORS, scores + steps * STEP * VECTORS, Lanes{});
     for (int64_t i = 0; i < steps; ++i)
       for (int v = 0; v < VECTORS; ++v)
@@ -626,8 +630,18 @@ class Tile {
       }
   }
 
-  // Scores -> weights, against the greatest score so far.
-  void weigh(Lanes* scores, int64_t count, float scale) {
+  // Asks for the key and the value of a later slot: into the second cache, since the first one is full. Behind the last
+  // slot there may be nothing, which is no error.
+  void ask(const Item* key, const Item* value) const {
+    for (int64_t i = 0; i < width_; i += LINE / sizeof(Item)) {
+      __builtin_prefetch(key + i, 0, 2);
+      __builtin_prefetch(value + i, 0, 2);
+    }
+  }
+
+  // Scores -> weights, against the greatest score so far. Meanwhile the memory has nothing else to do, so that the slots
+  // from `next` on are asked for.
+  void weigh(Lanes* scores, int64_t count, float scale, int64_t next) {
     Lanes factors[VECTORS], shifts[VECTORS];
     bool grown = false;
     for (int v = 0; v < VECTORS; ++v) {
@@ -641,12 +655,15 @@ class Tile {
       sums.greatest[v] = greatest;
     }
     if (grown) sums.scale(factors, count_);
-    for (int64_t i = 0; i < count; ++i)
+    const Item *key = keys_store() + next * work_.key.token, *value = values_store() + next * work_.value.token;
+    for (int64_t i = 0; i < count; ++i, key += work_.key.token, value += work_.value.token) {
+      ask(key, value);
       for (int v = 0; v < VECTORS; ++v) {
         Lanes& score = scores[i * VECTORS + v];
         score = exponential(score * scale - shifts[v]);
         sums.total[v] += score;
       }
+    }
   }
 
   struct Rows {
@@ -670,8 +687,7 @@ class Tile {
 
   // The values of some places, in steps.
   Rows panels(const Part& part, int64_t steps) {
-    const Item* store = work_.values + row_ * work_.value.row + keys_head_ * work_.value.head;
-    const Rows values = rows(store, work_.value.token, part, steps * STEP);
+    const Rows values = rows(values_store(), work_.value.token, part, steps * STEP);
     if constexpr (STEP == 1) {
       return values;
     } else {
