@@ -93,8 +93,12 @@ def http_request(body: Mapping[str, Any]) -> bytes:
 
 
 def read_all(server: Server, prompt: str, tokens: int) -> None:
-    """Stream one completion to its end by a client that costs next to nothing. Raises RuntimeError if it fails."""
+    """Stream one completion to its end by a client that costs next to nothing. Raises RuntimeError if it fails.
+
+    It wakes when all has come, as one on another machine would not disturb the server's processors either.
+    """
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 16)
         connection.sendall(http_request({"prompt": prompt, "max_tokens": tokens, **server.fields}))
         pieces = list(iter(lambda: connection.recv(1 << 16), b""))
     if b"data: [DONE]" not in b"".join(pieces[-2:]):

@@ -46,9 +46,10 @@ class Metrics:
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to a place in the batch.", FIRST)
         names = ["model_name", "phase"]
-        self.seconds = Counter(f"{OURS}round_seconds", "Time of rounds, by phase.", names, registry=self.registry)
+        seconds = Counter(f"{OURS}round_seconds", "Time of rounds, by phase.", names, registry=self.registry)
         about, why = "Rounds without the draft that was asked of another machine.", ["model_name", "reason"]
-        self.undrafted = Counter(f"{OURS}undrafted_rounds", about, why, registry=self.registry)
+        undrafted = Counter(f"{OURS}undrafted_rounds", about, why, registry=self.registry)
+        self.seconds, self.undrafted = _ByLabel(seconds, model), _ByLabel(undrafted, model)
 
     def text(self) -> bytes:
         """Return all series in Prometheus' text format."""
@@ -61,7 +62,7 @@ class Metrics:
         self.running.set(worker.running)
         self.waiting.set(worker.waiting)
         for phase, seconds in round.seconds.items():
-            self.seconds.labels(self.model, phase).inc(seconds)
+            self.seconds[phase].inc(seconds)
         drafted = [depth for depth in round.draft.depths if depth]
         self.drafts.inc(len(drafted))
         self.drafted.inc(sum(round.draft.lengths))
@@ -69,7 +70,7 @@ class Metrics:
         self.generated.inc(sum(map(len, round.tokens)))
         for position in range(max(round.accepted, default=0)):
             count = sum(accepted > position for accepted in round.accepted)
-            self.by_position.labels(self.model, str(position)).inc(count)
+            self.by_position[str(position)].inc(count)
 
     def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
         """Record the times of a request's tokens."""
@@ -88,9 +89,9 @@ class Metrics:
         assert row is not None and row.finish_reason
         self.stats += row.stats
         for reason, count in row.stats.undrafted.items():
-            self.undrafted.labels(self.model, reason).inc(count)
+            self.undrafted[reason].inc(count)
         self.whole.observe(now - ticket.times.arrived)
-        self.finished.labels(self.model, row.finish_reason).inc()
+        self.finished[row.finish_reason].inc()
 
     def on_search(self, search: Search, now: float) -> None:
         """Count a beam search: its texts as requests that ended, and what was drafted and accepted on the way."""
@@ -102,19 +103,18 @@ class Metrics:
         self.drafted.inc(stats.drafted)
         self.accepted.inc(stats.accepted)
         for position, count in enumerate(stats.accepted_by_position):
-            self.by_position.labels(self.model, str(position)).inc(count)
+            self.by_position[str(position)].inc(count)
         for phase, seconds in stats.seconds.items():
-            self.seconds.labels(self.model, phase).inc(seconds)
+            self.seconds[phase].inc(seconds)
         self.queued.observe((search.times.started or now) - search.times.arrived)
         self.whole.observe(now - search.times.arrived)
         for reason in search.finish_reasons:
-            self.finished.labels(self.model, reason).inc()
+            self.finished[reason].inc()
 
     # ---- series that vLLM has too ----
 
-    def _counters(self, name: str, help: str, label: str) -> Counter:
-        """Return counters that differ in a label."""
-        return Counter(OURS + name, help, ["model_name", label], registry=self.shared)
+    def _counters(self, name: str, help: str, label: str) -> _ByLabel:
+        return _ByLabel(Counter(OURS + name, help, ["model_name", label], registry=self.shared), self.model)
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(OURS + name, help, ["model_name"], registry=self.shared).labels(self.model)
@@ -125,6 +125,19 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
         series = Histogram(OURS + name, help, ["model_name"], registry=self.shared, buckets=buckets)
         return series.labels(self.model)
+
+
+class _ByLabel(dict[str, Counter]):
+    """The counters of a family by the value of their label; one that is new begins at 0."""
+
+    def __init__(self, family: Counter, model: str) -> None:
+        super().__init__()
+        self.family, self.model = family, model
+
+    def __missing__(self, label: str) -> Counter:
+        """Make the counter of a new value."""
+        counter = self[label] = self.family.labels(self.model, label)
+        return counter
 
 
 class _UnderVllmNames(Collector):
