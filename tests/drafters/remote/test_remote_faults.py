@@ -402,7 +402,7 @@ def test_a_server_ends_cleanly_while_clients_come_and_go(caplog: pytest.LogCaptu
 
     Some clients are being accepted, some greeted, and some are leaving when the server ends.
     """
-    for _ in range(20):
+    for _ in range(8):
         with serving(model(), VOCAB) as port:
             early = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
             late = [socket.socket() for _ in range(8)]
