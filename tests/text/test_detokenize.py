@@ -39,6 +39,7 @@ def test_leading_spaces_depend_on_the_token_before() -> None:
     words = {1: " a", 2: " b"}
     detokenizer = Detokenizer(lambda tokens: "".join(words[token] for token in tokens).removeprefix(" "))
     assert [detokenizer.push(token) for token in (1, 2, 1)] == ["a", " b", " a"]
+    assert [detokenizer.push(token) for token in (2, 1) * 50] == [" b", " a"] * 50, "also where the tail was cut"
 
 
 @pytest.mark.parametrize(

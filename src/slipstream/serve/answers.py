@@ -23,8 +23,9 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     def json_text(self) -> str:
-        """Return the answer as JSON text; numbers that are not finite, which JSON lacks, are null."""
-        return self.model_dump_json(by_alias=True)
+        """Return the answer as JSON text in ASCII; numbers that are not finite, which JSON lacks, are null."""
+        # Some clients of event streams take U+2028 and U+0085 for the end of a line: escaped, they are none.
+        return self.model_dump_json(by_alias=True, ensure_ascii=True)
 
 
 class Error(Answer):

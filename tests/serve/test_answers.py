@@ -1,0 +1,33 @@
+"""The JSON text of answers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from slipstream.serve.answers import CompletionAnswer, Metrics, TextChoice
+
+
+def completion(text: str, **fields: float) -> CompletionAnswer:
+    choice = TextChoice(index=0, text=text, finish_reason=None)
+    metrics = Metrics(**fields) if fields else None
+    return CompletionAnswer(id="1", created=0, model="m", system_fingerprint="f", choices=[choice], metrics=metrics)
+
+
+def test_a_text_never_ends_the_line_of_an_event() -> None:
+    """Some clients split events at everything that `str.splitlines` takes for the end of a line."""
+    text = "a\u2028b\u2029c\x85d\re\nf\x1cgé😀"
+    found = completion(text).json_text()
+    assert found.splitlines() == [found] and found.isascii()
+    assert json.loads(found)["choices"][0]["text"] == text
+
+
+def test_what_is_empty_is_left_out_unless_clients_expect_null() -> None:
+    found = json.loads(completion("a").json_text())
+    assert found["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]
+    assert not {"usage", "metrics", "timings"} & set(found)
+
+
+def test_numbers_that_are_not_finite_are_null() -> None:
+    found = json.loads(completion("a", tokens_per_second=math.inf, mean_itl_ms=1.0).json_text())
+    assert found["metrics"] == {"tokens_per_second": None, "mean_itl_ms": 1.0}
