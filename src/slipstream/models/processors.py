@@ -39,11 +39,12 @@ class TakesNoVideos:
         return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
 
 
+# The loaders are looked up when they are called: without pillow, even naming AutoImageProcessor.from_pretrained raises.
 PARTS: dict[str, Callable[[Any], Any]] = {
-    "image_processor": AutoImageProcessor.from_pretrained,
-    "feature_extractor": AutoFeatureExtractor.from_pretrained,
-    "audio_processor": AutoFeatureExtractor.from_pretrained,
-    "tokenizer": AutoTokenizer.from_pretrained,
+    "image_processor": lambda name: AutoImageProcessor.from_pretrained(name),
+    "feature_extractor": lambda name: AutoFeatureExtractor.from_pretrained(name),
+    "audio_processor": lambda name: AutoFeatureExtractor.from_pretrained(name),
+    "tokenizer": lambda name: AutoTokenizer.from_pretrained(name),
     VIDEOS: lambda name: NoVideos(),
 }
 """The functions that load the parts of processors, by the names of the parts."""
