@@ -1,18 +1,22 @@
 """Train the demo pair: a target of 10 M parameters and a draft a tenth its size.
 
-Both learn from the source of Python's standard library, so the recipe needs nothing but this
-repository and its training dependencies. Time budgets, not step counts, decide how long it
-takes; an interrupted run continues where it stopped when the same command is given again.
+Both learn from the source of Python's standard library and of the packages that pair/packages.py
+lists, which pip downloads. An interrupted run continues where it stopped when the same command is
+given again. Two cores with AMX take an hour and a half.
 
     python recipes/demo_pair.py --out DIR
 
-On a CPU that has other work too, set OMP_WAIT_POLICY=PASSIVE: threads that wait by spinning slow
-each other down several times.
+On Linux, let the allocator keep what it has: a training step frees gigabytes that the next one
+takes again, and a fifth of the time would go into the kernel's giving them out anew.
+
+    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368 MALLOC_TOP_PAD_=268435456
+    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -20,30 +24,28 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from pair import corpus, measure, models
-from pair.budget import DEVICE, Interrupted
+from pair import corpus, measure, models, packages, ranks, sampling
+from pair.budget import DEVICE, SEED, Interrupted
 from pair.card import Facts, write_card
 from pair.distill import distill
-from pair.sampling import Pool
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from slipstream.training.trainer import Progress
-
-# The shares of the draft's minutes for plain text, and for the target's writing of samples; the rest is distillation.
-ON_TEXT, ON_SAMPLES = 0.07, 0.175
+ON_TEXT = 0.2  # of the tokens that the draft reads
+WORTH_COMPILING = 2_000_000  # tokens: compiling takes a minute or two
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that all parts of the recipe share."""
+    """The texts and the tokenizer that all parts of the recipe share, stored in its working folder."""
 
     work: Path
     library: corpus.Library
+    packages: list[packages.Package]
     tokenizer: PreTrainedTokenizerFast
-    stream: corpus.Stream
-    fast: bool
+    text: corpus.Windows
 
 
 def main() -> int:
@@ -66,48 +68,56 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
+    cores = 1 if DEVICE.type == "cuda" else min(8, os.cpu_count() or 1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where both models go")
-    parser.add_argument("--minutes-target", type=float, default=60.0)
-    parser.add_argument("--minutes-draft", type=float, default=25.0)
-    parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="checkpoints")
+    parser.add_argument("--tokens-target", type=int, default=40_500_000, help="that the target reads")
+    parser.add_argument("--tokens-draft", type=int, default=30_000_000, help="that the draft reads, in all")
+    parser.add_argument("--minutes-samples", type=float, default=8.0, help="for the target's writing of samples")
+    parser.add_argument("--processes", type=int, default=cores, help=f"that train together (default: {cores})")
+    parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="texts and checkpoints")
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz, only to measure on")
     return parser.parse_args()
 
 
 def _run(args: argparse.Namespace) -> None:
-    fast = _worth_compiling(min(args.minutes_target, args.minutes_draft))
-    setup = _prepare(args.work, fast)
-    target, learned = _train_target(setup, args.minutes_target)
+    packages.download(args.work / "packages")
+    setup = _prepare(args.work)
+    fast = args.tokens_target > WORTH_COMPILING and _compiles()
+    target = ranks.together(args.processes, _train_target, args.work, args.tokens_target, fast)
     models.save_pretrained(target, setup.tokenizer, args.out / "target")
-    # From here on the target is the saved model that users will load, with its rounding to bfloat16.
-    target = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.bfloat16).to(DEVICE)
-    draft, pool = _train_draft(setup, target.eval(), args.minutes_draft)
+    draft, rows = ranks.together(args.processes, _train_draft, args, fast)
     models.save_pretrained(draft, setup.tokenizer, args.out / "draft")
-    timing = (
-        f"target {learned.seconds / 60:.0f} minutes ({learned.tokens / 1e6:.1f} M tokens read), "
-        f"draft {args.minutes_draft:.0f} minutes (with the target's writing, without its answers to lessons)"
-    )
-    _describe(args, setup, pool, timing)
+    _describe(args, setup, rows)
 
 
-def _prepare(work: Path, fast: bool) -> Setup:
+def _prepare(work: Path) -> Setup:
+    """Read the texts, or what an earlier process has stored of them."""
     library = corpus.read_library()
+    wheels = packages.read_packages(work / "packages")
     saved = work / "tokenizer"
     if saved.exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
     else:
         tokenizer = corpus.train_tokenizer(library.train)
         tokenizer.save_pretrained(saved)
-    stream = corpus.Stream(library.train, tokenizer)
-    print(f"{len(library.train)} files, {len(stream.tokens):,} tokens, on {_device()}")
-    return Setup(work, library, tokenizer, stream, fast)
+    stream = corpus.Stream.stored(work / "library.npz", lambda: library.train, tokenizer)
+
+    def modules() -> list[corpus.Source]:
+        everything = [module for package in wheels for module in package.modules]
+        return corpus.without_copies(everything, library.held_out)
+
+    others = corpus.Stream.stored(work / "packages.npz", modules, tokenizer)
+    if ranks.first():
+        sizes = (
+            f"{len(stream.tokens):,} tokens of the standard library, {len(others.tokens):,} of {len(wheels)} packages"
+        )
+        print(f"{sizes}, on {_device()}", flush=True)
+    return Setup(work, library, wheels, tokenizer, corpus.Mixture(stream, others, models.LIBRARY))
 
 
-def _worth_compiling(minutes: float) -> bool:
-    """Whether to compile the training: it is 1.4 times faster, after a minute of compiling, with a C++ compiler."""
-    if minutes < 5:
-        return False
+def _compiles() -> bool:
+    """Whether torch can compile the training, for which it needs a C++ compiler."""
     torch._dynamo.config.suppress_errors = True  # a part that does not compile runs eagerly
     try:
         torch.compile(torch.cos)(torch.ones(2))
@@ -117,23 +127,34 @@ def _worth_compiling(minutes: float) -> bool:
     return True
 
 
-def _train_target(setup: Setup, minutes: float) -> tuple[LlamaForCausalLM, Progress]:
+def _train_target(work: Path, tokens: int, fast: bool) -> LlamaForCausalLM:
     target = models.new_target()
-    file = setup.work / "target.safetensors"
-    return target, models.train_on_text(target, setup.stream, minutes, file, setup.fast)
+    models.train_on_text(target, _prepare(work).text, tokens, work / "target.safetensors", fast)
+    return target
 
 
-def _train_draft(setup: Setup, target: LlamaForCausalLM, minutes: float) -> tuple[LlamaForCausalLM, Pool]:
+def _train_draft(args: argparse.Namespace, fast: bool) -> tuple[LlamaForCausalLM, int]:
+    """Train the draft on text, then on the target's laws; return it, and the number of rows that the target wrote."""
+    setup = _prepare(args.work)
+    # The saved model that users will load, with its rounding to bfloat16.
+    target = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.bfloat16).to(DEVICE).eval()
     draft = models.new_draft(target)
-    reading, sampling = minutes * ON_TEXT, minutes * ON_SAMPLES
-    file = setup.work / "draft_text.safetensors"
-    models.train_on_text(draft, setup.stream, reading, file, setup.fast, models.SHORT)
-    pool = Pool(setup.work / "samples.pt")
-    prompts = corpus.prompts(setup.library.train, setup.stream, setup.tokenizer)
-    pool.fill(target, prompts, sampling)
-    rest = minutes - reading - sampling
-    distill(draft, target, setup.stream, pool, rest, setup.work / "draft.safetensors", setup.fast)
-    return draft, pool
+    reading = round(args.tokens_draft * ON_TEXT)
+    models.train_on_text(draft, setup.text, reading, args.work / "draft_text.safetensors", fast, models.SHORT)
+    file = args.work / f"samples-{ranks.number()}.pt"
+    rows = sampling.write_rows(target, _prompts(setup), args.minutes_samples, file)
+    distill(draft, target, setup.text, rows, args.tokens_draft - reading, args.work / "draft.safetensors", fast)
+    return draft, len(rows) * args.processes
+
+
+def _prompts(setup: Setup) -> list[list[int]]:
+    """Return prompts for the target to continue: from the library, and from as many modules of the packages."""
+    modules = [module for package in setup.packages for module in package.modules]
+    chosen = np.random.default_rng(SEED).choice(
+        len(modules), min(len(modules), len(setup.library.train)), replace=False
+    )
+    sources = [*setup.library.train, *(modules[place] for place in sorted(chosen))]
+    return corpus.prompts(sources, setup.text, setup.tokenizer)
 
 
 def _device() -> str:
@@ -142,7 +163,7 @@ def _device() -> str:
     return f"{torch.get_num_threads()} CPU cores"
 
 
-def _describe(args: argparse.Namespace, setup: Setup, pool: Pool, timing: str) -> None:
+def _describe(args: argparse.Namespace, setup: Setup, rows: int) -> None:
     """Measure the saved models and write the model card."""
     target, draft = (measure.load_exact(args.out / name) for name in ("target", "draft"))
     held_out = setup.library.held_out
@@ -150,24 +171,25 @@ def _describe(args: argparse.Namespace, setup: Setup, pool: Pool, timing: str) -
     if args.humaneval:
         sets["HumanEval"] = measure.read_prompts(args.humaneval)
     bits = [measure.bits_per_byte(model, setup.tokenizer, held_out) for model in (target, draft)]
-    alphas = {name: measure.alpha(target, draft, setup.tokenizer, prompts) for name, prompts in sets.items()}
-    for name, found in alphas.items():
-        print(f"alpha on {name}: T=0 {found.greedy:.3f}, T=1 {found.sampled:.3f}")
+    found = {name: measure.behaviour(target, draft, setup.tokenizer, prompts) for name, prompts in sets.items()}
+    for name, seen in found.items():
+        print(f"{name}: alpha T=0 {seen.greedy:.3f}, T=1 {seen.sampled:.3f}; repeated {seen.repeated:.3f}")
     print(f"held-out bits per byte: target {bits[0]:.3f}, draft {bits[1]:.3f}")
     shown = args.out.name if args.out.is_absolute() else args.out  # the card names no folder of this machine
     facts = Facts(
         library=setup.library,
+        packages=setup.packages,
         target=target,
         draft=draft,
         bits=(bits[0], bits[1]),
-        alphas=alphas,
-        rows=len(pool.rows),
+        found=found,
+        rows=rows,
         command=(
-            f"python recipes/demo_pair.py --out {shown} "
-            f"--minutes-target {args.minutes_target:g} --minutes-draft {args.minutes_draft:g}"
+            f"python recipes/demo_pair.py --out {shown} --tokens-target {args.tokens_target} "
+            f"--tokens-draft {args.tokens_draft} --minutes-samples {args.minutes_samples:g}"
         ),
-        device=_device(),
-        timing=timing,
+        device=f"{_device()}, {args.processes} processes",
+        tokens=(args.tokens_target, args.tokens_draft),
     )
     write_card(args.out / "README.md", facts)
 

@@ -1,8 +1,9 @@
-"""Training for a given time: schedules follow elapsed time, so that a run ends on time."""
+"""Training on a budget of tokens or of seconds: schedules follow the share of it that is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from torch import nn
 from tqdm import tqdm
 
 from slipstream.training.optimizers import trapezoid
-from slipstream.training.trainer import Checkpoint, Progress, Seconds, Trainer
+from slipstream.training.trainer import Budget, Checkpoint, Progress, Trainer
+
+from . import ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WARMUP = 0.02
@@ -30,10 +33,11 @@ def bf16() -> torch.autocast:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
-def clock(name: str, seconds: float, elapsed: float) -> tqdm:
+def clock(name: str, seconds: float, elapsed: float, hidden: bool) -> tqdm:
     """Return a progress bar that counts seconds of the budget."""
     form = "{desc} {percentage:3.0f}% |{bar}| {n}/{total} s{postfix}"
-    return tqdm(total=round(seconds), initial=min(round(seconds), round(elapsed)), desc=name, bar_format=form)
+    total = round(seconds)
+    return tqdm(total=total, initial=min(total, round(elapsed)), desc=name, bar_format=form, disable=hidden)
 
 
 def advance(bar: tqdm, elapsed: float, **shown: object) -> None:
@@ -42,24 +46,60 @@ def advance(bar: tqdm, elapsed: float, **shown: object) -> None:
     bar.set_postfix(shown)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A budget of tokens read, which ends at the same step in every process of a training."""
+
+    total: int
+    save_every: int = 1_000_000
+
+    def used(self, progress: Progress) -> float:
+        """Return the share of the tokens that has been read."""
+        return progress.tokens / self.total
+
+    def saves(self, progress: Progress) -> int:
+        """Return how many times `save_every` tokens have been read."""
+        return progress.tokens // self.save_every
+
+
+class _SavedElsewhere(Checkpoint):
+    """The checkpoint of another process, which is read to resume and never written."""
+
+    def save(self, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
+        """Do nothing: the first process saves the state, which is the same in all of them."""
+
+
 def train(
-    model: nn.Module, optims: list[torch.optim.Optimizer], minutes: float, file: Path, loss_of: LossOf
+    model: nn.Module, optims: list[torch.optim.Optimizer], budget: Budget, file: Path, loss_of: LossOf
 ) -> Progress:
-    """Train a model for a number of minutes, with its state in `file`; Ctrl-C saves and raises ``Interrupted``."""
-    trainer = Trainer(model, optims, trapezoid(WARMUP, DECAY), Seconds(60.0 * minutes), Checkpoint(file))
+    """Train a model on a budget, with its state in `file`; Ctrl-C saves and raises ``Interrupted``.
+
+    Among several processes (``ranks.together``), each computes the loss of batches of its own, and all take the same
+    steps. The first one shows the progress and saves it.
+    """
+    checkpoint = (Checkpoint if ranks.first() else _SavedElsewhere)(file)
+    trainer = Trainer(model, optims, trapezoid(WARMUP, DECAY), budget, checkpoint)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
 
     def seeded(step: int, used: float) -> tuple[torch.Tensor, int]:
-        # The seed depends on the step alone, so a resumed run reads the same data.
-        return loss_of(used, np.random.default_rng([SEED, step]))
+        # The seed depends on the step and the process alone, so a resumed run reads the same data.
+        loss, tokens = loss_of(used, np.random.default_rng([SEED, step, ranks.number()]))
+        return ranks.averaged(loss, weights), tokens * ranks.count()
 
     def watch(progress: Progress, loss: float) -> None:
-        pace = round(progress.tokens / progress.seconds)
-        advance(bar, progress.seconds, loss=f"{loss:.3f}", tokens_s=pace, step=progress.steps)
+        pace = round((progress.tokens - begun.tokens) / (progress.seconds - begun.seconds))
+        bar.update(round(1000 * min(1.0, budget.used(progress))) - bar.n)
+        bar.set_postfix(loss=f"{loss:.3f}", tokens_s=pace, step=progress.steps)
 
+    begun = trainer.progress
+    form = "{desc} {percentage:5.1f}% |{bar}| {elapsed}{postfix}"
+    at = round(1000 * min(1.0, budget.used(begun)))
     try:
-        with clock(file.stem, 60.0 * minutes, trainer.progress.seconds) as bar:
+        with tqdm(
+            total=1000, initial=at, desc=file.stem, bar_format=form, disable=not ranks.first(), mininterval=2
+        ) as bar:
             trainer.train(seeded, watch)
     except KeyboardInterrupt:
-        raise Interrupted(f"{file.stem} stopped at {bar.n} of {bar.total} s") from None
+        raise Interrupted(f"{file.stem} stopped after {trainer.progress.tokens:,} tokens") from None
     trainer.save()
     return trainer.progress

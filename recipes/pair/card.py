@@ -8,9 +8,10 @@ from pathlib import Path
 
 from transformers import LlamaForCausalLM
 
-from .corpus import HELD_OUT, SKIPPED_FOLDERS, TABLE_SHARE, VOCABULARY, Library
-from .measure import NEW, Alpha
-from .models import CONTEXT
+from .corpus import HELD_OUT, TABLE_SHARE, VOCABULARY, Library, Source
+from .measure import NEW, Behaviour
+from .models import CONTEXT, LIBRARY
+from .packages import Package
 from .sampling import ROW
 
 _TEMPLATE = """\
@@ -25,11 +26,12 @@ neither knows enough to be useful as an assistant.
 {shapes}
 | held-out bits per byte | {target_bits:.3f} | {draft_bits:.3f} |
 
-How often a guess of the draft is accepted (alpha):
+How often a guess of the draft is accepted (alpha), and how much of the target's greedy completions
+is repetition:
 
-| prompts | number | temperature 0 | temperature 1 |
-|---|---|---|---|
-{alphas}
+| prompts | number | alpha, temperature 0 | alpha, temperature 1 | repeated 4-grams |
+|---|---|---|---|---|
+{found}
 
 At temperature 1, alpha is the mean of sum(min(p, q)) over text sampled from the target; at
 temperature 0, the share of positions of the target's greedy text where both models rank the same
@@ -38,24 +40,29 @@ from the saved bfloat16 weights; bits per byte in windows of {context} tokens wi
 
 ## Data
 
-The source of the standard library of Python {python}, under the PSF License: {files} files,
-{megabytes:.1f} MB. Left out:
+{share:.0%} of the windows of text that were read are of the standard library of Python {python} (PSF
+License; {files} files, {megabytes:.1f} MB), the others of {number} packages of pure Python
+({package_files:,} files, {package_megabytes:.1f} MB), all under permissive licences:
 
-- the folders {skipped};
+{packages}
+
+Left out:
+
+- folders of tests and of copies of other packages, and comments at the tops of the packages' files;
 - tables: files in which more than {table:.0%} of the lines are literals (code pages, entity lists);
-- the modules kept for the figures above: {held_out}.
+- the modules kept for the figures above: {held_out}, and files of packages that copy them.
 
 The draft also learned from {rows} continuations of up to {row} tokens that the target wrote,
 prompted with function headers, docstrings and openings from the same training files. HumanEval,
 where it appears above, was only measured on.
 
-The tokenizer is a byte-level BPE of {vocabulary} tokens learned on the training files.
+The tokenizer is a byte-level BPE of {vocabulary} tokens learned on the library's training files.
 
 ## Recipe
 
     {command}
 
-On {device}: {timing}.
+On {device}. The target read {target_tokens:.1f} M tokens, the draft {draft_tokens:.1f} M.
 """
 
 
@@ -64,14 +71,15 @@ class Facts:
     """All facts that the card states."""
 
     library: Library
+    packages: list[Package]
     target: LlamaForCausalLM
     draft: LlamaForCausalLM
     bits: tuple[float, float]
-    alphas: dict[str, Alpha]
+    found: dict[str, Behaviour]
     rows: int
     command: str
     device: str
-    timing: str
+    tokens: tuple[int, int]
 
 
 def _shapes(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> str:
@@ -86,21 +94,31 @@ def _shapes(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> str:
     return "\n".join(f"| {name} | {get(target)} | {get(draft)} |" for name, get in rows.items())
 
 
+def _megabytes(sources: list[Source]) -> float:
+    return sum(len(source.text.encode()) for source in sources) / 1e6
+
+
 def write_card(file: Path, facts: Facts) -> None:
     """Write the card: the template filled in with the facts."""
     train = facts.library.train
+    modules = [module for package in facts.packages for module in package.modules]
     file.write_text(
         _TEMPLATE.format(
             shapes=_shapes(facts.target, facts.draft),
             target_bits=facts.bits[0],
             draft_bits=facts.bits[1],
-            alphas="\n".join(
-                f"| {name} | {a.prompts} | {a.greedy:.3f} | {a.sampled:.3f} |" for name, a in facts.alphas.items()
+            found="\n".join(
+                f"| {name} | {seen.prompts} | {seen.greedy:.3f} | {seen.sampled:.3f} | {seen.repeated:.1%} |"
+                for name, seen in facts.found.items()
             ),
+            share=LIBRARY,
             python=platform.python_version(),
             files=len(train),
-            megabytes=sum(len(s.text.encode()) for s in train) / 1e6,
-            skipped=", ".join(f"`{name}`" for name in sorted(SKIPPED_FOLDERS)),
+            megabytes=_megabytes(train),
+            number=len(facts.packages),
+            package_files=len(modules),
+            package_megabytes=_megabytes(modules),
+            packages="\n".join(f"- {one.name} {one.version}: {one.licence}" for one in facts.packages),
             table=TABLE_SHARE,
             row=ROW,
             new=NEW,
@@ -110,7 +128,8 @@ def write_card(file: Path, facts: Facts) -> None:
             vocabulary=f"{VOCABULARY:,}",
             command=facts.command,
             device=facts.device,
-            timing=facts.timing,
+            target_tokens=facts.tokens[0] / 1e6,
+            draft_tokens=facts.tokens[1] / 1e6,
         ),
         encoding="utf-8",
     )

@@ -1,17 +1,21 @@
-"""The training text: Python's standard library, its tokenizer and random windows of it."""
+"""The training text: Python's standard library and other files, the tokenizer, and random windows of the text."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from slipstream.files import atomic_write
 
 END = "<|endoftext|>"
 VOCABULARY = 4096
@@ -32,6 +36,7 @@ HELD_OUT = (
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 # A file is a table when most of its lines start with a literal: nothing to learn there.
 TABLE_SHARE = 0.6
+COPIED = 0.2
 _TABLE_LINE = re.compile(r"\s*[bru]*['\"\d({\[]")
 _IMPORT_LINE = re.compile(r"^(?:import|from) [\w ,.]+$", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:import|from|def|class|@)\b", re.MULTILINE)
@@ -42,7 +47,7 @@ _PIECES = r"[ .]?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\
 
 @dataclass(frozen=True)
 class Source:
-    """One module of the standard library."""
+    """One module: its place in the library or the package, and its text."""
 
     name: str
     text: str
@@ -80,6 +85,20 @@ def read_library() -> Library:
     return Library(train, held_out)
 
 
+def without_copies(sources: list[Source], held_out: list[Source]) -> list[Source]:
+    """Leave out copies of the held-out modules: files that share a fifth of their longer lines or more with them."""
+    known = {line for source in held_out for line in _longer_lines(source.text)}
+    return [source for source in sources if not _share(_longer_lines(source.text), known) >= COPIED]
+
+
+def _longer_lines(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if len(line) > 30]
+
+
+def _share(lines: list[str], known: set[str]) -> float:
+    return sum(line in known for line in lines) / max(1, len(lines))
+
+
 def train_tokenizer(sources: list[Source]) -> PreTrainedTokenizerFast:
     """Learn a byte-level BPE vocabulary on the training files."""
     core = Tokenizer(models.BPE())
@@ -107,10 +126,46 @@ def train_tokenizer(sources: list[Source]) -> PreTrainedTokenizerFast:
     )
 
 
+class Windows(Protocol):
+    """A text of which a training reads random windows."""
+
+    def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
+        """Return random windows (rows, length)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Two texts: a window is of the first one in `share` of the cases."""
+
+    first: Windows
+    second: Windows
+    share: float
+
+    def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
+        """Return random windows (rows, length)."""
+        ours = int(rng.binomial(rows, self.share))
+        return torch.cat([self.first.windows(rng, ours, length), self.second.windows(rng, rows - ours, length)])
+
+
 class Stream:
     """All files as one row of tokens, each file preceded by the end-of-text token."""
 
-    def __init__(self, sources: list[Source], tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokens: np.ndarray, file_starts: np.ndarray, line_starts: np.ndarray) -> None:
+        self.tokens, self.file_starts, self.line_starts = tokens, file_starts, line_starts
+
+    @classmethod
+    def stored(cls, file: Path, read: Callable[[], list[Source]], tokenizer: PreTrainedTokenizerFast) -> Stream:
+        """Return the stream in the file; if there is none yet, the tokens of what `read` returns are stored there."""
+        if not file.exists():
+            made = cls.of(read(), tokenizer)
+            with atomic_write(file) as part, part.open("wb") as out:
+                np.savez(out, tokens=made.tokens, file_starts=made.file_starts, line_starts=made.line_starts)
+        return cls(**np.load(file))
+
+    @classmethod
+    def of(cls, sources: list[Source], tokenizer: PreTrainedTokenizerFast) -> Stream:
+        """Tokenize the sources."""
         core = tokenizer.backend_tokenizer
         end = tokenizer.eos_token_id
         parts: list[np.ndarray] = []
@@ -120,11 +175,10 @@ class Stream:
         for source, encoding in zip(sources, core.encode_batch([s.text for s in sources]), strict=True):
             file_starts.append(size)
             line_starts += [size + 1 + i for i in _top_level_tokens(source.text, encoding.offsets)]
-            parts.append(np.array([end, *encoding.ids], dtype=np.int64))
+            parts.append(np.array([end, *encoding.ids], dtype=np.uint16))
             size += len(parts[-1])
-        self.tokens = np.concatenate([*parts, np.array([end])])
-        self.file_starts = np.array(file_starts)
-        self.line_starts = np.array(line_starts)
+        tokens = np.concatenate([*parts, np.array([end], dtype=np.uint16)])
+        return cls(tokens, np.array(file_starts), np.array(line_starts))
 
     def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
         """Return random windows (rows, length): most start anywhere, some where a prompt would start."""
@@ -133,7 +187,7 @@ class Stream:
         starts = np.where(kinds < 0.30, rng.choice(self.line_starts, rows), starts)
         starts = np.where(kinds < 0.06, rng.choice(self.file_starts, rows), starts)
         starts = np.minimum(starts, len(self.tokens) - length)
-        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(length)])
+        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(length)].astype(np.int64))
 
 
 def _top_level_tokens(text: str, offsets: list[tuple[int, int]]) -> list[int]:
@@ -165,13 +219,13 @@ def _headers_of(text: str) -> list[str]:
     return headers
 
 
-def prompts(sources: list[Source], stream: Stream, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+def prompts(sources: list[Source], text: Windows, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """Return prompts, as token ids, for the target to continue: functions, and openings of several lengths."""
     rng = np.random.default_rng(0)
     headers = function_headers(sources)
     imports = sorted({line for s in sources for line in _IMPORT_LINE.findall(s.text)})
     imported = [f"{rng.choice(imports)}\n\n\n{header}" for header in headers[::2]]
-    openings = [stream.windows(rng, 400, length).tolist() for length in (4, 8, 16, 32, 64, 96)]
+    openings = [text.windows(rng, 400, length).tolist() for length in (4, 8, 16, 32, 64, 96)]
     return [
         *tokenizer([*headers, *imported], verbose=False).input_ids,
         *(row for rows in openings for row in rows),

@@ -14,14 +14,14 @@ from slipstream.training.objectives import kl_then_tv
 from slipstream.training.optimizers import muon_and_adam
 from slipstream.training.trainer import Progress
 
-from .budget import DEVICE, SEED, train
-from .corpus import Stream
-from .models import CONTEXT, logits_of
-from .sampling import Pool
+from . import ranks
+from .budget import DEVICE, SEED, Tokens, train
+from .corpus import Windows
+from .models import ADAM, CONTEXT, MUON, logits_of
 
 FROM_POOL = 0.75
-TEXT_TOKENS = 200_000
-TOKENS = 4096  # the approximate number of tokens of a batch
+TEXT_TOKENS = 1_000_000
+TOKENS = 4096  # the approximate number of tokens of a batch of one process
 
 
 def distillation_loss(
@@ -35,30 +35,35 @@ def distillation_loss(
 def distill(
     draft: LlamaForCausalLM,
     target: LlamaForCausalLM,
-    stream: Stream,
-    pool: Pool,
-    minutes: float,
+    text: Windows,
+    rows: torch.Tensor,
+    tokens: int,
     file: Path,
     fast: bool,
 ) -> Progress:
-    """Train the draft for a number of minutes on library windows and target samples."""
+    """Train the draft on a number of tokens: windows of the text, and rows that the target has written.
+
+    Among several processes, each one gives rows of its own.
+    """
     loss_of = torch.compile(distillation_loss, dynamic=False) if fast else distillation_loss
-    text = stream.windows(np.random.default_rng(SEED), TEXT_TOKENS // CONTEXT, CONTEXT)
+    share = np.random.default_rng([SEED, ranks.number()])
+    read = text.windows(share, TEXT_TOKENS // CONTEXT // ranks.count(), CONTEXT)
 
     def ask(tokens: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
             return logits_of(target, tokens)
 
     vocab = target.config.vocab_size
-    read, written = (Lessons(rows.tolist(), rows.shape[1], vocab, ask) for rows in (text, pool.rows))
+    of_text, of_target = (Lessons(some.tolist(), some.shape[1], vocab, ask) for some in (read, rows))
 
-    def step(fraction: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
-        lessons = written if rng.random() < FROM_POOL else read
+    def step(used: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
+        lessons = of_target if rng.random() < FROM_POOL else of_text
         some = max(1, TOKENS // lessons.rows.shape[1])
         batch = lessons.pick(rng.integers(0, len(lessons), some), DEVICE)
         # A tensor, so that a compiled loss is not specialised on each value.
-        used = torch.tensor(fraction, device=DEVICE)
-        return loss_of(draft, batch.tokens, batch.ids, batch.log_p, used), batch.tokens.numel()
+        fraction = torch.tensor(used, device=DEVICE)
+        return loss_of(draft, batch.tokens, batch.ids, batch.log_p, fraction), batch.tokens.numel()
 
+    draft.set_attn_implementation("folded")
     draft.train()
-    return train(draft, muon_and_adam(draft, muon=0.02, adam=4e-3), minutes, file, step)
+    return train(draft, muon_and_adam(draft, muon=MUON, adam=ADAM), Tokens(tokens), file, step)

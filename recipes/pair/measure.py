@@ -23,12 +23,16 @@ LONGEST_PROMPT = 512
 
 
 @dataclass(frozen=True)
-class Alpha:
-    """The acceptance rates on one set of prompts, at temperatures 0 (`greedy`) and 1 (`sampled`)."""
+class Behaviour:
+    """The acceptance rates on one set of prompts, at temperatures 0 (`greedy`) and 1 (`sampled`), and the loops.
+
+    `repeated` is the share of 4-grams in greedy completions that have occurred in the same completion before.
+    """
 
     prompts: int
     greedy: float
     sampled: float
+    repeated: float
 
 
 def load_exact(folder: Path) -> LlamaForCausalLM:
@@ -57,18 +61,34 @@ def read_prompts(file: Path) -> list[str]:
         return [json.loads(line)["prompt"] for line in lines]
 
 
-def alpha(
+def behaviour(
     target: LlamaForCausalLM,
     draft: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
-) -> Alpha:
-    """Measure acceptance rates at temperatures 0 and 1 on the target's own continuations."""
-    batches = list(_padded(tokenizer, prompts))
-    greedy, sampled = (
-        torch.cat([_agreement(target, draft, *batch, temperature) for batch in batches]) for temperature in (0.0, 1.0)
-    )
-    return Alpha(len(prompts), greedy.mean().item(), sampled.mean().item())
+) -> Behaviour:
+    """Measure acceptance rates at temperatures 0 and 1, and loops, on the target's own continuations."""
+    kept: dict[float, list[torch.Tensor]] = {0.0: [], 1.0: []}
+    repeated: list[float] = []
+    for tokens, mask in _padded(tokenizer, prompts):
+        for temperature, found in kept.items():
+            rows = _continued(target, tokens, mask, temperature)
+            found.append(_agreement(target, draft, rows, mask, temperature))
+            if temperature == 0:
+                repeated += [_repeated(row) for row in _completions(rows, tokenizer.eos_token_id)]
+    greedy, sampled = (torch.cat(found).mean().item() for found in kept.values())
+    return Behaviour(len(prompts), greedy, sampled, sum(repeated) / len(repeated))
+
+
+def _completions(rows: torch.Tensor, end: int) -> Iterator[list[int]]:
+    for row in rows[:, -NEW:].tolist():
+        yield row[: row.index(end)] if end in row else row
+
+
+def _repeated(tokens: list[int]) -> float:
+    """Return the share of the 4-grams of a text that have occurred in it before."""
+    grams = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def _padded(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -82,18 +102,17 @@ def _padded(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> Iterator[
         yield torch.tensor(tokens).to(DEVICE), torch.tensor(mask).to(DEVICE)
 
 
+def _continued(model: LlamaForCausalLM, tokens: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    torch.manual_seed(SEED)
+    temperatures = torch.full((len(tokens),), temperature, device=DEVICE)
+    return continue_rows(model, tokens, mask, NEW, temperatures)
+
+
 @torch.inference_mode()
 def _agreement(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    prompts: torch.Tensor,
-    mask: torch.Tensor,
-    temperature: float,
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, rows: torch.Tensor, mask: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Return the chance that the draft's token is accepted, at each position up to the end of the text."""
-    torch.manual_seed(SEED)
-    temperatures = torch.full((len(prompts),), temperature, device=DEVICE)
-    rows = continue_rows(target, prompts, mask, NEW, temperatures)
     p, q = (_next_token_logits(model, rows, mask) for model in (target, draft))
     if temperature == 0:
         kept = (p.argmax(-1) == q.argmax(-1)).float()

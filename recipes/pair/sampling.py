@@ -12,11 +12,12 @@ from transformers import LlamaForCausalLM
 
 from slipstream.files import atomic_write
 
+from . import ranks
 from .budget import DEVICE, SEED, advance, clock
 
 ROW = 320  # the number of tokens of a prompt and its continuation together
 LONGEST_PROMPT = 240
-BATCH = 64
+BATCH = 128
 # Drafts are used at every temperature, so the rows are written at several.
 TEMPERATURES, SHARES = (0.0, 0.6, 1.0), (0.3, 0.1, 0.6)
 
@@ -57,40 +58,27 @@ def continue_rows(
     return rows
 
 
-class Pool:
-    """Rows written by the target, collected for a number of minutes and stored in a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.rows = torch.empty(0, ROW, dtype=torch.int64)
-        self.elapsed = 0.0
-        if file.exists():
-            state = torch.load(file, weights_only=True)
-            self.rows, self.elapsed = state["rows"].long(), state["elapsed"]
-
-    def fill(self, target: LlamaForCausalLM, prompts: list[list[int]], minutes: float) -> None:
-        """Let the target continue prompts until the time is used up."""
-        by_length: dict[int, list[list[int]]] = defaultdict(list)
-        for prompt in prompts:
-            if len(prompt) <= LONGEST_PROMPT:
-                by_length[len(prompt)].append(prompt)
-        seconds = minutes * 60.0
-        with clock("samples", seconds, self.elapsed) as bar:
-            while self.elapsed < seconds:
-                began = time.perf_counter()
-                rng = np.random.default_rng([SEED, 1, len(self.rows)])
-                self.rows = torch.cat([self.rows, _written(target, by_length, rng)])
-                self.elapsed += time.perf_counter() - began
-                self._save()
-                advance(bar, self.elapsed, rows=len(self.rows))
-
-    def pick(self, rng: np.random.Generator, rows: int) -> torch.Tensor:
-        """Return a random batch of rows."""
-        return self.rows[torch.from_numpy(rng.integers(0, len(self.rows), rows))]
-
-    def _save(self) -> None:
-        with atomic_write(self.file) as part:
-            torch.save({"rows": self.rows.to(torch.int16), "elapsed": self.elapsed}, part)
+def write_rows(target: LlamaForCausalLM, prompts: list[list[int]], minutes: float, file: Path) -> torch.Tensor:
+    """Let the target continue prompts for a number of minutes, stored in `file` -> rows of tokens (rows, ROW)."""
+    by_length: dict[int, list[list[int]]] = defaultdict(list)
+    for prompt in prompts:
+        if len(prompt) <= LONGEST_PROMPT:
+            by_length[len(prompt)].append(prompt)
+    rows, elapsed = torch.empty(0, ROW, dtype=torch.int64), 0.0
+    if file.exists():
+        state = torch.load(file, weights_only=True)
+        rows, elapsed = state["rows"].long(), state["elapsed"]
+    seconds = minutes * 60.0
+    with clock("samples", seconds, elapsed, hidden=not ranks.first()) as bar:
+        while elapsed < seconds:
+            began = time.perf_counter()
+            rng = np.random.default_rng([SEED, 1, len(rows), ranks.number()])
+            rows = torch.cat([rows, _written(target, by_length, rng)])
+            elapsed += time.perf_counter() - began
+            with atomic_write(file) as part:
+                torch.save({"rows": rows.to(torch.int16), "elapsed": elapsed}, part)
+            advance(bar, elapsed, rows=len(rows) * ranks.count())
+    return rows
 
 
 def _written(target: LlamaForCausalLM, by_length: dict[int, list[list[int]]], rng: np.random.Generator) -> torch.Tensor:
