@@ -223,7 +223,7 @@ def test_what_cannot_be_quantized_is_refused_in_a_sentence() -> None:
         drafter("int4", BuildContext(target))
     with pytest.raises(ValueError, match="window:0 with 4 sinks is not possible"):
         drafter("window:0", BuildContext(target))
-    with pytest.raises(ValueError, match="use 32, 64, 128, 256"):
+    with pytest.raises(ValueError, match="use 16, 32, 64, 128, 256"):
         drafter("int4?group=7", BuildContext(target))
 
 

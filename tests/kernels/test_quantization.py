@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,7 @@ from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, q
 from toys import FAMILIES, tiny
 
 built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
-PRECISIONS = [Precision(8, 32), Precision(8, 64), Precision(4, 32), Precision(4, 128)]
+PRECISIONS = [Precision(8, 16), Precision(8, 64), Precision(4, 32), Precision(4, 128)]
 every = pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 SHAPES = [(1, 32), (7, 10), (33, 64), (100, 288), (40, 1000)]
 TYPES = [torch.float32, torch.bfloat16]
@@ -31,6 +31,19 @@ def with_zeros(codes: Codes) -> Codes:
     most = 2 * codes.precision.middle
     zeros = torch.randint(0, most, codes.scales.shape, generator=torch.Generator().manual_seed(1))
     return replace(codes, zeros=zeros.to(torch.uint8))
+
+
+def with_offsets(codes: Codes) -> Codes:
+    """The same codes, each group with an offset."""
+    return replace(codes, zeros=random(*codes.scales.shape, dtype=torch.bfloat16, seed=1))
+
+
+def as_they_are(codes: Codes) -> Codes:
+    """The same codes, around the middle of their range."""
+    return codes
+
+
+zeros = pytest.mark.parametrize("shifted", [as_they_are, with_zeros, with_offsets])
 
 
 def rounded(inputs: Tensor, group: int) -> Tensor:
@@ -72,10 +85,9 @@ def test_a_weight_of_zeros_stays_one() -> None:
 
 
 @every
-@pytest.mark.parametrize("own", [False, True])
-def test_panels_hold_the_codes(precision: Precision, own: bool) -> None:
-    codes = quantize(random(70, 100), precision)
-    codes = with_zeros(codes) if own else codes
+@zeros
+def test_panels_hold_the_codes(precision: Precision, shifted: Callable[[Codes], Codes]) -> None:
+    codes = shifted(quantize(random(70, 100), precision))
     again = Codes.from_panels(precision, codes.into_panels(), 70)
     assert torch.equal(again.codes, codes.codes) and torch.equal(again.weight(), codes.weight())
 
@@ -83,7 +95,11 @@ def test_panels_hold_the_codes(precision: Precision, own: bool) -> None:
 def test_precisions_are_named() -> None:
     assert Precision.named("int8") == Precision(8, 64) and Precision.named("int4", 128) == Precision(4, 128)
     assert str(Precision(4, 32)) == "int4" and str(Precision(4, 64)) == "int4?group=64"
-    for name, group, said in (("int3", None, "use int8 or int4"), ("int4", 0, "group=0"), ("int4", 48, "use 32, 64")):
+    for name, group, said in (
+        ("int3", None, "use int8 or int4"),
+        ("int4", 0, "group=0"),
+        ("int4", 48, "use 16, 32, 64"),
+    ):
         with pytest.raises(ValueError, match=said):
             Precision.named(name, group)
     with pytest.raises(ValueError, match="3 bits"):
@@ -97,13 +113,12 @@ def test_precisions_are_named() -> None:
 @every
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
-@pytest.mark.parametrize("own", [False, True])
+@zeros
 def test_products_are_those_of_float64(
-    precision: Precision, dtype: torch.dtype, features: int, inputs: int, own: bool
+    precision: Precision, dtype: torch.dtype, features: int, inputs: int, shifted: Callable[[Codes], Codes]
 ) -> None:
     """Of the rounded inputs and what the codes stand for, with a bias; rows that fill a tile, and more of them."""
-    codes = quantize(random(features, inputs), precision)
-    codes = with_zeros(codes) if own else codes
+    codes = shifted(quantize(random(features, inputs), precision))
     bias = random(features, dtype=dtype, seed=1)
     for rows in (1, 2, 5, 6, 7, 13, 40):
         activations = random(rows, inputs, dtype=dtype, seed=rows)
@@ -117,8 +132,11 @@ def test_products_are_those_of_float64(
 @built
 @every
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_has_the_same_bits_whatever_stands_beside_it(precision: Precision, dtype: torch.dtype) -> None:
-    panels = quantize(random(100, 512), precision).into_panels()
+@zeros
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(
+    precision: Precision, dtype: torch.dtype, shifted: Callable[[Codes], Codes]
+) -> None:
+    panels = shifted(quantize(random(100, 512), precision)).into_panels()
     inputs = random(50, 512, dtype=dtype, seed=1)
     alone = torch.cat([quantized_linear(row[None], panels, None, 100, precision.bits) for row in inputs])
     for rows in (2, 5, 6, 7, 12, 13, 33, 50):

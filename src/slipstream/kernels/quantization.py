@@ -1,7 +1,7 @@
 """Weights as integers of 8 or 4 bits, with a scale for each group of inputs of a feature.
 
-A weight is scale * (code - zero). It takes a half or a quarter of the bytes of bfloat16, and reading weights takes most
-of the time of a pass of a few tokens on a CPU.
+A weight is scale * (code - zero), or scale * code + offset. It takes a half or a quarter of the bytes of bfloat16, and
+reading weights takes most of the time of a pass of a few tokens on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from slipstream.kernels.panels import PANEL
 
 QUAD = 4  # inputs that one instruction multiplies; quantized.cpp has the same number
-GROUPS = (32, 64, 128, 256)
+GROUPS = (16, 32, 64, 128, 256)
 """The possible numbers of inputs of a feature that share a scale."""
 GROUP = {8: 64, 4: 32}
 """The default numbers of inputs that share a scale, by bits."""
@@ -28,7 +28,10 @@ coarser steps for all others."""
 CHUNK = 1 << 22  # the weights that are quantized at a time, which bounds the memory
 
 QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
-"""Codes (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL), as the kernel reads them."""
+"""Codes (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL), as the kernel reads them.
+
+Zeros of uint8 are codes of zero, zeros of bfloat16 are offsets.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class Precision:
 class Codes:
     """A quantized weight: integer `codes` (features, groups * group) from 0, bfloat16 `scales` (features, groups).
 
-    The code of zero is the middle of the range, or in `zeros` (features, groups). Inputs that only fill up the last
-    group have the weight zero.
+    The code of zero is the middle of the range, or in `zeros` (features, groups) of uint8. Zeros of bfloat16 are
+    offsets: the weights of the code 0. Inputs that only fill up the last group have the weight zero, or their offset.
     """
 
     precision: Precision
@@ -102,8 +105,11 @@ class Codes:
     def weight(self) -> Tensor:
         """Return the dequantized weight (features, groups * group) in float32."""
         parts = self.codes.unflatten(1, (-1, self.precision.group)).int()
+        scales = self.scales.float()[..., None]
+        if self.zeros is not None and self.zeros.dtype == torch.bfloat16:
+            return (parts * scales + self.zeros.float()[..., None]).flatten(1)
         zeros = self.precision.middle if self.zeros is None else self.zeros.int()[..., None]
-        return ((parts - zeros) * self.scales.float()[..., None]).flatten(1)
+        return ((parts - zeros) * scales).flatten(1)
 
     def into_panels(self) -> QuantizedPanels:
         """Return the weight in the layout of the kernel, with the last panel filled up with scales of zero."""

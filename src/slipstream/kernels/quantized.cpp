@@ -5,7 +5,8 @@
 // So a row has the same bits however many rows stand beside it.
 //
 // Codes have no sign: a weight is scale * (code - zero), where zero is the middle of the range unless `zeros` are given.
-// They lie in panels, as in cpu.cpp: (panels, inputs / STEP, PANEL, QUAD) bytes. A byte is one code of 8 bits (STEP 4),
+// Zeros of bytes are codes; zeros of bfloat16 are offsets, and a weight is scale * code + offset.
+// Codes lie in panels, as in cpu.cpp: (panels, inputs / STEP, PANEL, QUAD) bytes. A byte is one code of 8 bits (STEP 4),
 // or two of 4 bits (STEP 8), of which the lower one belongs to an input in the first half of the step. Scales and zeros
 // are (panels, groups, PANEL).
 
@@ -23,6 +24,9 @@ constexpr int MOST_ROWS = 6;  // with PARTS sums of a group and PARTS of all gro
 #else
 constexpr int MOST_ROWS = 1;
 #endif
+
+// Which code stands for the weight 0, or which weight the code 0 stands for.
+enum class Zero { MIDDLE, CODE, OFFSET };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
@@ -76,7 +80,8 @@ Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, i
 // What a product reads and writes.
 template <class Type>
 struct Quantized {
-  const uint8_t *codes, *zeros;  // `zeros` may be null
+  const uint8_t* codes;
+  const void* zeros;  // bytes or bfloat16, or null
   const uint16_t* scales;
   const typename Type::Item* bias;  // (features) or null
   typename Type::Item* outputs;     // (rows, features)
@@ -108,7 +113,7 @@ inline Whole total(const Whole (&chains)[1]) { return chains[0]; }
 inline Whole total(const Whole (&chains)[2]) { return chains[0] + chains[1]; }
 
 // A panel's features of ROWS rows, beginning with `row`.
-template <class Type, int BITS, bool ZEROS, int ROWS>
+template <class Type, int BITS, Zero ZERO, int ROWS>
 void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int64_t row) {
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
@@ -120,10 +125,10 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
     const int64_t place = (panel * inputs.groups + group) * PANEL;
     Whole found[ROWS][PARTS][CHAINS];
     for (int part = 0; part < PARTS; ++part) {
-      Whole zero = Whole{} + (1 << (BITS - 1));
-      if constexpr (ZEROS) {
+      Whole zero = Whole{} + (ZERO == Zero::MIDDLE ? 1 << (BITS - 1) : 0);
+      if constexpr (ZERO == Zero::CODE) {
         Bytes own;
-        std::memcpy(&own, work.zeros + place + part * LANES, sizeof(own));
+        std::memcpy(&own, static_cast<const uint8_t*>(work.zeros) + place + part * LANES, sizeof(own));
         zero = __builtin_convertvector(own, Whole);
       }
       for (int r = 0; r < ROWS; ++r) {
@@ -149,9 +154,13 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
     }
     for (int part = 0; part < PARTS; ++part) {
       const Lanes scale = BFloat16::load(work.scales + place + part * LANES);
-      for (int r = 0; r < ROWS; ++r)
-        sums[r][part] += __builtin_convertvector(total(found[r][part]), Lanes) *
-                         (scale * inputs.scales[(row + r) * inputs.groups + group]);
+      for (int r = 0; r < ROWS; ++r) {
+        const int64_t own = (row + r) * inputs.groups + group;
+        sums[r][part] += __builtin_convertvector(total(found[r][part]), Lanes) * (scale * inputs.scales[own]);
+        if constexpr (ZERO == Zero::OFFSET)
+          sums[r][part] += BFloat16::load(static_cast<const uint16_t*>(work.zeros) + place + part * LANES) *
+                           (inputs.scales[own] * static_cast<float>(inputs.sums[own]));
+      }
     }
   }
   const int64_t first = panel * PANEL;
@@ -160,7 +169,7 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
                       work.outputs + (row + r) * work.features + first, std::min<int64_t>(PANEL, work.features - first));
 }
 
-template <class Type, int BITS, bool ZEROS>
+template <class Type, int BITS, Zero ZERO>
 void multiply(const Quantized<Type>& work, const Inputs& inputs) {
   const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
   const int64_t tiles = (inputs.rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -170,7 +179,7 @@ void multiply(const Quantized<Type>& work, const Inputs& inputs) {
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t row = inputs.rows * i / tiles;
         as_constant<MOST_ROWS>(inputs.rows * (i + 1) / tiles - row, [&](auto rows) {
-          tile<Type, BITS, ZEROS, decltype(rows)::value>(work, inputs, panel, row);
+          tile<Type, BITS, ZERO, decltype(rows)::value>(work, inputs, panel, row);
         });
       }
   });
@@ -185,14 +194,20 @@ void run(const Tensor& given, const Tensor& codes, const Tensor& scales, const s
   const Inputs inputs =
       quantize<Type>(static_cast<const Item*>(given.data_ptr()), given.numel() / std::max<int64_t>(1, width), width, groups, group);
   const Quantized<Type> work{static_cast<const uint8_t*>(codes.data_ptr()),
-                             zeros ? static_cast<const uint8_t*>(zeros->data_ptr()) : nullptr,
+                             zeros ? zeros->data_ptr() : nullptr,
                              static_cast<const uint16_t*>(scales.data_ptr()),
                              bias ? static_cast<const Item*>(bias->data_ptr()) : nullptr,
                              static_cast<Item*>(outputs.data_ptr()), outputs.size(outputs.dim() - 1)};
-  if (bits == 8)
-    zeros ? multiply<Type, 8, true>(work, inputs) : multiply<Type, 8, false>(work, inputs);
-  else
-    zeros ? multiply<Type, 4, true>(work, inputs) : multiply<Type, 4, false>(work, inputs);
+  const Zero zero = !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
+  const auto with = [&](auto constant) {
+    bits == 8 ? multiply<Type, 8, decltype(constant)::value>(work, inputs)
+              : multiply<Type, 4, decltype(constant)::value>(work, inputs);
+  };
+  switch (zero) {
+    case Zero::MIDDLE: return with(std::integral_constant<Zero, Zero::MIDDLE>{});
+    case Zero::CODE: return with(std::integral_constant<Zero, Zero::CODE>{});
+    case Zero::OFFSET: return with(std::integral_constant<Zero, Zero::OFFSET>{});
+  }
 }
 
 void check(const Tensor& inputs, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
@@ -204,7 +219,8 @@ void check(const Tensor& inputs, const Tensor& codes, const Tensor& scales, cons
   STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == codes.size(0) && scales.size(1) > 0 && scales.size(2) == PANEL &&
                       scales.scalar_type() == ScalarType::BFloat16,
                   "slipstream::quantized_linear: the scales do not fit the codes");
-  STD_TORCH_CHECK(!zeros || (zeros->numel() == scales.numel() && zeros->scalar_type() == ScalarType::Byte),
+  STD_TORCH_CHECK(!zeros || (zeros->numel() == scales.numel() && (zeros->scalar_type() == ScalarType::Byte ||
+                                                                  zeros->scalar_type() == ScalarType::BFloat16)),
                   "slipstream::quantized_linear: the zeros do not fit the scales");
   STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->scalar_type() == inputs.scalar_type()),
                   "slipstream::quantized_linear: the bias does not fit");

@@ -180,5 +180,5 @@ def _width(size: int, count: int) -> int:
     if count == 1:
         return max(each for each in GROUPS if each <= max(size, GROUPS[0]))
     fitting = [each for each in GROUPS if size % each == 0]
-    _refuse_unless(bool(fitting), f"{size} inputs share a scale", "a multiple of 32")
+    _refuse_unless(bool(fitting), f"{size} inputs share a scale", "a multiple of 16")
     return fitting[-1]

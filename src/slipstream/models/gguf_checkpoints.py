@@ -1,4 +1,4 @@
-"""Loading checkpoints of llama.cpp (.gguf) on a CPU: weights in a format that fits ours keep their stored codes.
+"""Loading checkpoints of llama.cpp (.gguf) on a CPU: weights in most of its formats keep their stored codes.
 
 Names and the order of rows are those of llama.cpp, which interleaves the halves of what it rotates; transformers'
 functions undo that. All other weights are dequantized, as transformers does with all of them.
@@ -23,9 +23,37 @@ from slipstream.kernels.stored_codes import StoredLinear
 from slipstream.models.origin import Origin
 from slipstream.models.quantized_checkpoints import PLACED_OTHERWISE, Loaded, assembled, compute_dtype, replace_head
 
-FITTING = {"Q8_0": 8, "Q5_0": 8, "IQ4_NL": 8, "Q4_0": 4}
-"""The formats in which 32 inputs share a scale and nothing else, and the bits of our codes that can hold theirs."""
-GROUP = 32
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of blocks in which `group` inputs share a scale, and perhaps an offset.
+
+    Codes of ours of `bits` hold its codes. `ones` are the block's bytes with codes, as (first, end, what they are where
+    every code stands for 1).
+    """
+
+    bits: int
+    group: int
+    ones: tuple[tuple[int, int, int], ...]
+    offsets: bool = False
+
+
+FORMATS = {
+    "Q8_0": BlockFormat(8, 32, ((2, 34, 0x01),)),
+    "Q4_0": BlockFormat(4, 32, ((2, 18, 0x99),)),
+    "Q5_0": BlockFormat(8, 32, ((2, 6, 0xFF), (6, 22, 0x11))),
+    "Q4_1": BlockFormat(4, 32, ((4, 20, 0x11),), offsets=True),
+    "Q5_1": BlockFormat(8, 32, ((4, 8, 0x00), (8, 24, 0x11)), offsets=True),
+    "Q2_K": BlockFormat(4, 16, ((16, 80, 0x55),), offsets=True),
+    "Q3_K": BlockFormat(4, 16, ((0, 32, 0xFF), (32, 96, 0x55))),
+    "Q4_K": BlockFormat(4, 32, ((16, 144, 0x11),), offsets=True),
+    "Q5_K": BlockFormat(8, 32, ((16, 48, 0x00), (48, 176, 0x11)), offsets=True),
+    "Q6_K": BlockFormat(8, 16, ((0, 128, 0x11), (128, 192, 0xAA))),
+    "IQ4_NL": BlockFormat(8, 32, ((2, 18, 0x88),)),
+    "IQ4_XS": BlockFormat(8, 32, ((8, 136, 0x88),)),
+}
+"""The formats that are read from their own codes, by the names of llama.cpp."""
+CHUNK = 1 << 22  # the weights that are read at a time, which bounds the memory
 FILE, EMBEDDINGS = "gguf_file", "token_embd.weight"
 
 
@@ -49,15 +77,15 @@ class GgufWeights:
     def take(self, tensor: Any) -> None:
         """Add a tensor of the file, as codes if they fit a linear layer, otherwise dequantized."""
         layer, order = self.names.get(tensor.name, "").removesuffix(".weight"), None
-        bits = FITTING.get(tensor.tensor_type.name)
-        if bits and layer in self._linear_layers():
+        form = FORMATS.get(tensor.tensor_type.name)
+        if form and layer in self._linear_layers():
             order = self._order_of_rows(tensor)
-        if bits and order is not None:
-            self.stored[layer] = _stored(tensor, bits, order)
+        if form and order is not None:
+            self.stored[layer] = _stored(tensor, form, order)
             return
         self._take_numbers(tensor)
-        if bits and tensor.name == EMBEDDINGS and self.skeleton.config.tie_word_embeddings:
-            self.tied_head = _stored(tensor, bits, torch.arange(len(tensor.data)))
+        if form and tensor.name == EMBEDDINGS and self.skeleton.config.tie_word_embeddings:
+            self.tied_head = _stored(tensor, form, torch.arange(len(tensor.data)))
 
     def complete(self) -> bool:
         """Whether every weight of the model was found."""
@@ -90,18 +118,45 @@ class GgufWeights:
         return {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": self.tensors}}
 
 
-def _stored(tensor: Any, bits: int, order: Tensor) -> StoredLinear:
-    """Return a layer from its blocks, each a float16 scale and integers; these are read by setting the scale to 1."""
+def _stored(tensor: Any, form: BlockFormat, order: Tensor) -> StoredLinear:
+    """Return a layer from the blocks of its weight, with its rows in the given order."""
+    from gguf import quant_shape_from_byte_shape
+
+    rows, inputs = quant_shape_from_byte_shape(tensor.data.shape, tensor.tensor_type)
+    some = max(1, CHUNK // inputs)
+    parts = [_codes(tensor.data[at : at + some], tensor.tensor_type, form) for at in range(0, rows, some)]
+    codes, scales, offsets = (torch.cat(each)[order] for each in zip(*parts, strict=True))
+    return StoredLinear(
+        Codes(Precision(form.bits, form.group), codes, scales, offsets if form.offsets else None), inputs
+    )
+
+
+def _codes(data: NDArray[np.uint8], kind: Any, form: BlockFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (rows, inputs), scales and offsets (rows, groups) of blocks.
+
+    They are found by dequantizing the blocks three times: with all codes 0 if there are offsets, with all codes 1, and
+    as they are. So only the package of llama.cpp has to know how scales and codes are packed.
+    """
     from gguf import GGML_QUANT_SIZES, dequantize
 
-    rows, size = tensor.data.shape[0], GGML_QUANT_SIZES[tensor.tensor_type][1]
-    blocks: NDArray[np.uint8] = np.array(tensor.data).reshape(rows, -1, size)
-    scales = torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0])
-    blocks[..., :2] = np.array([1], np.float16).view(np.uint8)
-    precision = Precision(bits, GROUP)
-    codes = torch.from_numpy(dequantize(blocks.reshape(rows, -1), tensor.tensor_type) + precision.middle)
-    found = Codes(precision, codes.to(torch.uint8)[order], scales.bfloat16()[order])
-    return StoredLinear(found, codes.shape[1])
+    def weights(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+        return dequantize(blocks.reshape(len(data), -1), kind).reshape(len(data), -1, form.group)
+
+    blocks = np.array(data).reshape(len(data), -1, GGML_QUANT_SIZES[kind][1])
+    found = weights(blocks)
+    offsets = np.zeros_like(found[..., :1])
+    if form.offsets:
+        for first, end, _ in form.ones:
+            blocks[..., first:end] = 0
+        offsets = weights(blocks)[..., :1]
+    for first, end, one in form.ones:
+        blocks[..., first:end] = one
+    scales = weights(blocks)[..., :1] - offsets
+    steps = np.divide(found - offsets, scales, out=np.zeros_like(found), where=scales != 0)
+    middle = 0 if form.offsets else 1 << (form.bits - 1)
+    codes = torch.from_numpy(np.rint(steps + middle).astype(np.uint8))
+    scale, offset = (torch.from_numpy(each).bfloat16().squeeze(2) for each in (scales, offsets))
+    return codes.flatten(1), scale, offset
 
 
 def load_gguf(
@@ -118,7 +173,7 @@ def load_gguf(
     from gguf import GGUFReader
 
     reader = GGUFReader(Path(origin.place) / file)
-    if not any(tensor.tensor_type.name in FITTING for tensor in reader.tensors):
+    if not any(tensor.tensor_type.name in FORMATS for tensor in reader.tensors):
         return None
     config = AutoConfig.from_pretrained(origin.place, **origin.options)
     with torch.device("meta"):
