@@ -5,12 +5,6 @@ lists, which pip downloads. An interrupted run continues where it stopped when t
 given again. Two cores with AMX take an hour and a half.
 
     python recipes/demo_pair.py --out DIR
-
-On Linux, let the allocator keep what it has: a training step frees gigabytes that the next one
-takes again, and a fifth of the time would go into the kernel's giving them out anew.
-
-    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368 MALLOC_TOP_PAD_=268435456
-    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, multiprocessing
 
+from slipstream.training.memory import keep_freed_memory
+
 Result = TypeVar("Result")
 
 
@@ -36,6 +38,7 @@ def first() -> bool:
 
 def together(processes: int, task: Callable[..., Result], *args: Any) -> Result:
     """Run a task in this process and in others, sharing the cores; return this process's result."""
+    keep_freed_memory()
     if processes == 1:
         return task(*args)
     threads = torch.get_num_threads()
@@ -60,6 +63,7 @@ def together(processes: int, task: Callable[..., Result], *args: Any) -> Result:
 def _join(rank: int, processes: int, place: Path, task: Callable[..., object], args: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process saves the state, and then ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_freed_memory()
     _meet(rank, processes, place)
     task(*args)
 

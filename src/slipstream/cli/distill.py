@@ -253,6 +253,9 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 
 def _train(distiller: Distiller) -> None:
     """Train with a progress bar, and write a line for every measurement."""
+    from slipstream.training.memory import keep_freed_memory
+
+    keep_freed_memory()
     total = distiller.settings.steps
     if done := distiller.progress.steps:
         say(f"going on from step {done} of {total}")

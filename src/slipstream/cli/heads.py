@@ -75,7 +75,9 @@ def train(
     """
     from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
     from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
+    from slipstream.training.memory import keep_freed_memory
 
+    keep_freed_memory()
     check_folder(out, FILES, force, text)
     settings = TrainingSettings(count, inner, not blind, steps, rows, length, rate, seed, bfloat16)
     skipped = list[Path]()
