@@ -20,13 +20,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pair import corpus, measure, models, packages, ranks, sampling
+from pair import corpus, measure, models, packages, ranks
 from pair.budget import DEVICE, SEED, Interrupted
 from pair.card import Facts, write_card
-from pair.distill import distill
+from pair.distill import WRITTEN, distill
+from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+import slipstream
+from slipstream.training.writing import WrittenTexts
+
+AT_ONCE = 128  # texts that the target writes side by side
 ON_TEXT = 0.2  # of the tokens that the draft reads
 WORTH_COMPILING = 2_000_000  # tokens: compiling takes a minute or two
 
@@ -67,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="where both models go")
     parser.add_argument("--tokens-target", type=int, default=40_500_000, help="that the target reads")
     parser.add_argument("--tokens-draft", type=int, default=30_000_000, help="that the draft reads, in all")
-    parser.add_argument("--minutes-samples", type=float, default=8.0, help="for the target's writing of samples")
+    parser.add_argument("--tokens-written", type=int, default=1_500_000, help="that the target writes for the draft")
     parser.add_argument("--processes", type=int, default=cores, help=f"that train together (default: {cores})")
     parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="texts and checkpoints")
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz, only to measure on")
@@ -135,10 +140,24 @@ def _train_draft(args: argparse.Namespace, fast: bool) -> tuple[LlamaForCausalLM
     draft = models.new_draft(target)
     reading = round(args.tokens_draft * ON_TEXT)
     models.train_on_text(draft, setup.text, reading, args.work / "draft_text.safetensors", fast, models.SHORT)
-    file = args.work / f"samples-{ranks.number()}.pt"
-    rows = sampling.write_rows(target, _prompts(setup), args.minutes_samples, file)
-    distill(draft, target, setup.text, rows, args.tokens_draft - reading, args.work / "draft.safetensors", fast)
-    return draft, len(rows) * args.processes
+    written = _written(args, setup)
+    distill(draft, target, setup.text, written, args.tokens_draft - reading, args.work / "draft.safetensors", fast)
+    return draft, len(written) * args.processes
+
+
+def _written(args: argparse.Namespace, setup: Setup) -> list[list[int]]:
+    """Let the target write this process's share of the texts to learn from."""
+    number, share = ranks.number(), args.tokens_written // args.processes
+    texts = WrittenTexts(args.work / f"written-{number}.safetensors", {"process": f"{number} of {args.processes}"})
+    engine = slipstream.load(args.out / "target", dtype="bfloat16", device=str(DEVICE), batch_size=AT_ONCE)
+    with tqdm(total=share, initial=texts.tokens, desc="written", disable=not ranks.first()) as bar:
+
+        def more(texts: WrittenTexts) -> bool:
+            bar.update(texts.tokens - bar.n)
+            return texts.tokens < share
+
+        texts.write(engine, _prompts(setup), more, WRITTEN, rows=AT_ONCE, seed=number)
+    return texts.texts
 
 
 def _prompts(setup: Setup) -> list[list[int]]:
@@ -180,7 +199,7 @@ def _describe(args: argparse.Namespace, setup: Setup, rows: int) -> None:
         rows=rows,
         command=(
             f"python recipes/demo_pair.py --out {shown} --tokens-target {args.tokens_target} "
-            f"--tokens-draft {args.tokens_draft} --minutes-samples {args.minutes_samples:g}"
+            f"--tokens-draft {args.tokens_draft} --tokens-written {args.tokens_written}"
         ),
         device=f"{_device()}, {args.processes} processes",
         tokens=(args.tokens_target, args.tokens_draft),

@@ -33,19 +33,6 @@ def bf16() -> torch.autocast:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
-def clock(name: str, seconds: float, elapsed: float, hidden: bool) -> tqdm:
-    """Return a progress bar that counts seconds of the budget."""
-    form = "{desc} {percentage:3.0f}% |{bar}| {n}/{total} s{postfix}"
-    total = round(seconds)
-    return tqdm(total=total, initial=min(total, round(elapsed)), desc=name, bar_format=form, disable=hidden)
-
-
-def advance(bar: tqdm, elapsed: float, **shown: object) -> None:
-    """Move the bar to the time used so far."""
-    bar.update(min(bar.total, round(elapsed)) - bar.n)
-    bar.set_postfix(shown)
-
-
 @dataclass(frozen=True)
 class Tokens:
     """A budget of tokens read, which ends at the same step in every process of a training."""
@@ -80,6 +67,7 @@ def train(
     checkpoint = (Checkpoint if ranks.first() else _SavedElsewhere)(file)
     trainer = Trainer(model, optims, trapezoid(WARMUP, DECAY), budget, checkpoint)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
+    ranks.share(weights)
 
     def seeded(step: int, used: float) -> tuple[torch.Tensor, int]:
         # The seed depends on the step and the process alone, so a resumed run reads the same data.

@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import LlamaForCausalLM
 
 from .corpus import HELD_OUT, TABLE_SHARE, VOCABULARY, Library, Source
+from .distill import WRITTEN
 from .measure import NEW, Behaviour
 from .models import CONTEXT, LIBRARY
 from .packages import Package
-from .sampling import ROW
 
 _TEMPLATE = """\
 # The demo pair
@@ -120,7 +120,7 @@ def write_card(file: Path, facts: Facts) -> None:
             package_megabytes=_megabytes(modules),
             packages="\n".join(f"- {one.name} {one.version}: {one.licence}" for one in facts.packages),
             table=TABLE_SHARE,
-            row=ROW,
+            row=WRITTEN,
             new=NEW,
             context=CONTEXT,
             held_out=", ".join(f"`{name}`" for name in HELD_OUT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from slipstream.training.lessons import Lessons
+from slipstream.training.lessons import Batch, Lessons
 from slipstream.training.objectives import kl_then_tv
 from slipstream.training.optimizers import muon_and_adam
 from slipstream.training.trainer import Progress
@@ -19,31 +20,30 @@ from .budget import DEVICE, SEED, Tokens, train
 from .corpus import Windows
 from .models import ADAM, CONTEXT, MUON, logits_of
 
-FROM_POOL = 0.75
+WRITTEN = 320  # the most tokens of a text that the target writes, with its prompt
+FROM_TARGET = 0.75  # the share of batches of such texts
 TEXT_TOKENS = 1_000_000
 TOKENS = 4096  # the approximate number of tokens of a batch of one process
 
 
-def distillation_loss(
-    draft: LlamaForCausalLM, tokens: torch.Tensor, ids: torch.Tensor, log_p: torch.Tensor, used: torch.Tensor
-) -> torch.Tensor:
+def distillation_loss(draft: LlamaForCausalLM, batch: Batch, used: torch.Tensor) -> torch.Tensor:
     """Return the loss of a batch: forward KL that turns into total variation, which is exactly the rejection rate."""
-    log_q = functional.log_softmax(logits_of(draft, tokens)[:, :-1].float(), -1).gather(-1, ids)
-    return kl_then_tv(log_p, log_q, used).mean()
+    log_q = functional.log_softmax(logits_of(draft, batch.tokens)[:, :-1].float(), -1).gather(-1, batch.ids)
+    return (kl_then_tv(batch.log_p, log_q, used) * batch.real).sum() / batch.real.sum()
 
 
 def distill(
     draft: LlamaForCausalLM,
     target: LlamaForCausalLM,
     text: Windows,
-    rows: torch.Tensor,
+    written: Sequence[Sequence[int]],
     tokens: int,
     file: Path,
     fast: bool,
 ) -> Progress:
-    """Train the draft on a number of tokens: windows of the text, and rows that the target has written.
+    """Train the draft on a number of tokens: windows of the text, and texts that the target has written.
 
-    Among several processes, each one gives rows of its own.
+    Among several processes, each one gives texts of its own.
     """
     loss_of = torch.compile(distillation_loss, dynamic=False) if fast else distillation_loss
     share = np.random.default_rng([SEED, ranks.number()])
@@ -54,15 +54,15 @@ def distill(
             return logits_of(target, tokens)
 
     vocab = target.config.vocab_size
-    of_text, of_target = (Lessons(some.tolist(), some.shape[1], vocab, ask) for some in (read, rows))
+    of_text, of_target = Lessons(read.tolist(), CONTEXT, vocab, ask), Lessons(written, WRITTEN, vocab, ask)
 
     def step(used: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
-        lessons = of_target if rng.random() < FROM_POOL else of_text
+        lessons = of_target if rng.random() < FROM_TARGET else of_text
         some = max(1, TOKENS // lessons.rows.shape[1])
         batch = lessons.pick(rng.integers(0, len(lessons), some), DEVICE)
         # A tensor, so that a compiled loss is not specialised on each value.
         fraction = torch.tensor(used, device=DEVICE)
-        return loss_of(draft, batch.tokens, batch.ids, batch.log_p, fraction), batch.tokens.numel()
+        return loss_of(draft, batch, fraction), batch.tokens.numel()
 
     draft.set_attn_implementation("folded")
     draft.train()

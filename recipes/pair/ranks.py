@@ -73,6 +73,13 @@ def _meet(rank: int, processes: int, place: Path) -> None:
     distributed.init_process_group("gloo", init_method=place.as_uri(), rank=rank, world_size=processes)
 
 
+def share(weights: Sequence[Tensor]) -> None:
+    """Give every process the weights of the first one."""
+    if count() > 1:
+        for weight in weights:
+            distributed.broadcast(weight.detach(), 0)
+
+
 class _WithGradients(torch.autograd.Function):
     """A loss whose gradients are known already."""
 
