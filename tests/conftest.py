@@ -17,7 +17,8 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
-# Derandomized: the examples depend on the test alone, so a run can be repeated; no deadline: machines differ.
+# Derandomized: the examples depend on the test, and on the modules that are imported beside it, whose constants are
+# tried; no deadline: machines differ.
 settings.register_profile("house", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.load_profile("house")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -46,6 +46,8 @@ PLAIN: dict[str | None, Any] = {
 }
 """What is in place of required fields that a server cannot serve."""
 SHORT = 4
+FORBIDDEN = 1 << 31
+"""The least of the limits that are too great for the interface."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -60,27 +62,39 @@ def operations(description: dict[str, Any]) -> list[Any]:
 
 
 def shortened(case: Any) -> Any:
-    """The same request with a text of a few tokens at most, from the model that is served."""
+    """The same request with a text of a few tokens at most, from the model that is served; a limit that is forbidden
+    stays, since the request is invalid by it."""
     body, field = case.body, LENGTHS.get(case.path)
     if isinstance(body, dict) and isinstance(body.get("model"), str):
         body["model"] = "embedded"
     if isinstance(body, dict) and field is not None:
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n"):
-            if isinstance(body.get(name), int) and body[name] > SHORT:
+            if isinstance(body.get(name), int) and SHORT < body[name] < FORBIDDEN:
                 body[name] = SHORT
         if body.get(field) is None and body.get("max_tokens") is None:
             body[field] = SHORT
     return case
 
 
-def made_plain(body: Any, answer: Any) -> bool:
+def made_plain(case: Any, answer: Any) -> bool:
     """Put something plain in the place of the field that an error names, or leave it out -> whether that was done."""
-    named = answer.json()["error"]["param"]
+    body, named = case.body, answer.json()["error"]["param"]
+    plain = SHORT if named == LENGTHS.get(case.path) else PLAIN.get(named)
     holder = body.get("speculative") if isinstance(body, dict) and named in Speculation.model_fields else body
-    if not isinstance(holder, dict) or holder.get(named) in (None, PLAIN.get(named)):
+    if not isinstance(holder, dict) or holder.get(named) in (None, plain):
         return False
-    holder[named] = PLAIN.get(named)
+    holder[named] = plain
     return True
+
+
+def answers(server: ServerProcess, case: Any, mode: GenerationMode) -> Iterator[Any]:
+    """Send a request and check the answer; one that is valid is sent again, the field that an error names made plain,
+    until it is answered."""
+    while True:
+        case = shortened(case)  # also where a limit was left out for being wrong
+        yield (answer := case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=300))
+        if mode is GenerationMode.NEGATIVE or answer.status_code != 400 or not made_plain(case, answer):
+            return
 
 
 def fuzz(server: ServerProcess, operation: Any, mode: GenerationMode, cases: int) -> Counter[int]:
@@ -94,12 +108,7 @@ def fuzz(server: ServerProcess, operation: Any, mode: GenerationMode, cases: int
     @settings(max_examples=cases, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        case = shortened(case)
-        while True:
-            answer = case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=60)
-            statuses[answer.status_code] += 1
-            if mode is GenerationMode.NEGATIVE or answer.status_code != 400 or not made_plain(case.body, answer):
-                return
+        statuses.update(answer.status_code for answer in answers(server, case, mode))
 
     send()
     return statuses
@@ -132,6 +141,38 @@ def test_two_thousand_generated_requests_get_described_answers(server: ServerPro
     found = fuzz_all(server, 130)
     check_variety(found)
     assert sum(found.values(), Counter()).total() >= 2000
+
+
+NEEDED = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}
+"""The field that each of these paths requires."""
+
+
+def limited(server: ServerProcess, path: str, limit: float) -> Any:
+    """A request for a text of at most so many tokens."""
+    operation = next(each for each in operations(interface(server)) if each.label == f"POST {path}")
+    body = {NEEDED[path]: PLAIN[NEEDED[path]], LENGTHS[path]: limit}
+    return operation.Case(body=body, media_type="application/json")
+
+
+def written(answer: Any) -> int:
+    """How many tokens an answer has."""
+    usage = answer.json()["usage"]
+    return usage["output_tokens"] if "output_tokens" in usage else usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", LENGTHS)
+def test_limits_are_cut_where_that_makes_no_request_valid(server: ServerProcess, path: str) -> None:
+    [cut] = answers(server, limited(server, path, FORBIDDEN - 1), GenerationMode.POSITIVE)
+    [refused] = answers(server, limited(server, path, FORBIDDEN), GenerationMode.NEGATIVE)
+    assert cut.status_code == 200 and written(cut) <= SHORT
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == LENGTHS[path]
+
+
+@pytest.mark.parametrize("path", LENGTHS)
+def test_texts_are_short_where_a_limit_is_refused(server: ServerProcess, path: str) -> None:
+    refused, answer = answers(server, limited(server, path, 1000.0), GenerationMode.POSITIVE)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == LENGTHS[path]
+    assert answer.status_code == 200 and written(answer) <= SHORT
 
 
 def without_metrics(description: dict[str, Any]) -> None:
