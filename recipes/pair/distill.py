@@ -22,7 +22,7 @@ from .models import ADAM, CONTEXT, MUON, logits_of
 
 WRITTEN = 320  # the most tokens of a text that the target writes, with its prompt
 FROM_TARGET = 0.75  # the share of batches of such texts
-TEXT_TOKENS = 1_000_000
+TEXT_TOKENS = 600_000
 TOKENS = 4096  # the approximate number of tokens of a batch of one process
 
 
