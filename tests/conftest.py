@@ -7,6 +7,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SLIPSTREAM_GRAPHS"] = "off"  # tests of graphs see them made
+os.environ["SLIPSTREAM_CODES"] = "off"  # and those of calibrated rounding see codes chosen
 
 from collections import defaultdict
 from collections.abc import Iterator

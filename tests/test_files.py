@@ -348,3 +348,24 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         save_tensors(path, KIND, TENSORS, {}) if kind == "tensors" else PLAN.save(path)
     assert str(error.value) == f"cannot write {path}: no space left on device." and error.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
+
+
+# ---- cache folders ------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_folder_is_named_moved_or_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOYS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.cache_folder("toys", "TOYS") == tmp_path / "slipstream" / "toys"
+    for named, folder in (("~/mine", Path.home() / "mine"), ("off", None), ("", None)):
+        monkeypatch.setenv("TOYS", named)
+        assert files.cache_folder("toys", "TOYS") == folder
+
+
+def test_the_files_used_last_stay(tmp_path: Path) -> None:
+    for age, name in enumerate(("new.toy", "old.toy", "older.toy", "oldest.other")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    files.delete_oldest(tmp_path, "*.toy", 2)
+    assert sorted(os.listdir(tmp_path)) == ["new.toy", "old.toy", "oldest.other"]
+    files.delete_oldest(tmp_path / "none", "*.toy", 0)

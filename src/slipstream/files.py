@@ -1,4 +1,4 @@
-"""Atomic writes of files, checks of what may be replaced, and files of tensors with a header and a checksum."""
+"""Atomic writes of files, checks of what may be replaced, cache folders, and tensors with a header and a checksum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,6 +85,29 @@ def atomic_folder(path: Name) -> Iterator[Path]:
     finally:
         for left in (part, old):
             shutil.rmtree(left, ignore_errors=True)
+
+
+# ---- cache folders ----------------------------------------------------------------------------------------------
+
+
+def cache_folder(name: str, variable: str) -> Path | None:
+    """Return the folder for files of one kind that are kept for other processes; None if they are not kept.
+
+    It is `name` in $XDG_CACHE_HOME/slipstream or ~/.cache/slipstream, unless the environment `variable` names another
+    folder, or switches it off by being empty or "off".
+    """
+    named = os.environ.get(variable)
+    if named in {"", "off"}:
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named or Path(cache) / "slipstream" / name).expanduser()
+
+
+def delete_oldest(folder: Path, pattern: str, most: int) -> None:
+    """Delete the least recently used files of a folder whose names fit the pattern, until `most` are left."""
+    with suppress(OSError):  # another process may delete the same files
+        for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)[most:]:
+            path.unlink()
 
 
 # ---- what may be replaced ---------------------------------------------------------------------------------------

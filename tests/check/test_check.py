@@ -16,6 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from slipstream.check import CheckReport, check, chi2
+from slipstream.check.controls import broken
 from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_law, wide
 from slipstream.cli import app as cli
 from slipstream.core.draft import Draft, Verdict, Verifier
@@ -31,16 +32,19 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule, lenient
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Choice
+from slipstream.drafters.frequent_tokens import TokenCounts
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.execution.draft_graphs import DraftGraphs
+from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table, TableScorer
-from toys import FAMILIES, PAIRS, VOCAB, dirichlet_table, scorer, tiny
+from toys import FAMILIES, HF_VOCAB, PAIRS, VOCAB, dirichlet_table, scorer, tiny
 
+needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 PROMPTS = [(0, 2), (1,), (2, 2, 1, 0)]
 FEW = {"samples": 256, "max_new_tokens": 24}
 Draw = Callable[..., Tensor]
@@ -234,17 +238,17 @@ def softened(law: Law) -> Law:
 
 
 class Boaster:
-    """Reports a softened law. Draws through its own rng if it is to go unseen."""
+    """Reports a law that was changed, by default softened. Draws through its own rng if it is to go unseen."""
 
-    def __init__(self, inner: Drafter, hidden: bool) -> None:
-        self.inner, self.hidden = inner, hidden
+    def __init__(self, inner: Drafter, hidden: bool, change: Callable[[Law], Law] = softened) -> None:
+        self.inner, self.hidden, self.change = inner, hidden, change
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         rng = DrawnBy(_private) if self.hidden else context.rng
         draft = self.inner.propose(replace(context, rng=rng), gammas)
         if draft.law is None:
             return draft
-        return replace(draft, law=softened(draft.law))
+        return replace(draft, law=self.change(draft.law))
 
     def observe(self, round: Round) -> None:
         self.inner.observe(round)
@@ -326,6 +330,80 @@ def chosen(boastful: bool) -> Engine:
 def test_a_law_that_was_not_sampled_from_is_caught_inside_a_draft(made: Callable[[bool], Engine]) -> None:
     assert not failed(run(made(False)))
     assert "wiring" in failed(run(made(True)))
+
+
+# ---- drafts that know a part of the tokens ------------------------------------------------------------------------
+
+WHOLE = "law of the whole vocabulary"
+
+
+def cut_pair() -> tuple[Table, Table]:
+    """A draft that never drafts token 1."""
+    target, draft = PAIRS["generic"]
+
+    def part(prefix: tuple[int, ...]) -> tuple[float, ...]:
+        first, _, last = draft(prefix)
+        return first / (first + last), 0.0, last / (first + last)
+
+    return target, part
+
+
+def spread_over_all(law: Law) -> Law:
+    """A law in which the tokens that were cut have chances too, a third of all."""
+    lacking = law.dense == 0
+    return Law(probs=law.dense * 2 / 3 + lacking / lacking.sum(-1, keepdim=True) / 3)
+
+
+def noticing(report: CheckReport) -> dict[str, tuple[str, ...]]:
+    """The controls of sampling, each with the tests that noticed it."""
+    assert report.sampling
+    return {control.name: control.caught_by for control in report.sampling.controls}
+
+
+@pytest.mark.parametrize("rule", [BLOCK, pytest.param(COUPLED, marks=pytest.mark.slow)], ids=lambda each: each.name)
+@pytest.mark.parametrize("shape", [None, pytest.param((2, 1), marks=pytest.mark.slow)], ids=["chain", "tree"])
+def test_a_draft_that_knows_a_part_of_the_tokens_passes(shape: tuple[int, ...] | None, rule: Rule) -> None:
+    made = engine(cut_pair(), lambda small: TreeDrafter(small, shape) if shape else ModelDrafter(small))
+    report = run(made, verify=rule)
+    assert report.verdict == "pass" and {"rule", "samples"} <= {*noticing(report)[WHOLE]}, report.text()
+    assert WHOLE not in noticing(run(verify=rule, samples=1)), "for a draft of all tokens that is no mistake"
+
+
+@pytest.mark.parametrize(("hidden", "caught"), [(False, "wiring"), (True, "samples")])
+def test_a_law_that_forgets_what_was_cut_is_caught(hidden: bool, caught: str) -> None:
+    made = engine(cut_pair(), lambda small: Boaster(ModelDrafter(small), hidden, spread_over_all))
+    assert caught in failed(run(made, samples=600))
+
+
+def test_the_control_never_gives_the_tokens_that_a_draft_lacks() -> None:
+    """By enumeration: they have the chance that p gives them with the rule itself, and none with the control."""
+    p, q = normed(torch.tensor([5.0, 3.0, 2.0])), normed(torch.tensor([7.0, 0.0, 3.0]))
+    process = wide(Pair(p, q, p))
+    control = next(rule for rule in broken(TOKEN, greedy=False, cut=True) if rule.name == WHOLE)
+    assert float(rule_law(TOKEN.verify, process, None).sum(1)[1]) == pytest.approx(0.3, abs=1e-12)
+    assert float(rule_law(control.verify, process, None).sum(1)[1]) == 0
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Counts of a target that writes every third of its tokens."""
+    file = tmp_path_factory.mktemp("counts") / "toy.counts"
+    TokenCounts.of([range(0, HF_VOCAB, 3)], HF_VOCAB, "toy").save(file)
+    return file
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "draft", ["int4?draft_vocab={}", pytest.param("int8?draft_vocab=20:{}", marks=pytest.mark.slow)]
+)
+def test_a_cut_copy_of_the_target_passes(draft: str, counts: Path) -> None:
+    """The control: its law of all tokens, reported for tokens that were drawn from a part of it."""
+    target = tiny(FAMILIES["llama"], initializer_range=0.3)
+    made = load(target, draft.format(counts), gamma=2, tokenizer=Nobody())
+    report = run(made)
+    assert report.verdict == "pass" and "rule" in noticing(report)[WHOLE], report.text()
+    boastful = Boaster(made.decoder.drafter, hidden=False, change=spread_over_all)
+    assert "wiring" in failed(run(Engine(replace(made.decoder, drafter=boastful))))
 
 
 # ---- other faults ------------------------------------------------------------------------------------------------

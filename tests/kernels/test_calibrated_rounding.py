@@ -1,7 +1,11 @@
-"""Rounding for what layers are given: less error in what they give, in the codes that the kernel reads."""
+"""Rounding for what layers are given: less error in what they give, in the codes that the kernel reads, which are kept
+for other processes."""
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +18,9 @@ from slipstream.kernels.calibrated_rounding import quantize_for, spreading
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear, packed, quantized
 from slipstream.kernels.quantization import Codes, Precision, quantize
-from slipstream.models import calibration
+from slipstream.models import calibration, kept_codes
 from slipstream.models.calibration import input_products, own_text
+from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.packed_twins import quantized_twin
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, tiny
@@ -125,3 +130,126 @@ def test_drafts_and_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = slipstream.load(model, "int4?group=64&rounding=gptq", quantize="int8?rounding=gptq")
     fast, slow = (engine.generate([[5, 6]], max_new_tokens=8, temperature=0, plain=each) for each in (False, True))
     assert fast[0].tokens == slow[0].tokens and fast[0].stats.accepted
+
+
+# ---- codes that are kept ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for codes that is not there yet; they are chosen by a short text."""
+    monkeypatch.setenv(kept_codes.PLACE, str(tmp_path / "codes"))
+    monkeypatch.setattr(kept_codes, "own_text", partial(own_text, rows=4, length=12))
+    return tmp_path / "codes"
+
+
+def twin_of(model: Any, precision: Precision = GPTQ) -> tuple[list[QuantizedLinear], bool]:
+    """The layers of a model's quantized twin, and whether their codes were chosen now, as the user is told."""
+    said = list[str]()
+    twin = quantized_twin(model, "toy", precision, progress=said.append)
+    assert len(said) == 1 and f"the codes of toy in {precision}" in said[0]
+    return [each for each in twin.modules() if isinstance(each, QuantizedLinear)], said[0].startswith("choosing")
+
+
+def same(these: list[QuantizedLinear], others: list[QuantizedLinear]) -> bool:
+    """Whether codes and scales are equal by bits."""
+    return all(
+        torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales) for a, b in zip(these, others, strict=True)
+    )
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", [GPTQ, Precision(8, 64, "gptq")], ids=str)
+def test_codes_are_chosen_once(precision: Precision, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time no text is written, and the codes have the same bits, as they have where none are kept."""
+    first, chosen = twin_of(tiny(FAMILIES["llama"]), precision)
+    (file,) = place.iterdir()
+    assert chosen and file.suffix == ".codes"
+    with monkeypatch.context() as without_text:
+        without_text.delattr(kept_codes, "own_text")
+        again, chosen = twin_of(tiny(FAMILIES["llama"]), precision)
+    assert not chosen and same(first, again) and list(place.iterdir()) == [file]
+    monkeypatch.setenv(kept_codes.PLACE, "off")
+    alone, chosen = twin_of(tiny(FAMILIES["llama"]), precision)
+    assert chosen and same(first, alone)
+
+
+@needs_kernel
+def test_what_codes_depend_on_has_codes_of_its_own(place: Path) -> None:
+    """Another weight, precision, setting of the model, or part of its head; a use of the model changes nothing."""
+    model: Any = tiny(FAMILIES["llama"])
+    assert twin_of(model)[1]
+    model(torch.tensor([[5, 6]]))
+    assert not twin_of(model)[1]
+    assert twin_of(model, Precision(4, 64, "gptq"))[1]
+    assert twin_of(with_kept_tokens(model, "toy", torch.arange(40)))[1]
+    other: Any = tiny(FAMILIES["llama"], rms_norm_eps=1e-3)
+    assert twin_of(other)[1]
+    model.model.norm.weight.data[7] += 1e-3
+    assert twin_of(model)[1] and len(list(place.iterdir())) == 5
+
+
+def cut_short(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def one_bit(file: Path, other: Path) -> None:
+    found = bytearray(file.read_bytes())
+    found[-1] ^= 1
+    file.write_bytes(found)
+
+
+def no_tensors(file: Path, other: Path) -> None:
+    file.write_text("codes")
+
+
+def of_other_weights(file: Path, other: Path) -> None:
+    shutil.copy(other, file)
+
+
+@needs_kernel
+@pytest.mark.parametrize("spoil", [cut_short, one_bit, no_tensors, of_other_weights])
+def test_a_file_that_is_no_use_is_made_anew(spoil: Any, place: Path) -> None:
+    model, other = tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], 1)
+    twin_of(other)
+    (others,) = place.iterdir()
+    first, _ = twin_of(model)
+    (file,) = set(place.iterdir()) - {others}
+    spoil(file, others)
+    with pytest.warns(RuntimeWarning, match=r"the codes are chosen anew\.$"):
+        again, chosen = twin_of(model)
+    assert chosen and same(first, again)
+    kept, chosen = twin_of(model)
+    assert not chosen and same(first, kept)
+
+
+@needs_kernel
+def test_a_write_that_is_interrupted_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while codes are chosen; then all is as if it had not been tried."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("os.fsync", "slipstream.models.kept_codes.save_tensors"):
+        with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+            stopped.setattr(name, interrupted)
+            twin_of(tiny(FAMILIES["llama"]))
+        assert list(place.iterdir()) == []
+    assert twin_of(tiny(FAMILIES["llama"]))[1] and not twin_of(tiny(FAMILIES["llama"]))[1]
+
+
+@needs_kernel
+def test_a_folder_that_cannot_be_written_is_no_error(place: Path) -> None:
+    place.write_text("a file where the folder would be")
+    first, chosen = twin_of(tiny(FAMILIES["llama"]))
+    again, chosen_again = twin_of(tiny(FAMILIES["llama"]))
+    assert chosen and chosen_again and same(first, again) and place.is_file()
+
+
+@needs_kernel
+def test_the_codes_used_last_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_codes, "MOST_FILES", 2)
+    models = [tiny(FAMILIES["llama"], seed) for seed in range(3)]
+    chosen = [twin_of(models[index])[1] for index in (0, 1, 0, 2, 0, 1)]
+    assert chosen == [True, True, False, True, False, True]
+    assert len(list(place.iterdir())) == 2

@@ -15,17 +15,19 @@ from slipstream.decoding.rules import TOKEN, Rule
 Draw = Callable[..., Tensor]
 
 
-def broken(rule: Rule, greedy: bool, sampled: bool = False) -> list[Rule]:
+def broken(rule: Rule, greedy: bool, sampled: bool = False, cut: bool = False) -> list[Rule]:
     """Return the controls of a rule: they draw as it does, except those that break token verification itself.
 
-    With `sampled` drafts there is one more, in which the drafted tokens decide how many of them are verified.
+    With `sampled` drafts there is one more, in which the drafted tokens decide how many of them are verified, and with
+    drafts `cut` to a part of the tokens another, which takes their law for one of all tokens.
     """
     everything = Rule("accept everything", _everything(rule.verify), rule.rng)
     first = Rule("first draft token unverified", _first(rule.verify), rule.rng)
     if greedy:
         return [everything, first]
     controls = [everything, first, Rule("correction from p", _from_p)]
-    return [*controls, Rule("budget by the drafted tokens", _by_these_tokens)] if sampled else controls
+    controls += [Rule("budget by the drafted tokens", _by_these_tokens)] if sampled else []
+    return [*controls, Rule("law of the whole vocabulary", _of_all_tokens)] if cut else controls
 
 
 def _everything(verify: Verifier) -> Verifier:
@@ -87,6 +89,17 @@ def _by_these_tokens(p: Law, draft: Draft, draw: Draw) -> Verdict:
     promising = (q.gather(1, draft.tokens[:, :1].clamp(min=0))[:, 0] >= q.amax(1)).tolist()
     lengths = tuple(length * kept for length, kept in zip(draft.lengths, promising, strict=True))
     return TOKEN.verify(p, replace(draft, lengths=lengths), draw)
+
+
+def _of_all_tokens(p: Law, draft: Draft, draw: Draw) -> Verdict:
+    """Verify by token verification, but with the law of a draft that knows the tokens it lacks as well as the target
+    does, which is wrong: tokens were drawn from the law without them, and now nothing gives them their chance."""
+    if draft.law is None or draft.law.point:
+        return TOKEN.verify(p, draft, draw)
+    q, parents = draft.law.dense, draft.parents or range(-1, draft.law.positions - 1)
+    lacking = p.dense[:, [parent + 1 for parent in parents]].to(q).where(q == 0, 0)
+    law = Law(probs=q * (1 - lacking.sum(-1, keepdim=True)) + lacking)
+    return TOKEN.verify(p, replace(draft, law=law), draw)
 
 
 def _dense(law: Law, like: Law) -> Law:

@@ -68,6 +68,11 @@ class Pair:
         return Pair(p, q, following, self.copied)
 
     @property
+    def lacking(self) -> float:
+        """The chance by p of the tokens that are never drafted."""
+        return float(self.p[self.q == 0].sum())
+
+    @property
     def laws(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three laws: p, q, and p after the drafted token."""
         return self.p, self.q, self.following
@@ -249,8 +254,7 @@ class Distance:
 
 def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Distance]:
     """Return the exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
-    some = pairs[:: max(1, len(pairs) // 12)]
-    shapes = [(wide(pair.pooled(form.wide)), form.shallow) for pair in some]
+    shapes = [(wide(pair), form.shallow) for pair in wide_pairs(pairs, form)]
     starts = range(0, len(pairs), form.every)
     shapes += [(deep([*pairs[start:], *pairs[:start]], form.deep), form.bushy) for start in starts]
     found = []
@@ -263,6 +267,11 @@ def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Dista
         first = total_variation(law.sum(later), want.sum(later))
         found.append(Distance(float(first), float(total_variation(law.flatten(), want.flatten()))))
     return found
+
+
+def wide_pairs(pairs: Sequence[Pair], form: Form) -> list[Pair]:
+    """Return the pairs, about a dozen, that processes of one drafted token are made of."""
+    return [pair.pooled(form.wide) for pair in pairs[:: max(1, len(pairs) // 12)]]
 
 
 def spread(things: Sequence[Pair], count: int) -> list[Pair]:

@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.check.case import Case, CheckSettings
 from slipstream.check.compare import Comparison, Endings, compare, endings
 from slipstream.check.controls import broken
-from slipstream.check.enumeration import distances
+from slipstream.check.enumeration import distances, wide_pairs
 from slipstream.check.record import Observations, watch
 from slipstream.check.report import Answer, Control, Difference, Part
 from slipstream.check.samples import FALSE_ALARM, POWER, Samples, take
@@ -18,6 +18,9 @@ from slipstream.decoding.sampling import Sampling
 
 SAME = 1e-6
 """The greatest total variation between laws that should be equal."""
+
+LACKING = 1e-3
+"""The least chance of tokens that a draft does not know which makes it a draft of a part of the tokens."""
 
 CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 """The number of prompts and of tokens for a control: a broken rule is noticed soon."""
@@ -62,7 +65,8 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     tests += [about_choices("same seed", case, found)] if coupled else []
     tests += [about_scores(found), about_wiring(observed), about_endings(endings(case.decoder, observed.texts))]
     sampled = any(not pair.copied for pair in observed.pairs)
-    wrong = broken(case.rule, greedy=False, sampled=sampled)
+    cut = any(pair.lacking > LACKING and not pair.copied for pair in wide_pairs(observed.pairs, observed.form))
+    wrong = broken(case.rule, greedy=False, sampled=sampled, cut=cut)
     controls = tuple(_sampling_control(case, sampler, rule, observed) for rule in wrong)
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
     name = f"sampling, temperature {sampler.temperature:g}"

@@ -149,11 +149,11 @@ def _quantized(
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
     _refuse_ranks(target)
-    kept = context.kept_tokens(draft_vocab)
+    kept, progress = context.kept_tokens(draft_vocab), context.mode.progress
     if not target.shares_rows or target.source_form or context.tree or context.drafted:
-        twin = quantized_twin(target.model, target.name, precision, kept)
+        twin = quantized_twin(target.model, target.name, precision, kept, progress)
         return context.drafting(load_scorer(twin, mode=replace(context.mode, packed=False)))
-    return _on_own_rows(context, quantized_part(target, precision, kept))
+    return _on_own_rows(context, quantized_part(target, precision, kept, progress))
 
 
 def _on_own_rows(context: BuildContext, part: HasModel) -> Drafter:

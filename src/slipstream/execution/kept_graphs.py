@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.printers import PythonPrinter
 
 from slipstream.execution.structure import Structure
-from slipstream.files import atomic_write
+from slipstream.files import atomic_write, cache_folder, delete_oldest
 from slipstream.text.jsontext import json_text
 
 PLACE = "SLIPSTREAM_GRAPHS"  # the environment variable with the folder; "off" stores nothing
@@ -205,11 +204,7 @@ def _relations(examples: Sequence[Any], symbols: dict[str, str]) -> list[str]:
 
 def folder() -> Path | None:
     """Return the folder in which graphs are stored; None if they are not."""
-    named = os.environ.get(PLACE)
-    if named in {"", "off"}:
-        return None
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named or Path(cache) / "slipstream" / "graphs").expanduser()
+    return cache_folder("graphs", PLACE)
 
 
 def find(structure: Structure) -> BoundGraph | None:
@@ -243,7 +238,7 @@ def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found
         place.mkdir(parents=True, exist_ok=True)
         with atomic_write(place / f"{structure.key}.json") as part:
             part.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-        _clear(place)
+        delete_oldest(place, "*.json", MOST_FILES)
     except Exception:  # for example a full disk: the graph still serves this process
         return False
     return True
@@ -256,11 +251,3 @@ def _try(graph: BoundGraph, inputs: dict[str, Any], found: Any) -> None:
     for kept, made in zip(tree_leaves(graph.run(arguments)), tree_leaves(found), strict=True):
         if kept is not made and not torch.equal(kept, made):
             raise NotKept("it gives something else")
-
-
-def _clear(place: Path) -> None:
-    """Delete the least recently used files beyond MOST_FILES."""
-    with suppress(OSError):  # another process may delete the same files
-        files = sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in files[MOST_FILES:]:
-            path.unlink()

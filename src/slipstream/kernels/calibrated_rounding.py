@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 
 from slipstream.kernels.quantization import Codes, Precision, quantize
 
+ALGORITHM = 1
+"""The version of the codes that come out, which changes with this file and with `models/calibration`: codes that were
+kept by another version are chosen anew."""
 DAMPING = 0.01
 """The number added to each input's product with itself, as a part of their mean, since no text shows all inputs."""
 

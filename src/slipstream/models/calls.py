@@ -1,4 +1,4 @@
-"""Calling models of transformers with their own caches, and with the output of an encoder as a further input."""
+"""Calls models of transformers with their own caches, and encoder-decoders with the output of their encoder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 
 
 class Calls(Protocol):
-    """A way of calling a model: on new tokens after a state, and on a whole text.
+    """Calls a model, either on new tokens after a state or on a whole text.
 
-    `extra_inputs` are the keyword inputs besides the tokens, as `read` returns them, or a row's media.
+    `extra_inputs` are what the model reads besides the tokens: what `read` returns, or a row's media.
     """
 
     takes_positions: bool
+    """Whether the model can be given the positions of tokens."""
     joins_rows: bool
     """Whether rows can share a pass; those of an encoder-decoder cannot, since each has a source of its own."""
 
@@ -64,7 +65,7 @@ UNLIKE_OTHERS = {
 
 
 def calls_of(model: PreTrainedModel) -> Calls:
-    """Return the way of calling a model.
+    """Return the `Calls` for a model of any kind.
 
     Raises ValueError for a model that cannot be called as others are, or treats its first pass unlike later ones.
     """
@@ -85,7 +86,7 @@ def calls_of(model: PreTrainedModel) -> Calls:
 
 
 class CausalCalls:
-    """Calls of a causal language model."""
+    """Calls a causal language model, whose first pass over a row reads its images or sounds, too."""
 
     form: SourceForm | None = None
     joins_rows = True
@@ -121,7 +122,7 @@ class CausalCalls:
 
 
 class SourceCalls:
-    """Calls of an encoder-decoder, whose encoder reads every source once.
+    """Calls an encoder-decoder, whose encoder reads every source once.
 
     Raises ValueError for a model that reads neither text nor Whisper's features.
     """
@@ -134,7 +135,7 @@ class SourceCalls:
         self.form = source_form(model)
 
     def read(self, source: Source | None) -> dict[str, Any]:
-        """Run the encoder on a source -> its output and mask, as the decoder's inputs. ValueError without a source."""
+        """Run the encoder on a source, and return its output and mask as inputs of the decoder. ValueError for None."""
         if source is None:
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
         cut_source, encoder = self.form.cut(source), self.model.get_encoder()

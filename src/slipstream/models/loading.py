@@ -131,7 +131,7 @@ def load_scorer(
     if mode.precision is not None:
         if shared_columns(model):
             raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")
-        model = quantized_twin(model, name, mode.precision)
+        model = quantized_twin(model, name, mode.precision, progress=mode.progress)
     return scorer_of(model, name, mode, packs)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 from slipstream.core.protocols import HasModel
 from slipstream.kernels.packing import packed, quantized, quantizing_fault
 from slipstream.kernels.quantization import GPTQ, Precision
-from slipstream.models.calibration import calibrated_codes, own_text
 from slipstream.models.calls import calls_of
 from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.facts import vocabulary_of
@@ -30,6 +30,7 @@ from slipstream.models.families import (
     trial_text,
     windows_of,
 )
+from slipstream.models.kept_codes import codes_of
 
 
 def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None) -> PreTrainedModel:
@@ -56,18 +57,22 @@ def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None
 
 
 def quantized_twin(
-    model: PreTrainedModel, name: str, precision: Precision, kept: Tensor | None = None
+    model: PreTrainedModel,
+    name: str,
+    precision: Precision,
+    kept: Tensor | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> PreTrainedModel:
     """Return a twin of the model with quantized weights, and a head cut to the tokens `kept` (n,) if they are given.
 
-    The twin is tried on a text unless its family is known to run quantized. Raises ValueError in one sentence if the
-    model cannot be quantized or does not run so.
+    `progress` is called when codes are calibrated, which takes long, or were kept. The twin is tried on a text unless
+    its family is known to run quantized. Raises ValueError in one sentence if the model cannot be quantized or does not
+    run so.
     """
     if fault := quantizing_fault(model):
         raise ValueError(f"the weights of {name} cannot be quantized to {precision}: {fault}.")
     model = model if kept is None else with_kept_tokens(model, name, kept)
-    calibrated = precision.rounding == GPTQ
-    choose = partial(calibrated_codes, model, precision, own_text(model)) if calibrated else None
+    choose = partial(codes_of, model, name, precision, progress) if precision.rounding == GPTQ else None
     twin = quantized(model, precision, choose)
     if is_proven(model):
         return twin
@@ -80,13 +85,18 @@ def quantized_twin(
     return twin
 
 
-def quantized_part(target: HasModel, precision: Precision, kept: Tensor | None = None) -> HasModel:
+def quantized_part(
+    target: HasModel,
+    precision: Precision,
+    kept: Tensor | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> HasModel:
     """Return a Scorer with quantized copies of the target's weights that shares the target's rows and cache.
 
     `kept` (n,) cuts its head to these tokens, if given. The tokens it adds have to be rolled back before the target
-    goes on. Raises ValueError if the target cannot be quantized or does not run so.
+    goes on. `progress` and errors are those of `quantized_twin`.
     """
-    twin = quantized_twin(target.model, target.name, precision, kept)
+    twin = quantized_twin(target.model, target.name, precision, kept, progress)
     return target.sharing_rows(twin, f"{target.name} in {precision}")
 
 

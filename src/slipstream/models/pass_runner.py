@@ -1,4 +1,4 @@
-"""Running passes: by graphs where there are any for them, otherwise by calling the model."""
+"""Runs passes of a model by graphs where there are any for them, otherwise by calling the model itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PassRunner:
         self._eager(work, keep=NO_LOGITS)
 
     def _eager(self, work: Pass, keep: int | Tensor) -> Tensor:
-        """Run a pass by calling the model -> logits of the positions `keep`, or of as many last ones; 0 keeps all.
+        """Call the model on a pass -> logits of the positions `keep`, or of that many last ones (0: of all).
 
         Models that cannot leave out logits return all of them.
         """

@@ -1,10 +1,10 @@
-"""Scorers of models that cannot be rolled back by a length: recurrent, convolutional and hybrid models, and models
-that need transformers' own cache.
+"""Runs models that cannot be rolled back by a length, each row with a state of its own.
 
-Every row has a state of its own, in the kind of cache that transformers makes for the model. Rows share a pass if they
-have read equally many tokens and get equally many, so that no padding ever reaches a state. After a rollback, a row's
-state from before the round is brought forward over the accepted tokens: by their recurrences alone (`rewinding`) if
-these are known, otherwise by one more pass.
+These are recurrent, convolutional and hybrid models, and models that need transformers' own cache. A row's state lies
+in the kind of cache that transformers makes for the model. Rows share a pass if they have read equally many tokens and
+get equally many, so that no padding ever reaches a state. After a rollback, a row's state from before the round is
+brought forward over the accepted tokens: by their recurrences alone (`rewinding`) if these are known, otherwise by one
+more pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PREFILL_TOKENS = 512
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running a model exactly, which is found by trying.
+    """Says how a model is run so that its logits are exact, which is found by trying.
 
     `width` is the number of tokens that a pass may add to a text (None: any number). The flags say whether rows share a
     pass (`together`), whether `positions` are given, and whether the states within a pass can be computed (`rewinds`).
@@ -67,7 +67,7 @@ WAYS = tuple(
 
 
 class StateScorer:
-    """A causal language model with a state per row (see `core.protocols.Scorer` for the contract and the shapes).
+    """Scores tokens by a model with a state per row (see `core.protocols.Scorer` for the contract and the shapes).
 
     It scores chains only, since a state follows one line of tokens. Passes run eagerly, except for layers with graphs
     (`layer_graphs`). States are not stored in the prefix cache (see `StateCache`). Raises ValueError if the model is
@@ -237,7 +237,7 @@ class StateScorer:
     # ---- passes ----
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Feed every token after the prefill in a pass of its own; None: all tokens at hand at a time, which is faster.
+        """Feed every token after the prefill in a pass of its own; None: all that are there at once, which is faster.
 
         In passes of their own no bit of a token's logits depends on the rows and tokens scored with it.
         """
@@ -273,11 +273,11 @@ class StateScorer:
         self._cache.rollback(self._cache.lengths[: first + len(texts)])
 
     def _has_unread_media(self, row: int) -> bool:
-        """Whether a row has media that are still to be read, with all of its text."""
+        """Return whether a row has media that are still to be read, which takes all of its text."""
         return isinstance(self._extra_inputs[row], RowMedia) and not self.lengths[row]
 
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
-        """Feed each row from `first` on its tokens -> logits (count, vocab), by place, of the rows that got some."""
+        """Feed tokens to the rows from `first` on -> logits (count, vocab) of those that got some, by their places."""
         for place, tokens in enumerate(fed):
             if tokens:
                 self._bring_forward(first + place)
@@ -298,7 +298,7 @@ class StateScorer:
         return found
 
     def _bring_forward(self, row: int) -> None:
-        """Read again the tokens of a row that its state lost in a rollback, though they were kept."""
+        """Read again the accepted tokens of a row that its state lost in a rollback."""
         known = self._cache.known(row)
         if lost := self._texts[row][known:]:
             again = torch.tensor([lost], device=self.device)
@@ -306,7 +306,7 @@ class StateScorer:
             self._cache.bring_forward(row, state)
 
     def _states(self, rows: Sequence[int]) -> list[Any]:
-        """Return transformers' states of some rows; none of rows that have read nothing."""
+        """Return the states of some rows as transformers keeps them; rows that have read nothing are left out."""
         return [kept.state for row in rows if (kept := self._cache.state(row)) is not None]
 
     def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
