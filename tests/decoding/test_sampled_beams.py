@@ -181,7 +181,7 @@ def difference(one: Counter[Text], other: Counter[Text]) -> float:
 
 @pytest.mark.parametrize("name", ["cuts", *rare("temperature")])
 def test_texts_have_the_law_of_transformers(name: str) -> None:
-    prompt, beams, shape = text(3, 3), Beams(2, do_sample=True), SHAPES[name]
+    prompt, beams, shape = text(5, 3), Beams(2, do_sample=True), SHAPES[name]
     expected = by_transformers(prompt, beams, 250, 2, **shape)
     assert difference(samples(prompt, beams, 250, 2, **shape), expected) > RIGHT
     hotter = samples(prompt, beams, 250, 2, temperature=2 * shape["temperature"])
