@@ -163,10 +163,9 @@ def _written(args: argparse.Namespace, setup: Setup) -> list[list[int]]:
 def _prompts(setup: Setup) -> list[list[int]]:
     """Return prompts for the target to continue: from the library, and from as many modules of the packages."""
     modules = [module for package in setup.packages for module in package.modules]
-    chosen = np.random.default_rng(SEED).choice(
-        len(modules), min(len(modules), len(setup.library.train)), replace=False
-    )
-    sources = [*setup.library.train, *(modules[place] for place in sorted(chosen))]
+    library = setup.library.train
+    chosen = np.random.default_rng(SEED).choice(len(modules), len(library), replace=False)
+    sources = [*library, *(modules[at] for at in sorted(chosen))]
     return corpus.prompts(sources, setup.text, setup.tokenizer)
 
 

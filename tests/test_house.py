@@ -576,6 +576,12 @@ def test_core_needs_no_command_line() -> None:
     assert run.returncode == 0, run.stderr
 
 
+def test_commands_need_no_package_of_an_extra() -> None:
+    """What every command imports, on a machine that has only what the project itself needs."""
+    run = import_without("import slipstream.engine.load, slipstream.engine.options", "PIL", "soundfile", "llguidance")
+    assert run.returncode == 0, run.stderr
+
+
 def test_import_without_catches() -> None:
     assert "ModuleNotFoundError" in import_without("import rich", "typer", "rich").stderr
 
