@@ -23,15 +23,11 @@ import torch
 from pair import corpus, measure, models, packages, ranks
 from pair.budget import DEVICE, SEED, Interrupted
 from pair.card import Facts, write_card
-from pair.distill import WRITTEN, distill
-from tqdm import tqdm
+from pair.distill import distill
+from pair.writing import written_texts
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-import slipstream
-from slipstream.training.writing import WrittenTexts
-
-AT_ONCE = 128  # texts that the target writes side by side
 ON_TEXT = 0.2  # of the tokens that the draft reads
 WORTH_COMPILING = 2_000_000  # tokens: compiling takes a minute or two
 
@@ -140,24 +136,11 @@ def _train_draft(args: argparse.Namespace, fast: bool) -> tuple[LlamaForCausalLM
     draft = models.new_draft(target)
     reading = round(args.tokens_draft * ON_TEXT)
     models.train_on_text(draft, setup.text, reading, args.work / "draft_text.safetensors", fast, models.SHORT)
-    written = _written(args, setup)
+    number, share = ranks.number(), args.tokens_written // args.processes
+    file = args.work / f"written-{number}.safetensors"
+    written = written_texts(args.out / "target", _prompts(setup), share, file)
     distill(draft, target, setup.text, written, args.tokens_draft - reading, args.work / "draft.safetensors", fast)
     return draft, len(written) * args.processes
-
-
-def _written(args: argparse.Namespace, setup: Setup) -> list[list[int]]:
-    """Let the target write this process's share of the texts to learn from."""
-    number, share = ranks.number(), args.tokens_written // args.processes
-    texts = WrittenTexts(args.work / f"written-{number}.safetensors", {"process": f"{number} of {args.processes}"})
-    engine = slipstream.load(args.out / "target", dtype="bfloat16", device=str(DEVICE), batch_size=AT_ONCE)
-    with tqdm(total=share, initial=texts.tokens, desc="written", disable=not ranks.first()) as bar:
-
-        def more(texts: WrittenTexts) -> bool:
-            bar.update(texts.tokens - bar.n)
-            return texts.tokens < share
-
-        texts.write(engine, _prompts(setup), more, WRITTEN, rows=AT_ONCE, seed=number)
-    return texts.texts
 
 
 def _prompts(setup: Setup) -> list[list[int]]:

@@ -28,7 +28,7 @@ def main() -> int:
     """Train the draft, or resume its training, and save it."""
     args = _arguments()
     library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
-    stream = corpus.Stream(library.train, tokenizer)
+    stream = corpus.Stream.of(library.train, tokenizer)
     model = load_model(EMBEDDED / "target", "float32").requires_grad_(False)
     settings = AheadSettings(args.steps, rows=16, rate=args.rate, bfloat16=args.bfloat16)
     net = new_eagle3(model, stream.tokens, args.draft_vocab)

@@ -19,15 +19,16 @@ import torch
 from pair import corpus
 from pair.budget import train
 from pair.models import CONTEXT, save_pretrained, text_loss
-from pair.sampling import Pool
+from pair.writing import written_texts
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from slipstream.training.optimizers import muon_and_adam
+from slipstream.training.trainer import Seconds
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "slipstream" / "demo"
 VOCABULARY = 3072
-ON_SAMPLES, FROM_POOL = 0.25, 0.4
+FROM_TARGET = 0.4  # the share of batches of texts that the target has written
 ROWS, LENGTH = 8, 256
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -90,7 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the draft goes")
     parser.add_argument("--kind", choices=("bytes", "words"), default="bytes")
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of training")
+    parser.add_argument("--tokens-written", type=int, default=300_000, help="that the target writes for the draft")
     parser.add_argument("--work", type=Path, default=Path("build/foreign_draft"), help="checkpoints")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -99,21 +101,20 @@ def main() -> None:
         train_tokenizer(args.kind, library.train),
         AutoTokenizer.from_pretrained(EMBEDDED / "target"),
     )
-    target = AutoModelForCausalLM.from_pretrained(EMBEDDED / "target", dtype=torch.bfloat16).eval()
-    pool = Pool(args.work / "samples.pt")  # shared by both kinds
-    prompts = corpus.prompts(library.train, corpus.Stream(library.train, target_tokenizer), target_tokenizer)
-    pool.fill(target, prompts, ON_SAMPLES * args.minutes)
-    written = [corpus.Source("", text) for text in target_tokenizer.batch_decode(pool.rows, skip_special_tokens=True)]
-    streams = [corpus.Stream(sources, ours) for sources in (library.train, written)]
+    prompts = corpus.prompts(library.train, corpus.Stream.of(library.train, target_tokenizer), target_tokenizer)
+    file = args.work / "written.safetensors"  # shared by both kinds
+    rows = written_texts(EMBEDDED / "target", prompts, args.tokens_written, file)
+    written = [corpus.Source("", text) for text in target_tokenizer.batch_decode(rows, skip_special_tokens=True)]
+    streams = [corpus.Stream.of(sources, ours) for sources in (library.train, written)]
     print(f"{len(ours)} tokens; {[f'{len(stream.tokens):,}' for stream in streams]} tokens of library and target")
 
     def step(fraction: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
-        tokens = streams[rng.random() < FROM_POOL].windows(rng, ROWS, LENGTH + 1)
+        tokens = streams[rng.random() < FROM_TARGET].windows(rng, ROWS, LENGTH + 1)
         return text_loss(draft, tokens), ROWS * LENGTH
 
     draft = new_draft(ours, target_tokenizer).train()
-    steps, minutes = muon_and_adam(draft, muon=0.01, adam=2e-3), (1 - ON_SAMPLES) * args.minutes
-    print(train(draft, steps, minutes, args.work / f"{args.kind}.safetensors", step))
+    optimizers, budget = muon_and_adam(draft, muon=0.01, adam=2e-3), Seconds(60.0 * args.minutes)
+    print(train(draft, optimizers, budget, args.work / f"{args.kind}.safetensors", step))
     save_pretrained(draft, ours, args.out)
 
 

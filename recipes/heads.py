@@ -27,7 +27,7 @@ def main() -> int:
     """Train the heads, or resume their training, and print their alpha on the end of the text."""
     args = _arguments()
     library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
-    stream = corpus.Stream(library.train, tokenizer)
+    stream = corpus.Stream.of(library.train, tokenizer)
     settings = TrainingSettings(
         args.heads, args.inner, not args.blind, args.steps, rate=args.rate, bfloat16=args.bfloat16
     )

@@ -653,11 +653,10 @@ def test_command_checker_catches() -> None:
 
 
 @pytest.mark.slow
-def test_benchmarks_can_be_started() -> None:
+@pytest.mark.parametrize("folder", ["benchmarks", "recipes"])
+def test_programs_can_be_started(folder: str) -> None:
     """Their folder comes first on the path then: no file there may be called as a module that a library looks for."""
-    names = sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py"))
+    names = sorted(file.stem for file in (ROOT / folder).glob("*.py"))
     code = "import importlib, sys; sys.path.insert(0, sys.argv[1]); [importlib.import_module(n) for n in sys.argv[2:]]"
-    started = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "benchmarks"), *names], capture_output=True, text=True
-    )
+    started = subprocess.run([sys.executable, "-c", code, str(ROOT / folder), *names], capture_output=True, text=True)
     assert started.returncode == 0, started.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import LlamaForCausalLM
 
 from .corpus import HELD_OUT, TABLE_SHARE, VOCABULARY, Library, Source
-from .distill import WRITTEN
 from .measure import NEW, Behaviour
 from .models import CONTEXT, LIBRARY
 from .packages import Package
+from .writing import WRITTEN
 
 _TEMPLATE = """\
 # The demo pair

@@ -152,7 +152,8 @@ class Stream:
     """All files as one row of tokens, each file preceded by the end-of-text token."""
 
     def __init__(self, tokens: np.ndarray, file_starts: np.ndarray, line_starts: np.ndarray) -> None:
-        self.tokens, self.file_starts, self.line_starts = tokens, file_starts, line_starts
+        self.tokens = tokens.astype(np.int64)  # of 16 bits in files
+        self.file_starts, self.line_starts = file_starts, line_starts
 
     @classmethod
     def stored(cls, file: Path, read: Callable[[], list[Source]], tokenizer: PreTrainedTokenizerFast) -> Stream:
@@ -160,7 +161,12 @@ class Stream:
         if not file.exists():
             made = cls.of(read(), tokenizer)
             with atomic_write(file) as part, part.open("wb") as out:
-                np.savez(out, tokens=made.tokens, file_starts=made.file_starts, line_starts=made.line_starts)
+                np.savez(
+                    out,
+                    tokens=made.tokens.astype(np.uint16),
+                    file_starts=made.file_starts,
+                    line_starts=made.line_starts,
+                )
         return cls(**np.load(file))
 
     @classmethod
@@ -175,9 +181,9 @@ class Stream:
         for source, encoding in zip(sources, core.encode_batch([s.text for s in sources]), strict=True):
             file_starts.append(size)
             line_starts += [size + 1 + i for i in _top_level_tokens(source.text, encoding.offsets)]
-            parts.append(np.array([end, *encoding.ids], dtype=np.uint16))
+            parts.append(np.array([end, *encoding.ids], dtype=np.int64))
             size += len(parts[-1])
-        tokens = np.concatenate([*parts, np.array([end], dtype=np.uint16)])
+        tokens = np.concatenate([*parts, np.array([end])])
         return cls(tokens, np.array(file_starts), np.array(line_starts))
 
     def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
@@ -187,7 +193,7 @@ class Stream:
         starts = np.where(kinds < 0.30, rng.choice(self.line_starts, rows), starts)
         starts = np.where(kinds < 0.06, rng.choice(self.file_starts, rows), starts)
         starts = np.minimum(starts, len(self.tokens) - length)
-        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(length)].astype(np.int64))
+        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(length)])
 
 
 def _top_level_tokens(text: str, offsets: list[tuple[int, int]]) -> list[int]:

@@ -19,10 +19,10 @@ from . import ranks
 from .budget import DEVICE, SEED, Tokens, train
 from .corpus import Windows
 from .models import ADAM, CONTEXT, MUON, logits_of
+from .writing import WRITTEN
 
-WRITTEN = 320  # the most tokens of a text that the target writes, with its prompt
-FROM_TARGET = 0.75  # the share of batches of such texts
-TEXT_TOKENS = 600_000
+FROM_TARGET = 0.75  # the share of batches of texts that the target has written
+TEXT_TOKENS = 600_000  # of the windows of text, in all processes
 TOKENS = 4096  # the approximate number of tokens of a batch of one process
 
 
