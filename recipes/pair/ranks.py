@@ -102,4 +102,4 @@ def averaged(loss: Tensor, weights: Sequence[Tensor]) -> Tensor:
     distributed.all_reduce(row)
     mean, *flat = (row / count()).split([1, *(weight.numel() for weight in weights)])
     shaped = [part.view_as(weight) for part, weight in zip(flat, weights, strict=True)]
-    return _WithGradients.apply(mean[0], shaped, *weights)  # type: ignore[no-any-return]
+    return _WithGradients.apply(mean[0], shaped, *weights)

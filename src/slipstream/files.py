@@ -93,14 +93,18 @@ def atomic_folder(path: Name) -> Iterator[Path]:
 def cache_folder(name: str, variable: str) -> Path | None:
     """Return the folder for files of one kind that are kept for other processes; None if they are not kept.
 
-    It is `name` in $XDG_CACHE_HOME/slipstream or ~/.cache/slipstream, unless the environment `variable` names another
-    folder, or switches it off by being empty or "off".
+    It is `name` in `user_cache()`, unless the environment `variable` names another folder, or switches it off by being
+    empty or "off".
     """
     named = os.environ.get(variable)
     if named in {"", "off"}:
         return None
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named or Path(cache) / "slipstream" / name).expanduser()
+    return Path(named).expanduser() if named else user_cache() / name
+
+
+def user_cache() -> Path:
+    """Return the package's folder among the user's caches: slipstream in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "slipstream"
 
 
 def delete_oldest(folder: Path, pattern: str, most: int) -> None:

@@ -400,6 +400,7 @@ def test_a_cut_copy_of_the_target_passes(draft: str, counts: Path) -> None:
     """The control: its law of all tokens, reported for tokens that were drawn from a part of it."""
     target = tiny(FAMILIES["llama"], initializer_range=0.3)
     made = load(target, draft.format(counts), gamma=2, tokenizer=Nobody())
+    assert made.decoder.drafter.scorer.name.endswith(" of its tokens")
     report = run(made)
     assert report.verdict == "pass" and "rule" in noticing(report)[WHOLE], report.text()
     boastful = Boaster(made.decoder.drafter, hidden=False, change=spread_over_all)

@@ -8,7 +8,6 @@ draft has to predict that. A cut draft's law q is zero at the other tokens, and 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters.datastore.drafter import fingerprint
-from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.files import Kind, load_tensors, save_tensors, user_cache
 
 KIND = Kind("counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft vocabulary`")
 
@@ -81,10 +80,9 @@ class TokenCounts:
 
 
 def kept_counts(target: str, vocab: int, tokenizer: Any) -> Path:
-    """Return the default file for the counts of a target, in $XDG_CACHE_HOME or ~/.cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return the default file for the counts of a target, in the user's cache."""
     name = hashlib.sha256(repr((target, vocab, fingerprint(tokenizer))).encode()).hexdigest()[:16]
-    return cache / "slipstream" / "token_counts" / f"{name}.safetensors"
+    return user_cache() / "token_counts" / f"{name}.safetensors"
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ def quantized_part(
     goes on. `progress` and errors are those of `quantized_twin`.
     """
     twin = quantized_twin(target.model, target.name, precision, kept, progress)
-    return target.sharing_rows(twin, f"{target.name} in {precision}")
+    cut = "" if kept is None else f" with {len(kept)} of its tokens"
+    return target.sharing_rows(twin, f"{target.name} in {precision}{cut}")
 
 
 @torch.inference_mode()
