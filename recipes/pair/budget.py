@@ -72,7 +72,7 @@ def train(
     def seeded(step: int, used: float) -> tuple[torch.Tensor, int]:
         # The seed depends on the step and the process alone, so a resumed run reads the same data.
         loss, tokens = loss_of(used, np.random.default_rng([SEED, step, ranks.number()]))
-        return ranks.averaged(loss, weights), tokens * ranks.count()
+        return ranks.averaged(loss, weights), ranks.total(tokens)
 
     def watch(progress: Progress, loss: float) -> None:
         pace = round((progress.tokens - begun.tokens) / (progress.seconds - begun.seconds))

@@ -103,3 +103,12 @@ def averaged(loss: Tensor, weights: Sequence[Tensor]) -> Tensor:
     mean, *flat = (row / count()).split([1, *(weight.numel() for weight in weights)])
     shaped = [part.view_as(weight) for part, weight in zip(flat, weights, strict=True)]
     return _WithGradients.apply(mean[0], shaped, *weights)
+
+
+def total(tokens: int) -> int:
+    """Return the sum of all processes' numbers, so that each of them knows how much was read."""
+    if count() == 1:
+        return tokens
+    number = torch.tensor(tokens)
+    distributed.all_reduce(number)
+    return int(number)

@@ -23,7 +23,7 @@ def gradient():
     loss = ((ranks.number() + 1) * weight).sum() ** 2
     mean = ranks.averaged(loss, [weight])
     mean.backward()
-    return mean.item(), weight.grad.tolist()
+    return mean.item(), weight.grad.tolist(), ranks.total(10 + ranks.number())
 """
 
 
@@ -94,7 +94,7 @@ def test_processes_share_their_gradients(
     monkeypatch.syspath_prepend(tmp_path)
     work: ModuleType = import_module("shared_work")
     try:
-        assert pair.ranks.together(2, work.gradient) == (22.5, [15.0] * 3)
-        assert pair.ranks.together(1, work.gradient) == (9.0, [6.0] * 3)
+        assert pair.ranks.together(2, work.gradient) == (22.5, [15.0] * 3, 21)
+        assert pair.ranks.together(1, work.gradient) == (9.0, [6.0] * 3, 10)
     finally:
         sys.modules.pop("shared_work")
