@@ -120,7 +120,7 @@ def test_products_are_those_of_float64(
     """Of the rounded inputs and what the codes stand for, with a bias; rows that fill a tile, and more of them."""
     codes = shifted(quantize(random(features, inputs), precision))
     bias = random(features, dtype=dtype, seed=1)
-    for rows in (1, 2, 5, 6, 7, 13, 40):
+    for rows in (1, 2, 5, 6, 7, 8, 13, 16, 40):
         activations = random(rows, inputs, dtype=dtype, seed=rows)
         exact = rounded(activations, precision.group) @ codes.weight().double().T + bias.double()
         found = quantized_linear(activations[:, None], codes.into_panels(), bias, features, precision.bits)
@@ -136,10 +136,11 @@ def test_products_are_those_of_float64(
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(
     precision: Precision, dtype: torch.dtype, shifted: Callable[[Codes], Codes]
 ) -> None:
-    panels = shifted(quantize(random(100, 512), precision)).into_panels()
-    inputs = random(50, 512, dtype=dtype, seed=1)
+    """Rows of 2,048 inputs would share two places in the first cache, so they lie apart."""
+    panels = shifted(quantize(random(100, 2048), precision)).into_panels()
+    inputs = random(50, 2048, dtype=dtype, seed=1)
     alone = torch.cat([quantized_linear(row[None], panels, None, 100, precision.bits) for row in inputs])
-    for rows in (2, 5, 6, 7, 12, 13, 33, 50):
+    for rows in (2, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33, 50):
         assert torch.equal(quantized_linear(inputs[:rows], panels, None, 100, precision.bits), alone[:rows])
 
 

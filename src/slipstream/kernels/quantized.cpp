@@ -2,7 +2,7 @@
 //
 // Inputs become whole numbers of 8 bits too, every group of a row with a scale of its own. What is summed within a group
 // is exact, in any order and on any processor; the sums of the groups are scaled and added one after another in float32.
-// So a row has the same bits however many rows stand beside it.
+// So a row has the same bits however many rows stand beside it, and whether tiles (AMX) multiply them or vectors.
 //
 // Codes have no sign: a weight is scale * (code - zero), where zero is the middle of the range unless `zeros` are given.
 // Zeros of bytes are codes; zeros of bfloat16 are offsets, and a weight is scale * code + offset.
@@ -30,21 +30,27 @@ enum class Zero { MIDDLE, CODE, OFFSET };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
-// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group.
+constexpr int64_t SIDE = 16;  // rows and features of a tile
+
+// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group. Rows of codes
+// are `apart`, so that they do not push each other out of the cache.
 struct Inputs {
-  int64_t rows, groups, group;
+  int64_t rows, groups, group, apart;
   std::vector<int8_t> codes;
   std::vector<float> scales;
   std::vector<int32_t> sums;
 
   Inputs(int64_t rows, int64_t groups, int64_t group)
-      : rows(rows), groups(groups), group(group), codes(rows * groups * group), scales(rows * groups), sums(rows * groups) {}
+      : rows(rows), groups(groups), group(group), apart(groups * group + (groups * group % COLLIDING ? 0 : LINE)),
+        codes(rows * apart), scales(rows * groups), sums(rows * groups) {}
 };
 
 // A group of which `count` inputs are given; those behind them are nothing. If one of them is not finite, neither is
 // anything that the group is multiplied by.
 template <class Type>
-void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inputs, int64_t place) {
+void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inputs, int64_t row, int64_t group) {
+  const int64_t place = row * inputs.groups + group;
+  int8_t* codes = inputs.codes.data() + row * inputs.apart + group * inputs.group;
   float values[MOST_GROUP] = {};
   for (int64_t i = 0; i < count; ++i) values[i] = Type::widen(given[i]);
   uint32_t most = 0;  // compared as bits, where infinities and what is not a number are greater than all else
@@ -57,7 +63,7 @@ void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inp
     int32_t sum = 0;
     for (int64_t i = 0; i < inputs.group; ++i) {
       const int32_t code = static_cast<int32_t>((values[i] * inverse + ROUND) - ROUND);
-      inputs.codes[place * inputs.group + i] = static_cast<int8_t>(code);
+      codes[i] = static_cast<int8_t>(code);
       sum += code;
     }
     inputs.scales[place] = greatest / 127;
@@ -72,7 +78,7 @@ Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, i
   torch::stable::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       for (int64_t i = 0; i < groups; ++i)
-        quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), inputs, row * groups + i);
+        quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), inputs, row, i);
   });
   return inputs;
 }
@@ -87,6 +93,14 @@ struct Quantized {
   typename Type::Item* outputs;     // (rows, features)
   int64_t features;
 };
+
+// Writes a row's features of a panel.
+template <class Type>
+void write(const Quantized<Type>& work, int64_t panel, int64_t row, const float* sums) {
+  const int64_t first = panel * PANEL;
+  write_panel<Type>(sums, work.bias ? work.bias + first : nullptr, work.outputs + row * work.features + first,
+                    std::min<int64_t>(PANEL, work.features - first));
+}
 
 // Adds the products of four codes of every feature with four inputs.
 inline void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
@@ -109,6 +123,25 @@ inline void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
 #endif
 }
 
+// The codes of the weight 0 of LANES features; 0 where codes have offsets.
+template <int BITS, Zero ZERO>
+Whole zeros_at(const void* zeros, int64_t place) {
+  if constexpr (ZERO != Zero::CODE) return Whole{} + (ZERO == Zero::MIDDLE ? 1 << (BITS - 1) : 0);
+  Bytes own;
+  std::memcpy(&own, static_cast<const uint8_t*>(zeros) + place, sizeof(own));
+  return __builtin_convertvector(own, Whole);
+}
+
+// Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group.
+template <Zero ZERO>
+void add_group(Lanes& sum, const Whole& products, const Lanes& scale, const void* zeros, int64_t place,
+               const Inputs& inputs, int64_t own) {
+  sum += __builtin_convertvector(products, Lanes) * (scale * inputs.scales[own]);
+  if constexpr (ZERO == Zero::OFFSET)
+    sum += BFloat16::load(static_cast<const uint16_t*>(zeros) + place) *
+           (inputs.scales[own] * static_cast<float>(inputs.sums[own]));
+}
+
 inline Whole total(const Whole (&chains)[1]) { return chains[0]; }
 inline Whole total(const Whole (&chains)[2]) { return chains[0] + chains[1]; }
 
@@ -117,7 +150,7 @@ template <class Type, int BITS, Zero ZERO, int ROWS>
 void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int64_t row) {
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
-  const int64_t steps = inputs.group / STEP, apart = inputs.groups * inputs.group;
+  const int64_t steps = inputs.group / STEP, apart = inputs.apart;
   const uint8_t* codes = work.codes + panel * inputs.groups * steps * WIDTH;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
@@ -125,12 +158,7 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
     const int64_t place = (panel * inputs.groups + group) * PANEL;
     Whole found[ROWS][PARTS][CHAINS];
     for (int part = 0; part < PARTS; ++part) {
-      Whole zero = Whole{} + (ZERO == Zero::MIDDLE ? 1 << (BITS - 1) : 0);
-      if constexpr (ZERO == Zero::CODE) {
-        Bytes own;
-        std::memcpy(&own, static_cast<const uint8_t*>(work.zeros) + place + part * LANES, sizeof(own));
-        zero = __builtin_convertvector(own, Whole);
-      }
+      const Whole zero = zeros_at<BITS, ZERO>(work.zeros, place + part * LANES);
       for (int r = 0; r < ROWS; ++r) {
         for (Whole& chain : found[r][part]) chain = Whole{};
         found[r][part][0] = -zero * inputs.sums[(row + r) * inputs.groups + group];
@@ -154,34 +182,131 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
     }
     for (int part = 0; part < PARTS; ++part) {
       const Lanes scale = BFloat16::load(work.scales + place + part * LANES);
-      for (int r = 0; r < ROWS; ++r) {
-        const int64_t own = (row + r) * inputs.groups + group;
-        sums[r][part] += __builtin_convertvector(total(found[r][part]), Lanes) * (scale * inputs.scales[own]);
-        if constexpr (ZERO == Zero::OFFSET)
-          sums[r][part] += BFloat16::load(static_cast<const uint16_t*>(work.zeros) + place + part * LANES) *
-                           (inputs.scales[own] * static_cast<float>(inputs.sums[own]));
-      }
+      for (int r = 0; r < ROWS; ++r)
+        add_group<ZERO>(sums[r][part], total(found[r][part]), scale, work.zeros, place + part * LANES, inputs,
+                        (row + r) * inputs.groups + group);
     }
   }
-  const int64_t first = panel * PANEL;
-  for (int r = 0; r < ROWS; ++r)
-    write_panel<Type>(reinterpret_cast<const float*>(sums[r]), work.bias ? work.bias + first : nullptr,
-                      work.outputs + (row + r) * work.features + first, std::min<int64_t>(PANEL, work.features - first));
+  for (int r = 0; r < ROWS; ++r) write(work, panel, row + r, reinterpret_cast<const float*>(sums[r]));
 }
+
+#if defined(__AMX_INT8__) && defined(__AVX512F__)
+// Products by Intel's tiles (AMX): 16 rows with 16 features, 64 inputs at a time. Fewer rows are as fast by vectors,
+// and so are smaller groups, whose sums have to be scaled more often.
+template <class Type, int BITS, Zero ZERO>
+class Tiles {
+ public:
+  // How many rows, from the first one on, go by tiles.
+  static int64_t rows(const Inputs& inputs) {
+    return inputs.group >= DEPTH && tiles_allowed() ? inputs.rows / SIDE * SIDE : 0;
+  }
+
+  explicit Tiles(const Inputs& inputs) : inputs_(inputs) {}
+
+  ~Tiles() {
+    if (shaped_) _tile_release();
+  }
+
+  // A panel's features of SIDE rows, beginning with `row`.
+  void fill(const Quantized<Type>& work, int64_t panel, int64_t row) {
+    if (!shaped_) shape();
+    float sums[SIDE][PANEL];
+    for (int part = 0; part < PARTS; ++part) sum(work, panel, part, row, sums);
+    for (int64_t r = 0; r < SIDE; ++r) write(work, panel, row + r, sums[r]);
+  }
+
+ private:
+  static constexpr int64_t DEPTH = SIDE * QUAD;     // inputs of a tile
+  static constexpr int64_t WIDTH = PANEL * QUAD;    // bytes of a step
+  static constexpr int64_t STEP = QUAD * 8 / BITS;  // inputs of a step
+
+  const Inputs& inputs_;
+  bool shaped_ = false;
+
+  // Tile 0 has sums, 1 inputs, 2 codes.
+  void shape() {
+    struct alignas(LINE) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {LINE, LINE, LINE};
+      uint8_t heights[16] = {SIDE, SIDE, SIDE};
+    } tiles;
+    asm volatile("" ::"m"(tiles) : "memory");  // the intrinsic reads more than compilers know
+    _tile_loadconfig(&tiles);
+    shaped_ = true;
+  }
+
+  // LANES features of a panel for SIDE rows.
+  void sum(const Quantized<Type>& work, int64_t panel, int part, int64_t row, float (*to)[PANEL]) const {
+    Lanes sums[SIDE] = {};
+    alignas(LINE) Whole products[SIDE];
+    const int64_t bytes = inputs_.group / STEP * WIDTH;
+    const uint8_t* codes = work.codes + panel * inputs_.groups * bytes + part * LINE;
+    const int8_t* given = inputs_.codes.data() + row * inputs_.apart;
+    for (int64_t group = 0; group < inputs_.groups; ++group, codes += bytes, given += inputs_.group) {
+      if (part == 0) prefetch(codes, bytes);
+      multiply(codes, given, products);
+      const int64_t place = (panel * inputs_.groups + group) * PANEL + part * LANES;
+      const Lanes scale = BFloat16::load(work.scales + place);
+      const Whole zero = zeros_at<BITS, ZERO>(work.zeros, place);
+      for (int r = 0; r < SIDE; ++r) {
+        const int64_t own = (row + r) * inputs_.groups + group;
+        add_group<ZERO>(sums[r], products[r] - zero * inputs_.sums[own], scale, work.zeros, place, inputs_, own);
+      }
+    }
+    for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
+  }
+
+  // A group's codes of LANES features with its inputs of all rows of a tile -> sums of products (rows, LANES).
+  void multiply(const uint8_t* codes, const int8_t* given, Whole* products) const {
+    _tile_zero(0);
+    for (int64_t first = 0; first < inputs_.group; first += DEPTH, codes += DEPTH / STEP * WIDTH) {
+      _tile_loadd(1, given + first, inputs_.apart);
+      if constexpr (BITS == 8) {
+        _tile_loadd(2, codes, WIDTH);
+        _tile_dpbsud(0, 1, 2);
+      } else {
+        alignas(LINE) Words single[SIDE];  // codes in bytes of their own
+        for (int64_t step = 0; step < DEPTH / STEP; ++step) {
+          Words some;
+          std::memcpy(&some, codes + step * WIDTH, sizeof(some));
+          single[2 * step] = some & 0x0f0f0f0fu;
+          single[2 * step + 1] = (some >> 4) & 0x0f0f0f0fu;
+        }
+        asm volatile("" ::"m"(single) : "memory");  // the intrinsic reads more than compilers know
+        _tile_loadd(2, single, LINE);
+        _tile_dpbsud(0, 1, 2);
+      }
+    }
+    _tile_stored(0, products, LINE);
+  }
+};
+#else
+// Products by tiles, which most processors do not have.
+template <class Type, int BITS, Zero ZERO>
+struct Tiles {
+  explicit Tiles(const Inputs&) {}
+  static int64_t rows(const Inputs&) { return 0; }
+  void fill(const Quantized<Type>&, int64_t, int64_t) {}
+};
+#endif
 
 template <class Type, int BITS, Zero ZERO>
 void multiply(const Quantized<Type>& work, const Inputs& inputs) {
   const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
-  const int64_t tiles = (inputs.rows + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t tiled = Tiles<Type, BITS, ZERO>::rows(inputs), others = inputs.rows - tiled;
+  const int64_t parts = (others + MOST_ROWS - 1) / MOST_ROWS;
   torch::stable::parallel_for(0, panels_of(work.features), std::max<int64_t>(1, SHARE / cost),
                               [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel)
-      for (int64_t i = 0; i < tiles; ++i) {
-        const int64_t row = inputs.rows * i / tiles;
-        as_constant<MOST_ROWS>(inputs.rows * (i + 1) / tiles - row, [&](auto rows) {
+    Tiles<Type, BITS, ZERO> tiles(inputs);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(work, panel, row);
+      for (int64_t i = 0; i < parts; ++i) {
+        const int64_t row = tiled + others * i / parts;
+        as_constant<MOST_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
           tile<Type, BITS, ZERO, decltype(rows)::value>(work, inputs, panel, row);
         });
       }
+    }
   });
 }
 
