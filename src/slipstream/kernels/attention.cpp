@@ -361,13 +361,10 @@ class Blocks {
   static constexpr int STRIDE = VECTORS * LANES * 2;
 
   Blocks() {
-    struct alignas(LINE) {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE};
-      uint8_t heights[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
-    } tiles;
-    asm volatile("" ::"m"(tiles) : "memory");  // the intrinsic reads more than compilers know
-    _tile_loadconfig(&tiles);
+    TileShapes tiles;
+    std::fill_n(tiles.bytes, 8, LINE);
+    std::fill_n(tiles.heights, 8, SIDE);
+    tiles.load();
   }
 
   ~Blocks() { _tile_release(); }

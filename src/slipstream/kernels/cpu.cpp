@@ -119,19 +119,14 @@ class Tiles<BFloat16> {
   // 6 and 7 the weights' halves.
   void shape(int64_t rows) {
     if (shaped_ == rows) return;
-    struct alignas(LINE) {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t heights[16] = {};
-    } tiles;
+    TileShapes tiles;
     const int64_t first = std::min(rows, SIDE);
     const int64_t heights[] = {first, first, rows - first, rows - first, first, rows - first, SIDE, SIDE};
     for (int i = 0; i < 8; ++i) {
       tiles.heights[i] = static_cast<uint8_t>(heights[i]);
       tiles.bytes[i] = heights[i] ? LINE : 0;
     }
-    asm volatile("" ::"m"(tiles) : "memory");  // the intrinsic reads more than compilers know
-    _tile_loadconfig(&tiles);
+    tiles.load();
     shaped_ = rows;
   }
 

@@ -20,7 +20,7 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AMX_TILE__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -110,7 +110,19 @@ inline void prefetch(const void* place, int64_t bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + AHEAD + line), 0, LOCALITY);
 }
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_TILE__)
+// The shapes of Intel's tiles (AMX), as the processor reads them: the heights of up to 8, and the bytes of their rows.
+struct alignas(LINE) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t heights[16] = {};
+
+  void load() const {
+    asm volatile("" ::"m"(*this) : "memory");  // the intrinsic reads more than compilers know
+    _tile_loadconfig(this);
+  }
+};
+
 // Asks the system for Intel's tiles (AMX), which processes may use only then.
 inline bool tiles_allowed() {
   constexpr int REQUEST = 0x1023, DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -225,13 +225,10 @@ class Tiles {
 
   // Tile 0 has sums, 1 inputs, 2 codes.
   void shape() {
-    struct alignas(LINE) {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {LINE, LINE, LINE};
-      uint8_t heights[16] = {SIDE, SIDE, SIDE};
-    } tiles;
-    asm volatile("" ::"m"(tiles) : "memory");  // the intrinsic reads more than compilers know
-    _tile_loadconfig(&tiles);
+    TileShapes tiles;
+    std::fill_n(tiles.bytes, 3, LINE);
+    std::fill_n(tiles.heights, 3, SIDE);
+    tiles.load();
     shaped_ = true;
   }
 
