@@ -2,7 +2,7 @@
 
 Both learn from the source of Python's standard library and of the packages that pair/packages.py
 lists, which pip downloads. An interrupted run continues where it stopped when the same command is
-given again. Two cores with AMX take an hour and a half.
+given again. Two cores with AMX take two hours.
 
     python recipes/demo_pair.py --out DIR
 """
@@ -67,8 +67,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where both models go")
     parser.add_argument("--tokens-target", type=int, default=40_500_000, help="that the target reads")
-    parser.add_argument("--tokens-draft", type=int, default=30_000_000, help="that the draft reads, in all")
-    parser.add_argument("--tokens-written", type=int, default=1_500_000, help="that the target writes for the draft")
+    parser.add_argument("--tokens-draft", type=int, default=45_000_000, help="that the draft reads, in all")
+    parser.add_argument("--tokens-written", type=int, default=2_500_000, help="that the target writes for the draft")
     parser.add_argument("--processes", type=int, default=cores, help=f"that train together (default: {cores})")
     parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="texts and checkpoints")
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz, only to measure on")

@@ -106,9 +106,9 @@ def averaged(loss: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def total(tokens: int) -> int:
-    """Return the sum of all processes' numbers, so that each of them knows how much was read."""
+    """Return how many tokens all processes have read together, so that their budgets end at the same step."""
     if count() == 1:
         return tokens
-    number = torch.tensor(tokens)
-    distributed.all_reduce(number)
-    return int(number)
+    everyone = torch.tensor(tokens)
+    distributed.all_reduce(everyone)
+    return int(everyone)
