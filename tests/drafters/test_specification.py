@@ -18,6 +18,8 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.specification import Chain, OneOf, Part, drafter, parse
 from slipstream.drafters.tree import TreeDrafter
+from slipstream.kernels.packing import lowest_bits
+from slipstream.measure.environment import scorers
 from slipstream.models.loading import EMBEDDED
 from toys import dirichlet_table, scorer
 
@@ -95,6 +97,9 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
         ("ngram:nowhere.ngram?online=maybe", "online='maybe'"),
         ("./nowhere", "no such folder"),
+        ("embedded?quantize=int3", "'int3' is no precision of weights: use int8 or int4"),
+        ("embedded?quantize=int4&group=7", "group=7 is not possible"),
+        ("embedded?group=64", "say how a draft is quantized: write quantize=int4 or int8"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(text: str, says: str, context: BuildContext) -> None:
@@ -160,6 +165,12 @@ def test_a_tree_needs_a_draft_and_no_gamma() -> None:
     assert slipstream.load(draft="embedded", tree=(3, 2), gamma="auto").decoder.controller.most == 2
 
 
+def test_a_draft_model_is_quantized_and_the_target_is_not() -> None:
+    engine = slipstream.load(draft="embedded?quantize=int4")
+    target, draft = (lowest_bits(each.model) for each in scorers(engine.decoder))
+    assert (target, draft) == (None, 4)
+
+
 @pytest.mark.parametrize(
     ("draft", "tree", "kind"),
     [
@@ -167,6 +178,8 @@ def test_a_tree_needs_a_draft_and_no_gamma() -> None:
         (EMBEDDED / "draft", None, ModelDrafter),
         (f"{EMBEDDED}/draft?dtype=bfloat16", (2, 1), TreeDrafter),
         ("embedded", (2, 1), TreeDrafter),
+        (f"{EMBEDDED}/draft?quantize=int8", None, ModelDrafter),
+        ("embedded?quantize=int4&group=64", (2, 1), TreeDrafter),
         ("lookup", None, Lookup),
         ("lookup?gamma=2>embedded", None, ChainDrafter),
         ("lookup|embedded", None, Choice),

@@ -13,12 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from slipstream.execution.graphs import Frozen
 from slipstream.execution.rewrites import MergeLinear
-from slipstream.kernels.cpu import kernel_missing, panel_linear
+from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
 from slipstream.kernels.packing import Columns, PanelLinear, Stretch
 from slipstream.kernels.panels import fits_panels, into_panels, panel_bytes
+from slipstream.kernels.quantization import Codes, Precision, quantize
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 WIDTH = 64
+INT4 = Precision(4, 32)
 
 
 class Layers:
@@ -35,6 +37,23 @@ class Layers:
 
     def __call__(self, place: int, inputs: Tensor) -> Tensor:
         return panel_linear(inputs, self.weights[place], self.biases[place], self.features[place])
+
+
+class QuantizedLayers:
+    """Quantized linear layers; each may have other groups, zeros and a bias."""
+
+    def __init__(self, features: list[int], precision: Precision = INT4, dtype: torch.dtype = torch.float32) -> None:
+        chance = torch.Generator().manual_seed(0)
+        self.dtype, self.codes = dtype, list[Codes]()
+        for count in features:
+            self.codes.append(quantize(torch.randn(count, WIDTH, generator=chance), precision))
+        self.biases: list[Tensor | None] = [torch.randn(count, generator=chance).to(dtype) for count in features]
+        self.panels = [codes.into_panels() for codes in self.codes]
+
+    def __call__(self, place: int, inputs: Tensor) -> Tensor:
+        codes = self.codes[place]
+        bits, features = codes.precision.bits, len(codes.scales)
+        return quantized_linear(inputs, self.panels[place], self.biases[place], features, bits)
 
 
 class Pair(nn.Module):
@@ -56,10 +75,10 @@ def merged(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[GraphM
     MergeLinear()(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    kinds = {"linear": torch.ops.slipstream.linear, "linears": torch.ops.slipstream.linears}
-    return graph, {
-        name: len(graph.graph.find_nodes(op="call_function", target=kind.default)) for name, kind in kinds.items()
-    }
+    names = ("linear", "linears", "quantized_linear", "quantized_linears")
+    kinds = {name: getattr(torch.ops.slipstream, name).default for name in names}
+    calls = {name: len(graph.graph.find_nodes(op="call_function", target=kind)) for name, kind in kinds.items()}
+    return graph, {name: count for name, count in calls.items() if count}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,7 +120,7 @@ def test_some_with_a_bias_and_some_without_become_one() -> None:
     layers, others = Layers([64]), Layers([64], biased=True)
     inputs = torch.randn(1, 3, WIDTH)
     graph, calls = merged(lambda inputs: layers(0, inputs) + others(0, inputs), inputs)
-    assert calls == {"linear": 0, "linears": 1}
+    assert calls == {"linears": 1}
     assert torch.equal(graph(inputs), layers(0, inputs) + others(0, inputs))
 
 
@@ -109,7 +128,7 @@ def test_layers_over_other_inputs_stay_apart() -> None:
     layers = Layers([64, 40])
     inputs = torch.randn(1, 3, WIDTH)
     graph, calls = merged(lambda inputs: layers(0, inputs)[..., :40] + layers(1, inputs + 1), inputs)
-    assert calls == {"linear": 2, "linears": 0}
+    assert calls == {"linear": 2}
     assert torch.equal(graph(inputs), layers(0, inputs)[..., :40] + layers(1, inputs + 1))
 
 
@@ -126,6 +145,57 @@ def test_layers_that_do_not_fit_are_refused(wrong: str) -> None:
     }
     with pytest.raises(RuntimeError, match="slipstream::linear"):
         torch.ops.slipstream.linears(torch.randn(1, WIDTH), *arguments[wrong], None, None, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", [Precision(8, 64), INT4, Precision(4, 16), Precision(8, 16)], ids=str)
+@pytest.mark.parametrize("features", [[64, 32], [40, 64, 33], [32, 64, 32, 96]])
+def test_quantized_layers_become_one_with_the_same_bits(
+    features: list[int], precision: Precision, dtype: torch.dtype
+) -> None:
+    layers = QuantizedLayers(features, precision, dtype)
+    layers.biases[1] = None
+
+    def function(inputs: Tensor) -> Tensor:
+        return torch.cat([layers(place, inputs) * (place + 1) for place in range(len(features))], -1)
+
+    for rows in (1, 6, 17):
+        inputs = torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        graph, calls = merged(function, inputs)
+        assert calls == ({"quantized_linears": 1} | ({"quantized_linear": 1} if len(features) > 3 else {}))
+        assert torch.equal(graph(inputs), function(inputs))
+
+
+@pytest.mark.parametrize("zeros", ["codes", "offsets"])
+def test_quantized_layers_with_zeros_become_one(zeros: str) -> None:
+    layers, chance = QuantizedLayers([64, 32]), torch.Generator().manual_seed(1)
+    for place, (codes, scales, _) in enumerate(layers.panels):
+        whole = torch.randint(0, 16, scales.shape, generator=chance, dtype=torch.uint8)
+        layers.panels[place] = (codes, scales, whole if zeros == "codes" else (whole / 8 - 1).bfloat16())
+    inputs = torch.randn(1, 3, WIDTH, generator=chance)
+    graph, calls = merged(lambda inputs: torch.cat([layers(0, inputs), layers(1, inputs)], -1), inputs)
+    assert calls == {"quantized_linears": 1}
+    assert torch.equal(graph(inputs), torch.cat([layers(0, inputs), layers(1, inputs)], -1))
+
+
+@pytest.mark.parametrize("other", ["bits", "group", "zeros"])
+def test_quantized_layers_of_other_forms_stay_apart(other: str) -> None:
+    first = QuantizedLayers([64])
+    second = QuantizedLayers([64], {"bits": Precision(8, 32), "group": Precision(4, 64), "zeros": INT4}[other])
+    if other == "zeros":
+        codes, scales, _ = second.panels[0]
+        second.panels[0] = (codes, scales, torch.full(scales.shape, 7, dtype=torch.uint8))
+    inputs = torch.randn(1, 3, WIDTH)
+    graph, calls = merged(lambda inputs: first(0, inputs) + second(0, inputs), inputs)
+    assert calls == {"quantized_linear": 2}
+    assert torch.equal(graph(inputs), first(0, inputs) + second(0, inputs))
+
+
+def test_quantized_layers_that_do_not_fit_are_refused() -> None:
+    first, second = QuantizedLayers([64]), QuantizedLayers([64], Precision(4, 64))
+    layers = [(*each.panels[0], None, 64) for each in (first, second)]
+    with pytest.raises(RuntimeError, match="different groups"):
+        torch.ops.slipstream.quantized_linears(torch.randn(1, WIDTH), *layers[0], *layers[1], *[None] * 4, 0, 4)
 
 
 @pytest.mark.slow

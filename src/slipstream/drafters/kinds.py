@@ -71,10 +71,19 @@ def build_model(
     vocabulary: str | None = None,
     draft_vocab: FrequentTokens | None = None,
     ahead: bool | None = None,
+    quantize: str | None = None,
+    group: int | None = None,
+    rounding: str = NEAREST,
 ) -> Drafter:
-    """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
+    """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`.
+
+    `quantize` ("int8", "int4"), with `group` and `rounding`, quantizes the draft's weights, not the target's.
+    """
+    if quantize is None and (group is not None or rounding != NEAREST):
+        raise ValueError("group and rounding say how a draft is quantized: write quantize=int4 or int8 before them.")
     kept = context.kept_tokens(draft_vocab)
-    scorer = load_scorer(source, dtype or context.dtype, device or context.device, context.mode, kept)
+    mode = replace(context.mode, precision=Precision.named(quantize, group, rounding) if quantize else None)
+    scorer = load_scorer(source, dtype or context.dtype, device or context.device, mode, kept)
     tokenizer = find_tokenizer(source)
     _refuse_reader(context.target, scorer)
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
@@ -315,8 +324,9 @@ def switch(text: str) -> bool:
 
 CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
-OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
-EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "ahead": switch}
+ROUNDING: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str}
+OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {**ROUNDING, **CUT}
+EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "ahead": switch, "quantize": str, **ROUNDING}
 MODEL: dict[str, Callable[[str], Any]] = {**EMBEDDED_MODEL, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),

@@ -164,6 +164,6 @@ def _processor() -> str:
 
 def _surroundings() -> tuple[Any, ...]:
     versions = (__version__, _sources(), torch.__version__, torch.version.git_version, version("transformers"))
-    kernels = [hasattr(torch.ops.slipstream, name) for name in ("linear", "linears", "attend", "quantized_linear")]
+    kernels = [hasattr(torch.ops.slipstream, name) for name in ("linear", "attend", "quantized_linear")]
     numbers = (torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.is_available())
     return (*versions, sys.version, _processor(), *kernels, *numbers)

@@ -50,6 +50,7 @@ def kernel_missing() -> str | None:
         torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         torch.library.register_fake("slipstream::quantized_linear", _quantized_shape, allow_override=True)
+        torch.library.register_fake("slipstream::quantized_linears", _quantized_shapes, allow_override=True)
         register_shapes()
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
@@ -107,6 +108,10 @@ def _quantized_shape(
     bits: int,
 ) -> Tensor:
     return inputs.new_empty((*inputs.shape[:-1], features))
+
+
+def _quantized_shapes(inputs: Tensor, *layers: Any) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], sum(layers[4:-1:5])))
 
 
 def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -83,23 +83,24 @@ Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, i
   return inputs;
 }
 
-// What a product reads and writes.
+// A layer of a product.
 template <class Type>
-struct Quantized {
+struct Layer {
   const uint8_t* codes;
   const void* zeros;  // bytes or bfloat16, or null
   const uint16_t* scales;
   const typename Type::Item* bias;  // (features) or null
-  typename Type::Item* outputs;     // (rows, features)
   int64_t features;
+  typename Type::Item* outputs;  // of the first row; of the next ones `apart` items behind
+  int64_t apart;
 };
 
 // Writes a row's features of a panel.
 template <class Type>
-void write(const Quantized<Type>& work, int64_t panel, int64_t row, const float* sums) {
+void write(const Layer<Type>& layer, int64_t panel, int64_t row, const float* sums) {
   const int64_t first = panel * PANEL;
-  write_panel<Type>(sums, work.bias ? work.bias + first : nullptr, work.outputs + row * work.features + first,
-                    std::min<int64_t>(PANEL, work.features - first));
+  write_panel<Type>(sums, layer.bias ? layer.bias + first : nullptr, layer.outputs + row * layer.apart + first,
+                    std::min<int64_t>(PANEL, layer.features - first));
 }
 
 // Adds the products of four codes of every feature with four inputs.
@@ -147,18 +148,18 @@ inline Whole total(const Whole (&chains)[2]) { return chains[0] + chains[1]; }
 
 // A panel's features of ROWS rows, beginning with `row`.
 template <class Type, int BITS, Zero ZERO, int ROWS>
-void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int64_t row) {
+void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t row) {
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
   const int64_t steps = inputs.group / STEP, apart = inputs.apart;
-  const uint8_t* codes = work.codes + panel * inputs.groups * steps * WIDTH;
+  const uint8_t* codes = layer.codes + panel * inputs.groups * steps * WIDTH;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
     const int64_t place = (panel * inputs.groups + group) * PANEL;
     Whole found[ROWS][PARTS][CHAINS];
     for (int part = 0; part < PARTS; ++part) {
-      const Whole zero = zeros_at<BITS, ZERO>(work.zeros, place + part * LANES);
+      const Whole zero = zeros_at<BITS, ZERO>(layer.zeros, place + part * LANES);
       for (int r = 0; r < ROWS; ++r) {
         for (Whole& chain : found[r][part]) chain = Whole{};
         found[r][part][0] = -zero * inputs.sums[(row + r) * inputs.groups + group];
@@ -181,13 +182,13 @@ void tile(const Quantized<Type>& work, const Inputs& inputs, int64_t panel, int6
       }
     }
     for (int part = 0; part < PARTS; ++part) {
-      const Lanes scale = BFloat16::load(work.scales + place + part * LANES);
+      const Lanes scale = BFloat16::load(layer.scales + place + part * LANES);
       for (int r = 0; r < ROWS; ++r)
-        add_group<ZERO>(sums[r][part], total(found[r][part]), scale, work.zeros, place + part * LANES, inputs,
+        add_group<ZERO>(sums[r][part], total(found[r][part]), scale, layer.zeros, place + part * LANES, inputs,
                         (row + r) * inputs.groups + group);
     }
   }
-  for (int r = 0; r < ROWS; ++r) write(work, panel, row + r, reinterpret_cast<const float*>(sums[r]));
+  for (int r = 0; r < ROWS; ++r) write(layer, panel, row + r, reinterpret_cast<const float*>(sums[r]));
 }
 
 #if defined(__AMX_INT8__) && defined(__AVX512F__)
@@ -208,11 +209,11 @@ class Tiles {
   }
 
   // A panel's features of SIDE rows, beginning with `row`.
-  void fill(const Quantized<Type>& work, int64_t panel, int64_t row) {
+  void fill(const Layer<Type>& layer, int64_t panel, int64_t row) {
     if (!shaped_) shape();
     float sums[SIDE][PANEL];
-    for (int part = 0; part < PARTS; ++part) sum(work, panel, part, row, sums);
-    for (int64_t r = 0; r < SIDE; ++r) write(work, panel, row + r, sums[r]);
+    for (int part = 0; part < PARTS; ++part) sum(layer, panel, part, row, sums);
+    for (int64_t r = 0; r < SIDE; ++r) write(layer, panel, row + r, sums[r]);
   }
 
  private:
@@ -233,21 +234,21 @@ class Tiles {
   }
 
   // LANES features of a panel for SIDE rows.
-  void sum(const Quantized<Type>& work, int64_t panel, int part, int64_t row, float (*to)[PANEL]) const {
+  void sum(const Layer<Type>& layer, int64_t panel, int part, int64_t row, float (*to)[PANEL]) const {
     Lanes sums[SIDE] = {};
     alignas(LINE) Whole products[SIDE];
     const int64_t bytes = inputs_.group / STEP * WIDTH;
-    const uint8_t* codes = work.codes + panel * inputs_.groups * bytes + part * LINE;
+    const uint8_t* codes = layer.codes + panel * inputs_.groups * bytes + part * LINE;
     const int8_t* given = inputs_.codes.data() + row * inputs_.apart;
     for (int64_t group = 0; group < inputs_.groups; ++group, codes += bytes, given += inputs_.group) {
       if (part == 0) prefetch(codes, bytes);
       multiply(codes, given, products);
       const int64_t place = (panel * inputs_.groups + group) * PANEL + part * LANES;
-      const Lanes scale = BFloat16::load(work.scales + place);
-      const Whole zero = zeros_at<BITS, ZERO>(work.zeros, place);
+      const Lanes scale = BFloat16::load(layer.scales + place);
+      const Whole zero = zeros_at<BITS, ZERO>(layer.zeros, place);
       for (int r = 0; r < SIDE; ++r) {
         const int64_t own = (row + r) * inputs_.groups + group;
-        add_group<ZERO>(sums[r], products[r] - zero * inputs_.sums[own], scale, work.zeros, place, inputs_, own);
+        add_group<ZERO>(sums[r], products[r] - zero * inputs_.sums[own], scale, layer.zeros, place, inputs_, own);
       }
     }
     for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
@@ -283,57 +284,83 @@ template <class Type, int BITS, Zero ZERO>
 struct Tiles {
   explicit Tiles(const Inputs&) {}
   static int64_t rows(const Inputs&) { return 0; }
-  void fill(const Quantized<Type>&, int64_t, int64_t) {}
+  void fill(const Layer<Type>&, int64_t, int64_t) {}
 };
 #endif
 
+// A panel's features of all rows, in tiles of nearly the same height.
 template <class Type, int BITS, Zero ZERO>
-void multiply(const Quantized<Type>& work, const Inputs& inputs) {
-  const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
-  const int64_t tiled = Tiles<Type, BITS, ZERO>::rows(inputs), others = inputs.rows - tiled;
+void fill(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, Tiles<Type, BITS, ZERO>& tiles) {
+  const int64_t tiled = tiles.rows(inputs), others = inputs.rows - tiled;
+  for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(layer, panel, row);
   const int64_t parts = (others + MOST_ROWS - 1) / MOST_ROWS;
-  torch::stable::parallel_for(0, panels_of(work.features), std::max<int64_t>(1, SHARE / cost),
-                              [&](int64_t begin, int64_t end) {
+  for (int64_t i = 0; i < parts; ++i) {
+    const int64_t row = tiled + others * i / parts;
+    as_constant<MOST_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
+      tile<Type, BITS, ZERO, decltype(rows)::value>(layer, inputs, panel, row);
+    });
+  }
+}
+
+// Every thread takes its part of the panels of all layers.
+template <class Type, int BITS, Zero ZERO>
+void multiply(const std::vector<Layer<Type>>& layers, const Inputs& inputs) {
+  const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
+  int64_t panels = 0;
+  for (const Layer<Type>& layer : layers) panels += panels_of(layer.features);
+  torch::stable::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
     Tiles<Type, BITS, ZERO> tiles(inputs);
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(work, panel, row);
-      for (int64_t i = 0; i < parts; ++i) {
-        const int64_t row = tiled + others * i / parts;
-        as_constant<MOST_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
-          tile<Type, BITS, ZERO, decltype(rows)::value>(work, inputs, panel, row);
-        });
-      }
+    for (const Layer<Type>& layer : layers) {
+      const int64_t count = panels_of(layer.features);
+      for (int64_t panel = std::max<int64_t>(0, begin); panel < std::min(count, end); ++panel)
+        fill(layer, inputs, panel, tiles);
+      begin -= count;
+      end -= count;
     }
   });
 }
 
+// A layer's tensors as the caller has them.
+struct Given {
+  Tensor codes, scales;
+  std::optional<Tensor> zeros, bias;
+  int64_t features;
+
+  int64_t groups() const { return scales.size(1); }
+  int64_t group(int64_t bits) const { return codes.size(1) * QUAD * 8 / bits / groups(); }
+  Zero zero() const {
+    return !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
+  }
+};
+
 template <class Type>
-void run(const Tensor& given, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
-         const std::optional<Tensor>& bias, int64_t bits, const Tensor& outputs) {
+void run(const Tensor& given, const std::vector<Given>& layers, int64_t bits, const Tensor& outputs) {
   using Item = typename Type::Item;
-  const int64_t width = given.size(given.dim() - 1), groups = scales.size(1);
-  const int64_t group = codes.size(1) * QUAD * 8 / bits / groups;
-  const Inputs inputs =
-      quantize<Type>(static_cast<const Item*>(given.data_ptr()), given.numel() / std::max<int64_t>(1, width), width, groups, group);
-  const Quantized<Type> work{static_cast<const uint8_t*>(codes.data_ptr()),
-                             zeros ? zeros->data_ptr() : nullptr,
-                             static_cast<const uint16_t*>(scales.data_ptr()),
-                             bias ? static_cast<const Item*>(bias->data_ptr()) : nullptr,
-                             static_cast<Item*>(outputs.data_ptr()), outputs.size(outputs.dim() - 1)};
-  const Zero zero = !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
+  const int64_t width = given.size(given.dim() - 1);
+  const Inputs inputs = quantize<Type>(static_cast<const Item*>(given.data_ptr()), given.numel() / std::max<int64_t>(1, width),
+                                       width, layers[0].groups(), layers[0].group(bits));
+  std::vector<Layer<Type>> found;
+  Item* place = static_cast<Item*>(outputs.data_ptr());
+  for (const Given& layer : layers) {
+    found.push_back({static_cast<const uint8_t*>(layer.codes.data_ptr()), layer.zeros ? layer.zeros->data_ptr() : nullptr,
+                     static_cast<const uint16_t*>(layer.scales.data_ptr()),
+                     layer.bias ? static_cast<const Item*>(layer.bias->data_ptr()) : nullptr, layer.features, place,
+                     outputs.size(outputs.dim() - 1)});
+    place += layer.features;
+  }
   const auto with = [&](auto constant) {
-    bits == 8 ? multiply<Type, 8, decltype(constant)::value>(work, inputs)
-              : multiply<Type, 4, decltype(constant)::value>(work, inputs);
+    bits == 8 ? multiply<Type, 8, decltype(constant)::value>(found, inputs)
+              : multiply<Type, 4, decltype(constant)::value>(found, inputs);
   };
-  switch (zero) {
+  switch (layers[0].zero()) {
     case Zero::MIDDLE: return with(std::integral_constant<Zero, Zero::MIDDLE>{});
     case Zero::CODE: return with(std::integral_constant<Zero, Zero::CODE>{});
     case Zero::OFFSET: return with(std::integral_constant<Zero, Zero::OFFSET>{});
   }
 }
 
-void check(const Tensor& inputs, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
-           const std::optional<Tensor>& bias, int64_t features, int64_t bits) {
+void check(const Tensor& inputs, const Given& layer, int64_t bits) {
+  const auto& [codes, scales, zeros, bias, features] = layer;
   STD_TORCH_CHECK(bits == 4 || bits == 8, "slipstream::quantized_linear: codes of ", bits, " bits");
   STD_TORCH_CHECK(codes.dim() == 4 && codes.size(0) == panels_of(features) && codes.size(2) == PANEL &&
                       codes.size(3) == QUAD && codes.scalar_type() == ScalarType::Byte,
@@ -355,20 +382,44 @@ void check(const Tensor& inputs, const Tensor& codes, const Tensor& scales, cons
     STD_TORCH_CHECK(tensor.is_contiguous(), "slipstream::quantized_linear: tensors must be contiguous");
 }
 
-// (..., inputs) -> (..., features).
-Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
-                        std::optional<Tensor> bias, int64_t features, int64_t bits) {
-  check(inputs, codes, scales, zeros, bias, features, bits);
+// (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's.
+Tensor product(const Tensor& inputs, const std::vector<Given>& layers, int64_t bits) {
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
-  shape.back() = features;
+  shape.back() = 0;
+  for (const Given& layer : layers) {
+    check(inputs, layer, bits);
+    STD_TORCH_CHECK(layer.groups() == layers[0].groups() && layer.group(bits) == layers[0].group(bits) &&
+                        layer.zero() == layers[0].zero(),
+                    "slipstream::quantized_linears: layers with different groups or zeros");
+    shape.back() += layer.features;
+  }
   Tensor outputs = torch::stable::new_empty(inputs, shape);
   if (inputs.scalar_type() == ScalarType::BFloat16)
-    run<BFloat16>(inputs, codes, scales, zeros, bias, bits, outputs);
+    run<BFloat16>(inputs, layers, bits, outputs);
   else if (inputs.scalar_type() == ScalarType::Float)
-    run<Float32>(inputs, codes, scales, zeros, bias, bits, outputs);
+    run<Float32>(inputs, layers, bits, outputs);
   else
     STD_TORCH_CHECK(false, "slipstream::quantized_linear: float32 or bfloat16");
   return outputs;
+}
+
+Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
+                        std::optional<Tensor> bias, int64_t features, int64_t bits) {
+  return product(inputs, {{codes, scales, zeros, bias, features}}, bits);
+}
+
+// Two or three layers with the same bits, groups and kind of zeros. (Not a list of them, for which torch's generated code
+// goes a slower way.)
+Tensor quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, std::optional<Tensor> first_zeros,
+                         std::optional<Tensor> first_bias, int64_t first_features, Tensor second, Tensor second_scales,
+                         std::optional<Tensor> second_zeros, std::optional<Tensor> second_bias, int64_t second_features,
+                         std::optional<Tensor> third, std::optional<Tensor> third_scales,
+                         std::optional<Tensor> third_zeros, std::optional<Tensor> third_bias, int64_t third_features,
+                         int64_t bits) {
+  std::vector<Given> layers = {{first, first_scales, first_zeros, first_bias, first_features},
+                               {second, second_scales, second_zeros, second_bias, second_features}};
+  if (third && third_scales) layers.push_back({*third, *third_scales, third_zeros, third_bias, third_features});
+  return product(inputs, layers, bits);
 }
 
 }  // namespace
@@ -376,6 +427,13 @@ Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optiona
 STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def("quantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int features, int bits) "
         "-> Tensor");
+  m.def("quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, Tensor? first_zeros, Tensor? first_bias, "
+        "int first_features, Tensor second, Tensor second_scales, Tensor? second_zeros, Tensor? second_bias, "
+        "int second_features, Tensor? third, Tensor? third_scales, Tensor? third_zeros, Tensor? third_bias, "
+        "int third_features, int bits) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) { m.impl("quantized_linear", TORCH_BOX(&quantized_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
+  m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+  m.impl("quantized_linears", TORCH_BOX(&quantized_linears));
+}
