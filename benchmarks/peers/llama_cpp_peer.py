@@ -1,4 +1,4 @@
-"""llama.cpp's server on the same models and prompts; prints JSON for `bars.py --peers`.
+"""llama.cpp's server on the same models and prompts; prints JSON for `--peers` of `bars.py` and `quantized.py`.
 
 pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xf llama_cpp_python-*.tar.gz -C build
 cmake -S build/llama_cpp_python-*/vendor/llama.cpp -B build/llama -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \\
@@ -8,6 +8,7 @@ python benchmarks/peers/llama_cpp_convert.py build/llama_cpp_python-*/vendor/lla
     build/target.gguf                                                         (the same for the draft)
 python benchmarks/peers/llama_cpp_peer.py build/llama/bin/llama-server build/target.gguf build/draft.gguf \\
     --tokenizer build/target-134m > build/peer.json
+build/llama/bin/llama-quantize build/target.gguf build/target-Q4_0.gguf Q4_0    (target llama-quantize)
 
 Same prompts as token ids, same limit and same counting as `slipstream bench`: new tokens / seconds of prompt and text,
 end tokens ignored, a constant draft length (it drafts whatever the draft's probability). The seconds are the server's
@@ -34,17 +35,19 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from slipstream.bench import PROMPTS
+from slipstream.text.prompts import gather
 
 START = 60  # seconds a server may take
 LOG = Path(tempfile.gettempdir()) / "llama-server.log"
-Run = tuple[float, int, int, list[list[int]]]
-"""Seconds, new tokens, accepted ones, and the texts."""
+Run = tuple[float, float, int, int, list[list[int]]]
+"""Seconds, those of them for prompts, new tokens, accepted ones, and the texts."""
 
 
 def main() -> None:
     args = arguments()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS[: args.limit]]
+    texts = [item.prompt for item in gather([], args.prompts, False)] if args.prompts else list(PROMPTS)
+    prompts = [tokenizer(text)["input_ids"] for text in texts[: args.limit]]
     runs: dict[int, list[Run]] = {0: [], args.gamma: []}
     for number in range(args.repetitions):
         for gamma in list(runs)[:: 1 if number % 2 else -1]:
@@ -52,17 +55,22 @@ def main() -> None:
                 ask(args, url, prompts[0])  # warm up
                 runs[gamma].append(run(args, url, prompts))
     plain, drafted = runs[0], runs[args.gamma]
-    rounds = [1000 * seconds / (tokens - accepted) for seconds, tokens, accepted, _ in drafted]
+    rounds = [1000 * seconds / (tokens - accepted) for seconds, _, tokens, accepted, _ in drafted]
     figures = {
-        "plain_tokens_per_second": median(tokens / seconds for seconds, tokens, *_ in plain),
-        "plain_step_ms": median(1000 * seconds / tokens for seconds, tokens, *_ in plain),
-        "tokens_per_second": median(tokens / seconds for seconds, tokens, *_ in drafted),
+        "gamma": args.gamma,
+        "temperature": args.temperature,
+        "plain_tokens_per_second": median(tokens / seconds for seconds, _, tokens, *_ in plain),
+        "plain_without_prefill": median(tokens / (seconds - prefill) for seconds, prefill, tokens, *_ in plain),
+        "plain_step_ms": median(1000 * seconds / tokens for seconds, _, tokens, *_ in plain),
+        "tokens_per_second": median(tokens / seconds for seconds, _, tokens, *_ in drafted),
+        "without_prefill": median(tokens / (seconds - prefill) for seconds, prefill, tokens, *_ in drafted),
         "round_ms": median(rounds),
-        "tokens_per_call": sum(run[1] for run in drafted) / sum(run[1] - run[2] for run in drafted),
-        "same_text_as_plain": sum(a == b for a, b in zip(plain[0][3], drafted[0][3], strict=True)),
+        "tokens_per_call": sum(run[2] for run in drafted) / sum(run[2] - run[3] for run in drafted),
+        "same_text_as_plain": sum(a == b for a, b in zip(plain[0][4], drafted[0][4], strict=True)),
     }
     how = f"gamma {args.gamma}, temperature {args.temperature:g}, {args.threads} threads"
-    print(json.dumps({"peer": f"llama.cpp {version(args.server)}", "how": how, **figures}))
+    name = f"llama.cpp {version(args.server)}, {Path(args.target).name} with {Path(args.draft).name}"
+    print(json.dumps({"peer": name, "how": how, **figures}))
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +79,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("target", help="GGUF")
     parser.add_argument("draft", help="GGUF")
     parser.add_argument("--tokenizer", required=True, help="the model's folder")
-    parser.add_argument("--limit", type=int, default=4, help="prompts to use, of those of slipstream bench")
+    parser.add_argument("--prompts", help="a file of prompts (default: those built into slipstream bench)")
+    parser.add_argument("--limit", type=int, default=4, help="prompts to use")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=48)
@@ -136,17 +145,18 @@ def ask(args: argparse.Namespace, url: str, prompt: Sequence[int]) -> dict[str, 
 
 
 def run(args: argparse.Namespace, url: str, prompts: Sequence[Sequence[int]]) -> Run:
-    seconds, tokens, accepted, texts = 0.0, 0, 0, list[list[int]]()
+    seconds, prefill, tokens, accepted, texts = 0.0, 0.0, 0, 0, list[list[int]]()
     for prompt in prompts:
         answer = ask(args, url, prompt)
         timings = answer["timings"]
         assert timings["predicted_n"] == args.max_new_tokens, "all have to do the same work"
         assert timings["prompt_n"] == len(prompt), "no prompt may come from a cache"
+        prefill += timings["prompt_ms"] / 1000
         seconds += (timings["prompt_ms"] + timings["predicted_ms"]) / 1000
         tokens += timings["predicted_n"]
         accepted += timings.get("draft_n_accepted", 0)
         texts.append(answer["tokens"])
-    return seconds, tokens, accepted, texts
+    return seconds, prefill, tokens, accepted, texts
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""OpenVINO GenAI on the same models and prompts, in an environment of its own; prints JSON for `bars.py --peers`.
+"""OpenVINO GenAI on the same models and prompts, in an environment of its own; prints JSON for `--peers` of
+`bars.py` and `quantized.py`.
 
 python -m venv build/openvino && build/openvino/bin/pip install openvino-genai optimum-intel
 build/openvino/bin/optimum-cli export openvino --model build/target-134m --task text-generation-with-past \\
-    --weight-format fp16 build/ov-target                                      (the same for the draft)
+    --weight-format fp16 build/ov-target          (the same for the draft; or int8; or int4 --group-size 32 --ratio 1)
 python -c "from slipstream.bench import PROMPTS as P; import json; [print(json.dumps({'prompt': p})) for p in P[:8]]" \\
     > build/prompts.jsonl
 build/openvino/bin/python benchmarks/peers/openvino_peer.py build/ov-target build/ov-draft build/prompts.jsonl \\
@@ -27,6 +28,8 @@ import openvino as ov
 import openvino_genai as genai
 from transformers import AutoTokenizer
 
+Run = tuple[float, float, int, int]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,21 +49,26 @@ def main() -> None:
     pipes = {gamma: pipeline(args, gamma) for gamma in (0, args.gamma)}
     for gamma, pipe in pipes.items():
         run(pipe, settings(args, gamma), prompts[:1])  # warm up
-    runs: dict[int, list[tuple[float, int, int]]] = {gamma: [] for gamma in pipes}
+    runs: dict[int, list[Run]] = {gamma: [] for gamma in pipes}
     for number in range(args.repetitions):
         for gamma in list(pipes)[:: 1 if number % 2 else -1]:
             runs[gamma].append(run(pipes[gamma], settings(args, gamma), prompts))
     plain, drafted = runs[0], runs[args.gamma]
-    rounds = [1000 * seconds / (tokens - accepted) for seconds, tokens, accepted in drafted]
+    rounds = [1000 * seconds / (tokens - accepted) for seconds, _, tokens, accepted in drafted]
     figures = {
-        "plain_tokens_per_second": median(tokens / seconds for seconds, tokens, _ in plain),
-        "plain_step_ms": median(1000 * seconds / tokens for seconds, tokens, _ in plain),
-        "tokens_per_second": median(tokens / seconds for seconds, tokens, _ in drafted),
+        "gamma": args.gamma,
+        "temperature": args.temperature,
+        "plain_tokens_per_second": median(tokens / seconds for seconds, _, tokens, _ in plain),
+        "plain_without_prefill": median(tokens / (seconds - prefill) for seconds, prefill, tokens, _ in plain),
+        "plain_step_ms": median(1000 * seconds / tokens for seconds, _, tokens, _ in plain),
+        "tokens_per_second": median(tokens / seconds for seconds, _, tokens, _ in drafted),
+        "without_prefill": median(tokens / (seconds - prefill) for seconds, prefill, tokens, _ in drafted),
         "round_ms": median(rounds),
-        "tokens_per_call": sum(run[1] for run in drafted) / sum(run[1] - run[2] for run in drafted),
+        "tokens_per_call": sum(run[2] for run in drafted) / sum(run[2] - run[3] for run in drafted),
     }
     how = f"gamma {args.gamma}, temperature {args.temperature:g}, {args.precision}, {args.threads} threads"
-    print(json.dumps({"peer": f"OpenVINO GenAI {genai.__version__}", "how": how, **figures}))
+    name = f"OpenVINO GenAI {genai.__version__}, {Path(args.target).name} with {Path(args.draft).name}"
+    print(json.dumps({"peer": name, "how": how, **figures}))
 
 
 def pipeline(args: argparse.Namespace, gamma: int) -> Any:
@@ -86,17 +94,18 @@ def settings(args: argparse.Namespace, gamma: int) -> Any:
     return config
 
 
-def run(pipe: Any, config: Any, prompts: list[list[int]]) -> tuple[float, int, int]:
-    """Seconds, new tokens and those that came from the draft."""
+def run(pipe: Any, config: Any, prompts: list[list[int]]) -> Run:
+    """Seconds, those of them until the first token, new tokens and those that came from the draft."""
     tokens = accepted = 0
-    start = perf_counter()
+    prefill, start = 0.0, perf_counter()
     for prompt in prompts:
         done = pipe.generate(ov.Tensor(np.array([prompt], dtype=np.int64)), config)
         assert len(done.tokens[0]) == config.max_new_tokens, "all have to do the same work"
         tokens += len(done.tokens[0])
+        prefill += done.perf_metrics.get_ttft().mean / 1000
         if config.is_assisting_generation():
             accepted += done.extended_perf_metrics.get_num_accepted_tokens()
-    return perf_counter() - start, tokens, accepted
+    return perf_counter() - start, prefill, tokens, accepted
 
 
 if __name__ == "__main__":
