@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int, default=8, help="prompts to use")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--gamma", type=int, nargs="*", default=[3, 5])
+    parser.add_argument("--gamma", type=int, nargs="*", default=[5])
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write what is measured to this file")
@@ -87,7 +87,11 @@ def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
     quantize = None if precision == "bfloat16" else precision
     how: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize, "compile": args.compile, "gamma": max(args.gamma)}
     print(f"loading {precision} with {draft}", file=sys.stderr, flush=True)
-    return slipstream.load(args.target, source, **how)
+    engine = slipstream.load(args.target, source, **how)
+    if args.compile:
+        drafting: Any = engine.decoder.drafter.scorers[0]
+        drafting.make_draft_graphs(args.gamma)  # a graph for chains of every length that is measured
+    return engine
 
 
 def of_target(args: argparse.Namespace, precision: str, engines: dict[tuple[str, str], Engine]) -> Iterator[Contender]:

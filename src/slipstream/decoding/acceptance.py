@@ -15,6 +15,8 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, distance
+from slipstream.kernels import laws as kernels
+from slipstream.kernels.laws import laws_fit
 
 Draw = Callable[..., Tensor]
 
@@ -49,7 +51,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
         return token(p, draft, draw)
     lengths = _lengths(draft, p.device)
     b = survival(p, draft)
-    excess = _excess(b, p.first(draft.law.positions), draft.law)
+    shared, excess = overlap(p.first(draft.law.positions), draft.law, b[:, :-1])
     place = torch.arange(1, b.shape[1], device=p.device)
     # R_1..R_gamma; the last has no q of its own, and where the draft ends the chance is b itself.
     keep = torch.where(place == lengths[:, None], b[:, 1:], torch.cat([excess[:, 1:], b[:, -1:]], 1))
@@ -58,7 +60,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
     passed = draw(_coin(torch.where(sure, 1.0, keep), lose), Purpose.ACCEPT) == 0
     accepted = (place * (passed & (place <= lengths[:, None]))).amax(-1)
     weight = b.gather(1, accepted[:, None])
-    return Verdict(accepted, next_law(p, draft, accepted, weight), beta(p, draft.law))
+    return Verdict(accepted, next_law(p, draft, accepted, weight), shared)
 
 
 def survival(p: Law, draft: Draft) -> Tensor:
@@ -73,14 +75,18 @@ def survival(p: Law, draft: Draft) -> Tensor:
     return (sums - sums.cummax(-1).values).exp()
 
 
-def _excess(b: Tensor, p: Law, q: Law) -> Tensor:
-    """Return R_i = sum_v max(b_i p_i(v) - q_i(v), 0) for i = 0..gamma-1."""
-    weight = b[:, :-1]
+def overlap(p: Law, q: Law, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return beta_i = sum_v min(p_i(v), q_i(v)) and R_i = sum_v max(w_i p_i(v) - q_i(v), 0), both (rows, positions).
+
+    p, q and the weights w cover the same rows and positions.
+    """
     if q.tokens is not None:
-        return weight * (1 - p.of(q.tokens))
+        return beta(p, q), weight * (1 - p.of(q.tokens))
+    if laws_fit(p.dense, q.dense):
+        return kernels.overlap(p.dense, q.dense, weight)
     # In the laws' own dtype: float64 over a whole vocabulary would cost as much as the target's last layer.
     rest = p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
-    return rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)
+    return beta(p, q), rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)
 
 
 def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
@@ -178,7 +184,11 @@ def beta(p: Law, q: Law) -> Tensor:
     ours = p.first(q.positions)
     if ours.tokens is not None:
         return q.of(ours.tokens)
-    return ours.of(q.tokens) if q.tokens is not None else torch.minimum(ours.dense, q.dense).sum(-1)
+    if q.tokens is not None:
+        return ours.of(q.tokens)
+    if laws_fit(ours.dense, q.dense):
+        return kernels.overlap(ours.dense, q.dense, torch.zeros(q.rows, q.positions, dtype=torch.float64))[0]
+    return torch.minimum(ours.dense, q.dense).sum(-1)
 
 
 def _coin(heads: Tensor, tails: Tensor) -> Law:
@@ -205,11 +215,14 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
     """
     if p.tokens is not None:
         return Law(tokens=p.tokens.gather(1, accepted[:, None]))
-    here = p.at(accepted)
     assert draft.law is not None
+    refused = accepted < _lengths(draft, p.device)
+    if draft.law.tokens is None and laws_fit(p.dense, draft.law.dense):
+        weights = torch.ones(p.rows, dtype=torch.float64) if weight is None else weight[:, 0]
+        return Law(probs=kernels.following(p.dense, draft.law.dense, accepted, refused, weights))
+    here = p.at(accepted)
     q = draft.law.at(accepted.clamp(max=draft.law.positions - 1))
-    refused = (accepted < _lengths(draft, p.device))[:, None, None]
-    return Law(probs=torch.where(refused, residual(here, q, weight).dense, here.dense))
+    return Law(probs=torch.where(refused[:, None, None], residual(here, q, weight).dense, here.dense))
 
 
 def nothing_drafted(p: Law) -> Verdict:

@@ -22,6 +22,7 @@ from slipstream.core.law import Fault, Law, RowFailure, wide
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.values import is_finite, is_real, is_whole
 from slipstream.decoding.grammar import Grammar, GrammarMask
+from slipstream.kernels.laws import greatest, laws_fit
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A logits processor in transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
@@ -204,8 +205,9 @@ class Sampling:
     def _law(self, scores: Tensor) -> tuple[Law, bool]:
         """Make a law of processed scores (rows, positions, vocab), and return whether it is certainly valid."""
         if self.greedy:
-            best = scores.max(-1)  # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
-            return Law(tokens=best.indices, scores=scores), math.isfinite(best.values.sum().item())
+            # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
+            values, tokens = greatest(scores) if laws_fit(scores) else scores.max(-1)
+            return Law(tokens=tokens, scores=scores), math.isfinite(values.sum().item())
         probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token is enough to see it
         return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
 

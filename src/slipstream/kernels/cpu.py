@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels import laws, recurrences
 from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
-from slipstream.kernels.recurrences import register_shapes, samples
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / f"{name}.cpp" for name in ("cpu", "quantized", "attention", "recurrences"))
+SOURCES = tuple(HERE / f"{name}.cpp" for name in ("cpu", "quantized", "attention", "recurrences", "laws"))
 HEADER = HERE / "lanes.h"
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
@@ -51,7 +51,8 @@ def kernel_missing() -> str | None:
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         torch.library.register_fake("slipstream::quantized_linear", _quantized_shape, allow_override=True)
         torch.library.register_fake("slipstream::quantized_linears", _quantized_shapes, allow_override=True)
-        register_shapes()
+        laws.register_shapes()
+        recurrences.register_shapes()
         _check()
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
         reason = _reason(error)
@@ -192,10 +193,10 @@ def _check() -> None:
         queries, keys, values = torch.randn(3, 1, 2, 5, 64, generator=generator).to(dtype)
         seen = panel_attention(queries, keys, values, None, 0.1).transpose(1, 2)
         exact = (queries.double() @ keys.double().mT * 0.1).softmax(-1) @ values.double()
-        pairs = [(product, inputs.double() @ weight.double().T), (seen, exact), *samples()]
+        pairs = [(product, inputs.double() @ weight.double().T), (seen, exact), *laws.samples(), *recurrences.samples()]
         for bits, group in GROUP.items():
             codes = quantize(weight, Precision(bits, group))
             found = quantized_linear(inputs, codes.into_panels(), None, len(weight), bits)
             pairs.append((found, inputs.double() @ codes.weight().double().T))
-        if not all((found - right).norm() <= 0.02 * right.norm() for found, right in pairs):
+        if not all((found - right).double().norm() <= 0.02 * right.double().norm() for found, right in pairs):
             raise ValueError(f"the kernel for {dtype} computes something else on this processor")
