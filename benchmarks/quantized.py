@@ -88,9 +88,9 @@ def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
     how: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize, "compile": args.compile, "gamma": max(args.gamma)}
     print(f"loading {precision} with {draft}", file=sys.stderr, flush=True)
     engine = slipstream.load(args.target, source, **how)
-    if args.compile:
-        drafting: Any = engine.decoder.drafter.scorers[0]
-        drafting.make_draft_graphs(args.gamma)  # a graph for chains of every length that is measured
+    if args.compile and len(args.gamma) > 1:
+        drafter: Any = engine.decoder.drafter
+        drafter.scorer.make_draft_graphs(args.gamma)  # a graph for chains of every length that is measured
     return engine
 
 
