@@ -97,9 +97,9 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
         ("ngram:nowhere.ngram?online=maybe", "online='maybe'"),
         ("./nowhere", "no such folder"),
-        ("embedded?quantize=int3", "'int3' is no precision of weights: use int8 or int4"),
-        ("embedded?quantize=int4&group=7", "group=7 is not possible"),
-        ("embedded?group=64", "say how a draft is quantized: write quantize=int4 or int8"),
+        ("embedded?quantize=int3", "quantize='int3' is not possible: write int8, int4, or"),
+        ("embedded?quantize=int4?group=7", "int4.group=7' is not possible: write int8, int4, or"),
+        ("embedded?quantize=int4&group=64", "'embedded' has no option 'group'"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(text: str, says: str, context: BuildContext) -> None:
@@ -179,7 +179,7 @@ def test_a_draft_model_is_quantized_and_the_target_is_not() -> None:
         (f"{EMBEDDED}/draft?dtype=bfloat16", (2, 1), TreeDrafter),
         ("embedded", (2, 1), TreeDrafter),
         (f"{EMBEDDED}/draft?quantize=int8", None, ModelDrafter),
-        ("embedded?quantize=int4&group=64", (2, 1), TreeDrafter),
+        ("embedded?quantize=int4?group=64", (2, 1), TreeDrafter),
         ("lookup", None, Lookup),
         ("lookup?gamma=2>embedded", None, ChainDrafter),
         ("lookup|embedded", None, Choice),

@@ -42,3 +42,11 @@ def whole_number(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"{name}={value} is not possible: it must be at least {least}.")
     return int(value)
+
+
+def switch(text: str) -> bool:
+    """Parse "true" or "false", in any usual spelling (yes, on, 1, ...). Raises ValueError for anything else."""
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]

@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
+from slipstream.core.values import switch
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.ahead import ahead_or_waiting
 from slipstream.drafters.build_context import BuildContext
@@ -45,7 +48,7 @@ from slipstream.kernels.quantization import NEAREST, Precision
 from slipstream.models.dflash import load_dflash
 from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.layers import read_layers
-from slipstream.models.loading import EMBEDDED, find_tokenizer, load_scorer
+from slipstream.models.loading import EMBEDDED, AnyScorer, find_tokenizer, load_scorer
 from slipstream.models.mtp import load_mtp
 from slipstream.models.packed_twins import quantized_part, quantized_twin
 
@@ -66,24 +69,16 @@ class DrafterKind:
 def build_model(
     context: BuildContext,
     source: Any,
-    dtype: str | None = None,
-    device: str | None = None,
     vocabulary: str | None = None,
     draft_vocab: FrequentTokens | None = None,
     ahead: bool | None = None,
-    quantize: str | None = None,
-    group: int | None = None,
-    rounding: str = NEAREST,
+    **loading: Any,
 ) -> Drafter:
     """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`.
 
-    `quantize` ("int8", "int4"), with `group` and `rounding`, quantizes the draft's weights, not the target's.
+    `loading` are the options of `_load`.
     """
-    if quantize is None and (group is not None or rounding != NEAREST):
-        raise ValueError("group and rounding say how a draft is quantized: write quantize=int4 or int8 before them.")
-    kept = context.kept_tokens(draft_vocab)
-    mode = replace(context.mode, precision=Precision.named(quantize, group, rounding) if quantize else None)
-    scorer = load_scorer(source, dtype or context.dtype, device or context.device, mode, kept)
+    scorer = _load(context, source, context.kept_tokens(draft_vocab), **loading)
     tokenizer = find_tokenizer(source)
     _refuse_reader(context.target, scorer)
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
@@ -94,6 +89,19 @@ def build_model(
         made = context.drafting(scorer)
     meanwhile = not (context.waits or context.drafted or context.mode.compiled)
     return ahead_or_waiting(made, context.target if meanwhile else None, ahead)
+
+
+def _load(
+    context: BuildContext,
+    source: Any,
+    kept: Tensor | None,
+    dtype: str | None = None,
+    device: str | None = None,
+    quantize: Precision | None = None,
+) -> AnyScorer:
+    """Load a draft model, by default as the target was; `quantize` quantizes its weights, not the target's."""
+    how = (dtype or context.dtype, device or context.device, replace(context.mode, precision=quantize))
+    return load_scorer(source, *how, kept)
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
@@ -314,19 +322,10 @@ def _about_server(settings: Settings, peer: str, fault: str) -> str:
     return f"{settings.url} drafts with {peer}, {how}."
 
 
-def switch(text: str) -> bool:
-    """Parse "true" or "false", in any usual spelling (yes, on, 1, ...). Raises ValueError for anything else."""
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError(text)
-    return words[text.lower()]
-
-
 CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
-ROUNDING: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str}
-OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {**ROUNDING, **CUT}
-EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "ahead": switch, "quantize": str, **ROUNDING}
+OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
+EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "quantize": Precision.read, "ahead": switch}
 MODEL: dict[str, Callable[[str], Any]] = {**EMBEDDED_MODEL, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
@@ -393,7 +392,6 @@ KINDS: dict[str, DrafterKind] = {
 """The kinds of drafts by their names in specifications."""
 
 QUANTIZED = ("int4", "int8", "quantized")
-
 MODELS = ("model", "embedded", *QUANTIZED)
 
 ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}

@@ -19,13 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.protocols import Drafter
+from slipstream.core.values import switch
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.frequent_tokens import FrequentTokens
-from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, build_model, switch
+from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, build_model
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import tree_shape
+from slipstream.kernels.quantization import Precision
 from slipstream.models.loading import EMBEDDED, find_tokenizer
 
 VOCABULARIES = "a number of tokens, a file of counts, or NUMBER:FILE"
@@ -175,5 +177,6 @@ def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
             float: "a number",
             switch: "true or false",
             FrequentTokens.parse: VOCABULARIES,
+            Precision.read: "int8, int4, or with a group as int4?group=64",
         }.get(kind, kind.__name__)
         raise ValueError(f"draft option {name}={text!r} is not possible: write {wanted}.") from None

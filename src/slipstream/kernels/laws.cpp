@@ -129,7 +129,7 @@ Tensor following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor wei
   for_positions(ours.rows, 1, ours.vocabulary, [&](int64_t, int64_t row, int64_t) {
     const int64_t place = static_cast<const int64_t*>(accepted.data_ptr())[row];
     const bool rest = static_cast<const bool*>(refused.data_ptr())[row];
-    STD_TORCH_CHECK(place >= 0 && place < ours.positions - rest && (!rest || place < theirs.positions),
+    STD_TORCH_CHECK(place >= 0 && place < (rest ? theirs.positions : ours.positions),
                     "slipstream::following: ", place, " tokens of ", theirs.positions);
     const float weight = static_cast<float>(static_cast<const double*>(weights.data_ptr())[row]);
     float* output = static_cast<float*>(outputs.data_ptr()) + row * ours.vocabulary;
