@@ -4,8 +4,9 @@ python benchmarks/bars.py --target build/target-134m --draft build/draft-24m [--
                           [--json FILE] [--peers PEER.json ...]
 
 Parts: `steps` (what one and six tokens of a row cost, float32 and bfloat16; the memory's read bandwidth), `race`
-(batch 1, gamma 5, beside transformers), `batch` (batch 8 against batch 1). With `--json`, parts measured by separate
-commands add up in one file. `--peers` adds what `benchmarks/peers/` measured on the same models.
+(batch 1, gamma 5, beside transformers), `batch` (batches of 1, 8 and 16, with drafts of fixed lengths and of those that
+gamma="auto" chooses). With `--json`, parts measured by separate commands add up in one file. `--peers` adds what
+`benchmarks/peers/` measured on the same models.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from typing import Any
 import torch
 
 import slipstream
-from slipstream.bench import PLAIN, PROMPTS, BenchSettings, Side, line_up, measure
+from slipstream.bench import PLAIN, PROMPTS, SPECULATIVE, BenchSettings, Side, line_up, measure, ours
 from slipstream.core.protocols import Scorer
+from slipstream.decoding.controllers import controller
 from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import environment, scorers
 from slipstream.text.prompts import gather
 
 PARTS = ("steps", "race", "batch")
+BATCHES = (1, 8, 16)
 BATCH_GAMMAS = (1, 2, 3, 5)  # a batch fills the processor with fewer drafted tokens: each size has the best one for it
+WORTHWHILE = 0.7  # the least alpha at which a batch of 8 has to gain
 ROWS = 6  # the pending token and gamma = 5 drafted ones
 
 
@@ -70,6 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0], help="of the part race")
     parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--batch", type=int, nargs="*", default=BATCHES, help="of the part batch")
     parser.add_argument("--json", type=Path, help="add what is measured to this file")
     parser.add_argument("--peers", type=Path, nargs="*", default=[])
     return parser.parse_args()
@@ -157,14 +162,16 @@ def race(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch(args: argparse.Namespace) -> dict[str, Any]:
-    """Batch 1 and 8 of the same prompts, plain and speculative; every row accepts as many tokens as it likes."""
-    settings = BenchSettings(BATCH_GAMMAS, (1, 8), (0.0,), args.max_new_tokens, args.repetitions)
+    """Batches of the same prompts, plain and speculative; every row accepts as many tokens as it likes."""
+    settings = BenchSettings(BATCH_GAMMAS, args.batch, (0.0,), args.max_new_tokens, args.repetitions)
     rows = []
     for kind, engine in engines(args, args.dtype).items():
         if kind == "compiled":
             draft: Any = scorers(engine.decoder)[1]
             draft.make_draft_graphs(BATCH_GAMMAS)  # a graph for chains of every size that is measured
         contenders = [each for each in line_up(engine, settings) if each.draft or each.name == PLAIN]
+        by_clock = replace(engine.decoder, controller=controller("auto", max(BATCH_GAMMAS)))
+        contenders.append(replace(ours(SPECULATIVE, by_clock), draft=contenders[-1].draft))
         rivals = [replace(each, execution=kind) for each in contenders]
         rows += measure(engine, prompts(args), settings, rivals, on_run=progress).rows
     return {"batch": [asdict(row) for row in rows]}
@@ -255,16 +262,27 @@ def batch_lines(found: dict[str, Any]) -> Iterator[Line]:
         rows = [row for row in found.get("batch", []) if row["execution"] == kind]
         yield batch_line(f"{kind}, batch 8 / batch 1", bar, rows)
         yield batch_line(f"speculative {kind}, batch 8 / batch 1", "", [row for row in rows if row["draft"]])
+        yield from (by_clock_line(kind, row) for row in rows if row["draft"] and row["gamma"] is None)
+
+
+def by_clock_line(kind: str, row: dict[str, Any]) -> Line:
+    """Drafts of the lengths that gamma="auto" chooses, against plain decoding in the same repetitions."""
+    what, bar = f'{kind}, batch {row["batch"]}: gamma="auto" / plain', ">= 0.98"
+    if kind == "compiled" and row["batch"] == 8 and row["alpha"] and row["alpha"] >= WORTHWHILE:
+        bar = ">= 1.15"
+    return what, bar, row["ratio_to_plain"]["median"], f"{speed(row):.0f} tokens/s; alpha {row['alpha'] or 0:.2f}"
 
 
 def batch_line(what: str, bar: str, rows: list[dict[str, Any]]) -> Line:
     if not rows:
         return what, bar, None, ""
     best = {size: max((row for row in rows if row["batch"] == size), key=speed) for size in (1, 8)}
-    speeds = [
-        f"{speed(row):.0f} ({'gamma ' + str(row['gamma']) if row['draft'] else 'plain'})" for row in best.values()
-    ]
+    speeds = [f"{speed(row):.0f} ({_how(row)})" for row in best.values()]
     return what, bar, speed(best[8]) / speed(best[1]), f"{speeds[1]} / {speeds[0]} tokens/s"
+
+
+def _how(row: dict[str, Any]) -> str:
+    return f"gamma {row['gamma'] or 'auto'}" if row["draft"] else "plain"
 
 
 def limit_lines(found: dict[str, Any], dtype: str = "bfloat16", gamma: int = ROWS - 1) -> Iterator[Line]:

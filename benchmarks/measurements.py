@@ -50,7 +50,7 @@ MEASUREMENTS = (
             (*BARS, "--limit", "4", "--only", "race", "--temperature", "0"),
             (*BARS, "--limit", "4", "--only", "race", "--temperature", "1"),
             (*BARS, "--only", "steps"),
-            (*BARS, "--limit", "8", "--only", "batch"),
+            (*BARS, "--limit", "16", "--only", "batch"),
         ),
     ),
     Measurement("rules", (("benchmarks/rules.py", "{prompts}", "--max-new-tokens", "48", "--json"),)),
