@@ -3,6 +3,7 @@
 A specification names a drafter: a model, or a kind from the table `KINDS`, with its value and options.
 
     Qwen/Qwen2.5-0.5B      ngram:code.ngram      lookup?max_matching_ngram_size=3&prompt_lookup_num_tokens=10
+    Qwen/Qwen2.5-0.5B?quantize=int8           a model with weights in 8 bits
     ngram:code.ngram>tiny>small       a chain: each drafts for the next, the last for the target
     lookup|small                      a choice: the first that returns a draft, row by row
     lookup|small||plain               whichever has given the most tokens per second

@@ -72,11 +72,12 @@ def load(
     draft reads the text without them.
 
     `compile` compiles the models' passes into graphs before `load` returns (minutes; `progress` is called with a line
-    for each); a model that cannot be compiled runs eagerly, with one warning.
+    for each); a model that cannot be compiled runs eagerly, with one warning. Graphs for batches and for sampling are
+    compiled when they are first needed, or by `Engine.warm_up`.
 
     `quantize` ("int8", "int4", "int4?group=128&rounding=gptq") quantizes the target's weights: the quantized model then
     is the target, and texts follow its law (CPUs only). To keep the law of the unquantized weights, quantize the draft
-    instead: draft="int4".
+    instead: draft="int4" for the target's own weights, draft="NAME?quantize=int8" for those of a draft model.
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` apply to both models; to place them on different
     devices, pass loaded models. `from_pretrained` goes to transformers' `from_pretrained` of the target:
