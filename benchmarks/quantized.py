@@ -5,7 +5,8 @@ python benchmarks/quantized.py HumanEval.jsonl.gz --target build/target-134m --d
 
 A target of each precision decodes plainly, with the draft model in a precision of its own, and with its own weights
 in 4 bits. All run in turns in one process, and are counted as `slipstream bench` counts: new tokens / seconds of the
-whole call. `--peers` adds what `benchmarks/peers/` measured on the same models and prompts.
+whole call. Targets that are measured by separate commands add up in the JSON file. `--peers` adds what
+`benchmarks/peers/` measured on the same models and prompts.
 """
 
 from __future__ import annotations
@@ -33,14 +34,22 @@ DRAFTS = {"bfloat16": ("model", "model in int8", "int4"), "int8": ("model in int
 
 def main() -> None:
     args = arguments()
-    if args.measure:
-        found = {**raced(args), "peers": []}
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
-    else:
-        found = json.loads(args.json.read_text())
-    found["peers"] += [json.loads(path.read_text()) for path in args.peers]
+    found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
+    if args.prompts:
+        others = [row for row in found["rows"] if precision_of(row) not in args.target_precision]
+        measured = raced(args)
+        found |= {**measured, "rows": others + measured["rows"]}
+    peers = {peer["peer"] + peer["how"]: peer for peer in found.get("peers", [])}
+    peers |= {peer["peer"] + peer["how"]: peer for peer in (json.loads(path.read_text()) for path in args.peers)}
+    found["peers"] = list(peers.values())
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
     print(table(found))
+
+
+def precision_of(row: dict[str, Any]) -> str:
+    """The precision of a row's target."""
+    return str(row["contender"]).partition(", ")[0]
 
 
 def arguments() -> argparse.Namespace:
@@ -58,8 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write what is measured to this file")
     parser.add_argument("--peers", type=Path, nargs="*", default=[])
     args = parser.parse_args()
-    args.measure = args.prompts is not None
-    if not args.measure and not args.json:
+    if not args.prompts and not args.json:
         parser.error("give a file of prompts to measure, or --json FILE to print what was measured.")
     return args
 
@@ -121,7 +129,7 @@ def table(found: dict[str, Any]) -> str:
         if key not in best or speed(row) > speed(best[key]):
             best[key] = row
     for (name, heat), row in sorted(best.items(), key=lambda item: item[0][1]):
-        plain = best[f"{name.partition(', ')[0]}, {PLAIN}", heat]
+        plain = best[f"{precision_of(row)}, {PLAIN}", heat]
         alpha = "" if row["gamma"] is None else f"{row['alpha']:.3f}"
         lines.append(
             f"| {name} | {heat:g} | {row['gamma'] or ''} | {speed(row):.0f} ({bare_speed(row):.0f}) | {alpha} "
