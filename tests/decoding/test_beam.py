@@ -201,7 +201,7 @@ def test_ends_in_the_middle_of_the_search(early: bool | str, penalty: float) -> 
     searches = beam_search(decoder("model", 3, 3), asked)
     assert near_ties(searches, [by_transformers(embedded("target"), request) for request in asked]) == 0
     reasons = {each.finish_reason for search in searches for each in search.finished}
-    assert "stop" in reasons
+    assert "stop" in reasons or penalty > 1  # a penalty above 1 may prefer every text that goes on
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,8 @@ def test_ends_in_the_middle_of_the_search(early: bool | str, penalty: float) -> 
 )
 @pytest.mark.parametrize("kind", ["model", *rare("plain")])
 def test_processors_see_the_beams_own_text(settings: dict[str, Any], kind: str) -> None:
-    eos, beams = frequent_tokens() if "min_new_tokens" in settings else PAIR_EOS, Beams(3, num_return_sequences=3)
+    eos, penalty = (frequent_tokens(), -1.5) if "min_new_tokens" in settings else (PAIR_EOS, 1.0)  # below 0: ends soon
+    beams = Beams(3, penalty, num_return_sequences=3)
     asked = requests(beams, 20, TEXTS[:3], eos=eos, **settings)
     searches = beam_search(decoder(kind, 3), asked)
     assert near_ties(searches, [by_transformers(embedded("target"), request) for request in asked]) == 0
