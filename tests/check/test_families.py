@@ -128,6 +128,7 @@ def test_the_command_prints_a_line_for_each_and_names_the_unknown() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_table_in_the_docs_is_what_is_found() -> None:
     """A family that stops working is seen, and one that begins to."""
     written = (Path(__file__).parents[2] / "docs" / "families.md").read_text()

@@ -270,6 +270,7 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
 }
 OUTPUTS = {
     "generate": ("out",),
+    "batch": ("out",),
     "bench": ("plot",),
     "plan": ("save", "plot"),
     "ngram build": ("out",),
@@ -384,7 +385,7 @@ def test_some_command_lines(world: World, command: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_many_command_lines(world: World, command: str) -> None:
     """Some are right, and some are wrong."""

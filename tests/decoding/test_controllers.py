@@ -206,16 +206,16 @@ class Prepared:
 
 def on_the_edge() -> Learned:
     """A state in which one round decides whether and how far to speculate."""
-    curve = Curve().add(0, 1.0).add(1, 1.1).add(2, 1.2)
+    curve = Curve().add(0, 1.0).add(0, 1.0).add(1, 1.1).add(2, 1.2)
     alone = RoundKind(1, sampled=True)
     costs = RoundCosts({alone: Curve().add(1, 0.3).add(2, 0.55)}, {alone: curve})
-    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, rounds=9, wait=1)
+    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, wait=1)
 
 
 @pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_law_is_exact_when_gamma_adapts(pair: str, rule: Rule) -> None:
-    adaptive = Adaptive(2, 1, 1)
+    adaptive = Adaptive(2)
     learned = on_the_edge()
     chooser = Prepared(adaptive, learned, set())
     assert total_variation(law(pair, rule, chooser=chooser), plain_law(PAIRS[pair][0], (0, 2), 3)) < EXACT
@@ -258,9 +258,11 @@ def test_within_5_percent_of_the_best_fixed_gamma_on_stationary_text(c: float, a
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("c", [0.05, 0.2, 0.4])
-def test_better_than_any_fixed_gamma_where_the_text_changes_character(c: float, batch: int) -> None:
+@pytest.mark.parametrize("first", [0, 100, 200])
+def test_better_than_any_fixed_gamma_where_the_text_changes_character(c: float, batch: int, first: int) -> None:
     """Code, then random words, then copying."""
-    texts = [text(0.7, 400, seed) + text(0.02, 400, seed) + text(0.98, 400, seed) for seed in range(batch)]
+    seeds = range(first, first + batch)
+    texts = [text(0.7, 400, seed) + text(0.02, 400, seed) + text(0.98, 400, seed) for seed in seeds]
     assert seconds(Adaptive(), texts, machine(c), batch) < best_fixed(texts, machine(c), batch)
 
 
@@ -313,20 +315,24 @@ READING = 0.02  # plain steps in which the draft reads a token of a prompt
 def call(adaptive: Adaptive, state: Learned, prompt: int, most: int, stands: bool) -> tuple[Learned, float, int]:
     """Decode four texts of `most` tokens -> the state, the plain steps that it took for each token, drafting rounds."""
     rows = [Row(Request((0,) * prompt, Sampling(), most), index, [0] * prompt) for index in range(4)]
-    unread, spent, drafting = prompt * len(rows), 0.0, 0
-    while any(each.room for each in rows):
-        asked = tuple(min(gamma, rows[0].room - 1) for gamma in adaptive.gammas(state, rows))
-        depth = max(asked)
+    read, spent, drafting = [0] * len(rows), 0.0, 0
+    while rows:
+        gammas = adaptive.gammas(state, rows)
+        asked = tuple(min(gamma, each.room - 1) for gamma, each in zip(gammas, rows, strict=True))
+        drafted = [each for each, gamma in zip(rows, asked, strict=True) if gamma]
+        unread = sum(len(each.tokens) - 1 - read[each.index] for each in drafted)
+        depth, drafting = max(asked), drafting + bool(drafted)
         accepted = tuple(gamma * stands for gamma in asked)
         tokens = tuple((1,) * (stood + 1) for stood in accepted)
         for each, new in zip(rows, tokens, strict=True):
             each.tokens += new
             each.finish_reason = None if each.room else "length"
-        seconds = {"draft": 0.2 * depth, "target": 1.0 + 0.05 * depth, "prefill": READING * unread if depth else 0.0}
-        unread, drafting = (0 if depth else unread + len(rows)), drafting + (depth > 0)
-        draft = Draft(torch.empty(4, depth), None, asked)
+        for each in drafted:
+            read[each.index] = len(each.tokens) - 1
+        seconds = {"draft": 0.2 * depth, "target": 1.0 + 0.05 * depth, "prefill": READING * unread}
+        draft = Draft(torch.empty(len(rows), depth), None, asked)
         state = adaptive.update(state, Round(tuple(rows), draft, bench.NOTHING, tokens, accepted, asked, seconds))
-        spent += sum(seconds.values())
+        rows, spent = [each for each in rows if each.room], spent + sum(seconds.values())
     return state, spent / most, drafting
 
 
@@ -334,17 +340,17 @@ def test_a_later_call_does_not_pay_for_what_an_earlier_one_learned() -> None:
     adaptive = Adaptive()
     state, first, drafting = call(adaptive, adaptive.init(), 100, 96, stands=False)
     assert drafting >= 2
-    assert first > 1.1, "learning costs nothing"
+    assert 1.03 < first < 1.05, "learning costs nothing, or more than needed"
     for _ in range(8):
         state, again, _ = call(adaptive, adaptive.resume(state), 100, 96, stands=False)
-        assert again < 1.13
+        assert again < 1.05
     total = 0.0
     for _ in range(10):
         state, again, _ = call(adaptive, adaptive.resume(state), 100, 96, stands=False)
         total += again / 10
     assert total < 1.02
     _, anew, _ = call(adaptive, adaptive.init(), 100, 96, stands=False)
-    assert anew > 1.1, "control: without it every call pays"
+    assert anew > 1.03, "control: without it every call pays"
 
 
 def test_texts_are_read_if_drafts_win_the_time_back() -> None:
@@ -366,9 +372,9 @@ def test_an_engine_goes_on_with_what_its_controller_learned() -> None:
     engine = slipstream.load(gamma="auto")
     engine.generate("def f(x):", max_new_tokens=12)
     state = engine.decoder.experience.begin(engine.decoder.controller)
-    assert state.inside.rounds > 0
+    assert state.inside.costs.rest
     assert not state.inside.acceptance.rows
-    assert engine.decoder.experience.begin(controller("auto", most=2)).inside.rounds == 0, "another controller"
+    assert not engine.decoder.experience.begin(controller("auto", most=2)).inside.costs.rest, "another controller"
     engine.generate("def f(x):", max_new_tokens=12, gamma=2)
     assert engine.decoder.experience.begin(Fixed(2)) is None
 
@@ -385,6 +391,48 @@ def test_it_switches_off_and_comes_back_on() -> None:
     assert all(gamma >= 4 for place, gamma in drafted if 260 < place < 390)
 
 
+def test_one_row_drafts_before_the_draft_reads_the_texts_of_all() -> None:
+    """A probe costs the reading of one text; the texts of all are read by and by while drafts stand."""
+    adaptive, rows = Adaptive(), [row([1] * 100, index=index) for index in range(8)]
+    state, drafting, unread = adaptive.init(), list[int](), set(range(8))
+    while len(drafting) < 6:
+        asked = adaptive.gammas(state, rows)
+        if any(asked):
+            drafting.append(sum(map(bool, asked)))
+        read = {place for place, gamma in enumerate(asked) if gamma} & unread
+        unread -= read
+        tokens = tuple((1,) * (gamma + 1) for gamma in asked)
+        for each, new in zip(rows, tokens, strict=True):
+            each.tokens += new
+        seconds = {"draft": 0.1 * max(asked), "target": 1.0 + 0.05 * max(asked), "prefill": float(len(read))}
+        draft = Draft(torch.empty(8, max(asked)), None, tuple(asked))
+        state = adaptive.update(
+            state, Round(tuple(rows), draft, bench.NOTHING, tokens, tuple(asked), tuple(asked), seconds)
+        )
+    assert drafting == [1, 1, 2, 4, 8, 8]
+
+
+@pytest.mark.parametrize("slow", [3.0, 100.0])
+def test_a_slow_first_draft_does_not_end_drafting(slow: float) -> None:
+    """The first run of a shape makes its graph and fetches its weights: the second one is what counts."""
+    adaptive = Adaptive()
+    state, gammas = adaptive.init(), list[int]()
+    for _ in range(8):
+        gammas += adaptive.gammas(state, [row([1])])
+        factor = slow if gammas[-1] and not any(gammas[:-1]) else 1.0
+        seconds = factor * 0.1 * gammas[-1], factor * (1.0 + 0.05 * gammas[-1])
+        state = adaptive.update(state, turn(gammas[-1:], gammas[-1:], 8, *seconds))
+    assert gammas[2:4] == [adaptive.probe, adaptive.probe]
+    assert gammas[5:] == [adaptive.most] * 3
+
+
+def test_drafts_that_fail_in_a_row_at_times_do_not_end_drafting() -> None:
+    """A dear draft that gains on average loses as often as not: what it has gained pays for that."""
+    texts = [text(0.9, 600, seed) for seed in range(4)]
+    played = bench.replay(Adaptive(), texts, machine(0.4))
+    assert sum(gammas == (0,) for gammas in played.gammas) < 20
+
+
 def test_a_row_without_hope_drafts_less_than_its_neighbours() -> None:
     traces = [[True] * 300, [False] * 300]
     played = bench.replay(Adaptive(), traces, machine(0.2), batch=2)
@@ -398,7 +446,7 @@ def test_a_row_without_hope_drafts_less_than_its_neighbours() -> None:
 NONSENSE = (0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308)
 TIMES = st.sampled_from(NONSENSE) | st.floats(1e-6, 100.0)
 TURNS = st.lists(st.tuples(st.integers(1, 33), st.integers(0, 8), st.integers(0, 8), TIMES, TIMES), max_size=30)
-CONTROLLERS = (Adaptive(), Adaptive(1, 1, 1), Adaptive(credit=0.0, allowance=0.0), Planned({1: 3, 4: 0}), Fixed(2))
+CONTROLLERS = (Adaptive(), Adaptive(1), Adaptive(credit=0.0, allowance=0.0), Planned({1: 3, 4: 0}), Fixed(2))
 
 
 def turn(asked: Sequence[int], depths: Sequence[int], stood: int, draft: float, target: float, start: int = 0) -> Round:
@@ -442,9 +490,9 @@ def test_a_choice_by_speed_never_ends_a_call(turns: list[tuple[int, float]]) -> 
 
 @pytest.mark.parametrize("seconds", NONSENSE)
 def test_times_that_cannot_be_true_teach_nothing(seconds: float) -> None:
-    adaptive, known = Adaptive(2, 1, 1), on_the_edge()
+    adaptive, known = Adaptive(2), on_the_edge()
     state = adaptive.update(known, turn([1], [1], 1, 0.4, seconds))
-    assert (state.costs, state.rounds) == (known.costs, known.rounds + 1)
+    assert (state.costs, state.behind) == (known.costs, 0)
     assert state.credit >= known.credit
     assert state.acceptance != known.acceptance, "what was accepted holds, whatever the clock says"
     pulls = Ucb().init(2)
@@ -452,17 +500,17 @@ def test_times_that_cannot_be_true_teach_nothing(seconds: float) -> None:
 
 
 def test_what_was_never_timed_is_measured_first() -> None:
-    """While rows end, one is left, of whose like nothing is known: a plain step, then a probe."""
+    """While rows end, one is left, of whose like nothing is known: plain steps, then a probe; a first run is slow."""
     adaptive = Adaptive()
     state = adaptive.init()
     for count in (8, 4, 2):
         asked = adaptive.gammas(state, [row([1])] * count)
         state = adaptive.update(state, turn(asked, asked, 8, 0.1 * asked[0], 1.0))
     asked = []
-    for _ in range(8):
+    for _ in range(9):
         asked += adaptive.gammas(state, [row([1])])
         state = adaptive.update(state, turn(asked[-1:], asked[-1:], 8, 0.1 * asked[-1], 1.0))
-    assert asked[:2] == [0, adaptive.probe]
+    assert asked[:4] == [0, 0, adaptive.probe, adaptive.probe]
     assert max(asked) == adaptive.most, "a draft that always stands is not used"
 
 
@@ -484,7 +532,7 @@ def test_batches_that_shrink_before_anything_is_known(draft: str, prompts: list[
 
 
 @pytest.mark.parametrize(
-    "settings", [{"start": 9}, {"probe": 0}, {"most": 0}, {"credit": -1.0}, {"allowance": math.nan}]
+    "settings", [{"probe": 9}, {"probe": 0}, {"most": 0}, {"credit": -1.0}, {"allowance": math.nan}]
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not possible|must be 0 or more"):
@@ -494,7 +542,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
 def test_what_users_give_becomes_a_controller() -> None:
     assert controller(3) == Fixed(3)
     assert controller("auto") == Guarded(Adaptive())
-    assert controller("auto", most=2) == Guarded(Adaptive(2, 2, 2))
+    assert controller("auto", most=2) == Guarded(Adaptive(2))
     assert controller(Planned({1: 2})).most == 2
     with pytest.raises(ValueError, match=r'^gamma=\'some\' is not possible: give a number of tokens, "auto" or'):
         controller("some")

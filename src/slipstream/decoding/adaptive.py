@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.decoding.round_estimates import Acceptance, Curve, RoundCosts, clocked
+from slipstream.decoding.round_estimates import ENOUGH, Acceptance, Curve, RoundCosts, clocked
 
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
 CLEARLY = 0.97  # plain steps look slower than they are between rounds that draft: a draft displaces what caches hold
-ENOUGH = 2  # measured rounds of a gamma, after which its time counts as known
+NEARBY = 8  # a text of which the draft has read all but so many tokens counts as read
 SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
-PATIENCE = (4, 32)  # the least and the greatest number of plain rounds before a new attempt
+PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a new attempt
+EARNED = 2.0  # speculation that gains earns a credit of up to this many times the first: drafts fail in rows at times
 ENDED = 0.95  # the factor by which the lengths of texts fade with every text that ends
 OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 
@@ -23,8 +25,9 @@ class Learned:
     """The state of `Adaptive`: measured costs of rounds, acceptance, and when to draft again after plain rounds.
 
     `credit` is the time that may still be lost against plain decoding, in plain steps. `behind` counts the rounds since
-    the last draft, `wait` those until the next attempt, `patience` those to wait after an attempt that fails. `read`
-    has how much of each row's text the draft has read, `ended` the number of texts that ended, and of their tokens.
+    the last draft, `wait` those until the next attempt, `patience` those to wait after an attempt that fails. `pilots`
+    is the number of rows that may draft next though the draft has yet to read their texts. `read` has how much of each
+    row's text it has read, `ended` the number of texts that ended, and of their tokens.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
@@ -33,7 +36,7 @@ class Learned:
     behind: int = 0
     wait: int = 0
     patience: int = PATIENCE[0]
-    rounds: int = 0
+    pilots: int = 1
     read: Mapping[int, int] = field(default_factory=dict)
     ended: tuple[float, float] = (0.0, 0.0)
 
@@ -62,27 +65,25 @@ class Adaptive:
     medians of measurements with a similar number of rows. The time in which the draft reads what it has not read of the
     texts counts too: drafting has to win it back in the tokens that are expected to be written yet.
 
-    When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 32 of them;
+    When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 64 of them;
     after an attempt that stands, drafting goes on at once. A budget limits all attempts: once `credit` plain steps, and
     `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs that are unknown, as when the
-    number of rows changes, are measured first: a plain step, then `probe` tokens. `most` is the greatest gamma, `start`
-    the one of the first two drafts, after which comes a plain step. Raises ValueError if `start` or `probe` is not
-    between 1 and `most`, or `credit` or `allowance` is negative.
+    number of rows changes, are measured first: plain steps, then `probe` tokens. In a batch one row drafts at first,
+    then two, four ...: the draft reads the text of each before it can tell whether that pays. `most` is the greatest
+    gamma. Raises ValueError if `probe` is not between 1 and `most`, or `credit` or `allowance` is negative.
 
     What was learned is kept from call to call. The choice depends on the clock, so a sampled text of a seed may differ
     between runs; its law does not.
     """
 
     most: int = 8
-    start: int = 3
-    probe: int = 2
-    credit: float = 12.0
-    allowance: float = 0.01
+    probe: int = 1
+    credit: float = 6.0
+    allowance: float = 0.007
 
     def __post_init__(self) -> None:
-        for name in ("start", "probe"):
-            if not 1 <= getattr(self, name) <= self.most:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: use 1 to most={self.most}.")
+        if not 1 <= self.probe <= self.most:
+            raise ValueError(f"probe={self.probe} is not possible: use 1 to most={self.most}.")
         if not (self.credit >= 0 and self.allowance >= 0):  # NaN is neither
             raise ValueError(f"credit={self.credit} and allowance={self.allowance} must be 0 or more: they are losses.")
 
@@ -92,24 +93,33 @@ class Adaptive:
 
     def resume(self, state: Learned) -> Learned:
         """Return the state for new rows: what was learned about costs, acceptance and lengths, and the credit left."""
-        return replace(state, acceptance=replace(state.acceptance, rows={}), behind=0, read={})
+        return replace(state, acceptance=replace(state.acceptance, rows={}), read={})
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
         """Return the best gamma by what was measured; a row with low acceptance drafts fewer tokens, or none."""
-        count, opening = len(rows), (self.start, self.start, 0)
-        if state.rounds < len(opening):
-            return [opening[state.rounds]] * count
-        draft, rest = state.costs.of(rows)
         if not state.costs.knows_plain(rows):
-            return [0] * count
-        if not draft.tried:
-            return [self.probe if state.credit >= 0 else 0] * count
+            return [0] * len(rows)
+        draft, rest = state.costs.of(rows)
         outlook = _Outlook.of(state, rows, (draft, rest), self.most)
-        if not state.behind or state.rounds == len(opening):
-            return outlook.shares(outlook.less_known(outlook.best(state.credit)))
-        price = outlook.loss(self.probe) + outlook.reading / outlook.seconds[0]
-        dear = min(price, self.credit) > state.credit or outlook.hopeless(self.probe)
-        return [0 if state.wait or dear else self.probe] * count
+        again = rest.timed(self.probe) == 1 and state.credit >= 0  # a first run of a shape is slow: it says little
+        best = outlook.best(state.credit) if draft.tried and not state.behind and not again else 0
+        if best:
+            return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
+        attempt = again or not (state.wait or self._dear(state, rows, outlook))
+        return _limited([self.probe * attempt] * len(rows), state, rows, 1)
+
+    def _dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
+        """Return whether the credit does not suffice for an attempt, or nothing could be won by it."""
+        unread = min(state.unread([row]) for row in rows)
+        price = outlook.loss(self.probe) + self._reading(state.costs, unread, outlook.seconds[0])
+        return min(price, self.credit) > state.credit or outlook.hopeless(self.probe)
+
+    def _reading(self, costs: RoundCosts, unread: int, step: float) -> float:
+        """Return what is charged for reading a text, in plain steps: what exceeds the allowance per token.
+
+        What is unread grows with every plain step, as the credit does: if all of it were charged, drafting could pause
+        for ever. No token is read twice, so that all that is free costs as much as the allowance at most."""
+        return max(0.0, costs.reading.at(unread) / step - self.allowance * unread)
 
     def update(self, state: Learned, round: Round) -> Learned:
         """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
@@ -121,18 +131,23 @@ class Adaptive:
             state,
             costs=costs,
             acceptance=state.acceptance.learn(round),
-            rounds=state.rounds + 1,
             read=_read(state, round),
             ended=_ended(state, round),
         )
         credit = state.credit + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
         if not drafting:
-            return replace(known, credit=min(self.credit, credit), behind=state.behind + 1, wait=max(0, state.wait - 1))
-        credit = min(self.credit, max(-self.credit, credit - _loss(costs, round, unread, attempt=state.behind > 0)))
+            wait = max(0, state.wait - 1)
+            credit = min(credit, max(self.credit, state.credit))
+            return replace(known, credit=credit, behind=state.behind + 1, wait=wait, pilots=1)
+        lost = _loss(costs, round, unread)
+        if state.behind:  # what is read while drafting goes on was expected to be won back
+            lost += self._reading(costs, unread, costs.of(round.rows)[1].at(0))
+        credit = min(EARNED * self.credit, max(-self.credit, credit - lost))
         patience = state.patience // 2 if _pays(costs, round) else state.patience * 2
         patience = min(PATIENCE[1], max(PATIENCE[0], patience))
         whole = sum(round.accepted) == sum(round.draft.depths) > 0
-        return replace(known, credit=credit, behind=0, wait=0 if whole else patience, patience=patience)
+        wait = 0 if whole else patience
+        return replace(known, credit=credit, behind=0, wait=wait, patience=patience, pilots=2 * len(drafting))
 
 
 def _read(state: Learned, round: Round) -> dict[int, int]:
@@ -196,7 +211,9 @@ class _Outlook:
         return best if self.time_left(best) < CLEARLY * self.time_left(0) else 0
 
     def hopeless(self, gamma: int) -> bool:
-        """Return whether a gamma takes longer than plain decoding even if all that is drafted stands."""
+        """Return whether a gamma is known to take longer than plain decoding even if all that is drafted stands."""
+        if self.timed[gamma] < ENOUGH:
+            return False
         fastest = self.seconds[gamma] / self.seconds[0] / (1 + gamma)
         return fastest * self.time_left(0) + self.reading > self.time_left(0)
 
@@ -209,12 +226,16 @@ class _Outlook:
         return min(near, key=lambda gamma: self.timed[gamma], default=best)
 
     def shares(self, gamma: int) -> list[int]:
-        """Return a gamma per row: the positions at which the row is expected to gain its share of their cost."""
+        """Return a gamma per row: as many positions as gain most over the row's share of their cost."""
         prices = [SHARE * (self.seconds[i] - self.seconds[i - 1]) * self.speed(gamma) for i in range(1, gamma + 1)]
         prices = [price / len(self.survivals) for price in prices]
-        return [
-            next((i for i, price in enumerate(prices) if survival[i] < price), gamma) for survival in self.survivals
-        ]
+        return [_most_gained(survival, prices) for survival in self.survivals]
+
+
+def _most_gained(survival: Sequence[float], prices: Sequence[float]) -> int:
+    """Return the number of positions at which the sum of chances minus prices is greatest, the least such number."""
+    gains = list(accumulate((chance - price for chance, price in zip(survival, prices, strict=False)), initial=0.0))
+    return gains.index(max(gains))
 
 
 def _pays(costs: RoundCosts, round: Round) -> bool:
@@ -224,17 +245,22 @@ def _pays(costs: RoundCosts, round: Round) -> bool:
     return plain >= draft.at(depth or max(round.gammas)) + rest.at(depth)
 
 
-def _loss(costs: RoundCosts, round: Round, unread: int, attempt: bool) -> float:
+def _loss(costs: RoundCosts, round: Round, unread: int) -> float:
     """Return how much longer a round took than plain decoding of its tokens would have, in plain steps; 0 if its times
-    cannot be true.
-
-    The time of reading `unread` tokens counts in an attempt; else it was expected to be won back later.
-    """
-    if not clocked(round):
-        return 0.0
+    cannot be true, or are the first of their kind. The time in which the draft read `unread` tokens does not count."""
     (draft, rest), depth = costs.of(round.rows), max(round.draft.depths)
-    drafting, total = round.seconds["draft"] + round.reading, sum(round.seconds.values())
-    predicted = draft.at(depth or max(round.gammas)) + (costs.reading.at(unread) if attempt else 0.0)
-    spent = drafting / costs.load if attempt or not unread else predicted
-    took = min(spent + (total - drafting) / costs.load, OUTLIER * (predicted + rest.at(depth)))
+    if not clocked(round) or rest.timed(depth) < ENOUGH:
+        return 0.0
+    total = sum(round.seconds.values()) - round.reading - round.seconds["draft"]
+    predicted = draft.at(depth or max(round.gammas))
+    drafting = predicted if unread else round.seconds["draft"] / costs.load
+    took = min(drafting + total / costs.load, OUTLIER * (predicted + rest.at(depth)))
     return took / rest.at(0) - sum(map(len, round.tokens)) / len(round.rows)
+
+
+def _limited(gammas: Sequence[int], state: Learned, rows: Sequence[Row], pilots: int) -> list[int]:
+    """Return the gammas, without those of rows that the draft has yet to read and that are more than the pilots."""
+    unread = [state.unread([row]) for row in rows]
+    places = sorted((place for place, gamma in enumerate(gammas) if gamma), key=lambda place: unread[place])
+    chosen = {place for number, place in enumerate(places) if number < pilots or unread[place] <= NEARBY}
+    return [gamma if place in chosen else 0 for place, gamma in enumerate(gammas)]

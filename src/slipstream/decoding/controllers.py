@@ -88,7 +88,7 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     """
     if gamma == "auto":
         most = Adaptive.most if most is None else most
-        return Guarded(Adaptive(most, min(Adaptive.start, most), min(Adaptive.probe, most)))
+        return Guarded(Adaptive(most, min(Adaptive.probe, most)))
     if is_whole(gamma):
         return Fixed(int(cast(int, gamma)))
     if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from slipstream.core.request import Row
 from slipstream.core.round import Round
 
+ENOUGH = 2  # measured rounds of a kind and depth, after which its time counts as known
 WINDOW = 9  # samples of a kind whose median is its first level, which follows later ones slowly
 FOLLOW = 0.05  # how fast the level of a kind follows new measurements
 DRIFT = 0.1  # how fast the estimate of the machine's load follows them
@@ -140,7 +141,7 @@ class RoundCosts:
 
     def knows_plain(self, rows: Sequence[Row]) -> bool:
         """Return whether a plain round of this kind was measured: what is gained or lost depends on it."""
-        return self.rest.get(RoundKind.of(rows), Curve()).timed(0) > 0
+        return self.rest.get(RoundKind.of(rows), Curve()).timed(0) >= ENOUGH
 
     def learn(self, round: Round, unread: int) -> RoundCosts:
         """Return the costs after one more round, before whose drafts `unread` tokens had to be read.
@@ -240,7 +241,7 @@ class Acceptance:
             if row.finish_reason:
                 continue
             stood, depth = round.accepted[place], depths[place]
-            surplus, weight = (FAST * part for part in self.rows.get(row.index, (0.0, 0.0)))
+            surplus, weight = (FAST**(depth > 0) * part for part in self.rows.get(row.index, (0.0, 0.0)))
             for position in range(min(stood + 1, depth)):
                 stands = position < stood
                 kept[position] += stands
