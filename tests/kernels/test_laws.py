@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft, Verifier
+from slipstream.core.draws import inverse
 from slipstream.core.law import Law
 from slipstream.core.round import Context
+from slipstream.decoding import acceptance
 from slipstream.decoding.acceptance import beta, block, token
 from slipstream.kernels import laws
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.laws import following, greatest, laws_fit, overlap
+from slipstream.kernels.laws import block_tests, following, greatest, laws_fit, overlap
 from toys import Script, enumerate_outcomes, row
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
@@ -54,16 +56,77 @@ def test_the_law_that_follows_is_the_residual_or_p(vocab: int) -> None:
     assert torch.equal(found[1, 0], p[1, 0]) and torch.equal(found[2, 0], p[2, 2])
 
 
+@pytest.mark.parametrize("vocab", SIZES)
+def test_the_tests_of_a_block_are_those_of_its_formulas(vocab: int) -> None:
+    """Rows that draft three tokens, two and none; torch's operations take the laws in float64."""
+    p, q = chances(3, 3, 4, vocab), chances(4, 3, 3, vocab)
+    tokens = torch.stack([law.multinomial(1, generator=torch.Generator().manual_seed(5))[:, 0] for law in q])
+    lengths = (3, 2, 0)
+    exact = acceptance.block_tests(Law(probs=p.double()), Draft(tokens, Law(probs=q.double()), lengths))
+    for found, want in zip(block_tests(p, q, tokens, torch.tensor(lengths)), exact, strict=True):
+        torch.testing.assert_close(found.double(), want.double(), rtol=0, atol=2e-6)
+
+
+def test_a_drafted_block_that_surely_stands_or_falls() -> None:
+    """p = q stands for certain; what p never says falls; behind it nothing stands, whatever the ratios."""
+    p = torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    q = torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]], [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    survival, coins, shared = block_tests(p, q, torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 2]))
+    assert survival.tolist() == [[1, 1, 1], [1, 0, 0]] and shared.tolist() == [[1, 1], [0, 1]]
+    heads = coins[..., 0] / coins.sum(-1)
+    assert heads.tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", SIZES)
+def test_draws_invert_summed_weights(vocab: int, dtype: torch.dtype) -> None:
+    """The token of a chance is the one whose summed weights pass it, whatever the total; the least is token 0."""
+    weights = 3 * chances(12, 2, 50, vocab).to(dtype)
+    numbers = torch.rand(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(13))
+    numbers[0, :2] = torch.tensor([0.0, 1 - 2.0**-53])
+    sums = weights.double().cumsum(-1)
+    total = sums[..., -1:]
+    aim = torch.minimum(numbers[..., None] * total, torch.nextafter(total, torch.zeros(1, dtype=torch.float64)))
+    found = inverse(weights, numbers)
+    assert torch.equal(found, (sums <= aim).sum(-1))
+    assert found[0, 0] == 0 and bool((weights.gather(-1, found[..., None]) > 0).all())
+
+
+def test_a_token_without_weight_is_never_drawn() -> None:
+    for vocab in SIZES[1:]:
+        weights = torch.zeros(1, 3, vocab)
+        weights[0, 0, 0] = weights[0, 1, vocab // 2] = weights[0, 2, -1] = 1e-30
+        for chance in (0.0, 0.5, 1 - 2.0**-53):
+            numbers = torch.full((1, 3), chance, dtype=torch.float64)
+            assert inverse(weights, numbers).tolist() == [[0, vocab // 2, vocab - 1]]
+
+
+def test_draws_over_evenly_spaced_chances_have_the_law() -> None:
+    law = chances(14, 1, 1, 2000)
+    grid = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    counts = inverse(law.expand(100_000, 1, -1)[:, 0, None], grid[:, None]).flatten().bincount(minlength=2000)
+    assert (counts / 100_000 - law[0, 0]).abs().max() < 2e-5
+    wrong = law.flip(-1)[0, 0]
+    assert (counts / 100_000 - wrong).abs().max() > 2e-4, "control: another law"
+
+
 def test_numbers_of_a_position_do_not_depend_on_what_stands_beside_it() -> None:
     p, q, weights = chances(5, 5, 7, 3001), chances(6, 5, 7, 3001), torch.rand(5, 7, dtype=torch.float64)
     accepted, refused = torch.randint(0, 7, (5,)), torch.ones(5, dtype=torch.bool)
     shared, excess = overlap(p, q, weights)
     after, (most, where) = following(p, q, accepted, refused, weights[:, 0]), greatest(p)
+    tokens, ends = torch.randint(0, 3001, (5, 7)), torch.randint(0, 8, (5,))
+    tests, numbers = block_tests(p, q, tokens, ends), torch.rand(5, 7, dtype=torch.float64)
+    drawn = inverse(p, numbers)
+    for r in range(5):
+        own = block_tests(p[r : r + 1], q[r : r + 1], tokens[r : r + 1], ends[r : r + 1])
+        assert all(torch.equal(alone[0], together[r]) for alone, together in zip(own, tests, strict=True))
     for r, i in product(range(5), range(7)):
         part = (slice(r, r + 1), slice(i, i + 1))
         alone, rest = overlap(p[part], q[part], weights[part])
         assert torch.equal(alone, shared[part]) and torch.equal(rest, excess[part])
         assert (greatest(p[part])[0], greatest(p[part])[1]) == (most[part], where[part])
+        assert inverse(p[part], numbers[part]) == drawn[part]
         one = following(p[r : r + 1], q[r : r + 1], accepted[r : r + 1], refused[:1], weights[r : r + 1, 0])
         assert torch.equal(one, after[r : r + 1])
 

@@ -152,7 +152,13 @@ class Inversion:
 
 
 def inverse(probs: Tensor, chances: Tensor) -> Tensor:
-    """Return tokens (rows, positions): where summed weights (rows, positions, vocab) exceed `chances` in [0, 1)."""
+    """Return tokens (rows, positions): where summed weights (rows, positions, vocab) exceed `chances` in [0, 1).
+
+    Our kernel does it, once it is loaded, in one reading of the weights; its sums may differ by rounding in float64.
+    """
+    if probs.device.type == "cpu" and hasattr(torch.ops.slipstream, "inverse"):
+        found: Tensor = torch.ops.slipstream.inverse(probs.flatten(0, -2), chances.flatten())
+        return found.view(chances.shape)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[..., -1:]
     # u * total may round up to total itself, which would fall off the end.

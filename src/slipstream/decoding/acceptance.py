@@ -49,18 +49,31 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """
     if draft.law is None or p.point:
         return token(p, draft, draw)
-    lengths = _lengths(draft, p.device)
+    if draft.law.tokens is None and laws_fit(p.dense, draft.law.dense):
+        b, coins, shared = kernels.block_tests(p.dense, draft.law.dense, draft.tokens, _lengths(draft, p.device))
+    else:
+        b, coins, shared = block_tests(p, draft)
+    passed = draw(Law(probs=coins), Purpose.ACCEPT) == 0
+    accepted = (passed * torch.arange(1, b.shape[1], device=p.device)).amax(-1)
+    weight = b.gather(1, accepted[:, None])
+    return Verdict(accepted, next_law(p, draft, accepted, weight), shared)
+
+
+def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+    """Return b_0..b_gamma, the weights (rows, gamma, 2) of the coins for "prefix i passes" and "it does not", and beta.
+
+    Behind a row's length no coin falls for the prefix.
+    """
+    assert draft.law is not None
+    lengths = _lengths(draft, p.device)[:, None]
     b = survival(p, draft)
     shared, excess = overlap(p.first(draft.law.positions), draft.law, b[:, :-1])
     place = torch.arange(1, b.shape[1], device=p.device)
     # R_1..R_gamma; the last has no q of its own, and where the draft ends the chance is b itself.
-    keep = torch.where(place == lengths[:, None], b[:, 1:], torch.cat([excess[:, 1:], b[:, -1:]], 1))
-    lose = 1 - b[:, 1:]
+    keep = torch.where(place == lengths, b[:, 1:], torch.cat([excess[:, 1:], b[:, -1:]], 1))
+    keep, lose = torch.where(place > lengths, 0.0, keep), torch.where(place > lengths, 1.0, 1 - b[:, 1:])
     sure = (keep + lose) <= 0  # 0/0 stands for certainty
-    passed = draw(_coin(torch.where(sure, 1.0, keep), lose), Purpose.ACCEPT) == 0
-    accepted = (place * (passed & (place <= lengths[:, None]))).amax(-1)
-    weight = b.gather(1, accepted[:, None])
-    return Verdict(accepted, next_law(p, draft, accepted, weight), shared)
+    return b, torch.stack([torch.where(sure, 1.0, keep), lose], -1), shared
 
 
 def survival(p: Law, draft: Draft) -> Tensor:
@@ -99,7 +112,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
     choice = draw(p, Purpose.NEXT)
     if draft.law is None:
         none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
-        return Verdict(none, Law(tokens=choice[:, :1]), _no_beta(none))
+        return Verdict(none, Law(tokens=choice[:, :1]), _no_beta(p))
     accepted = leading(draft.tokens == choice[:, :-1], draft)
     return Verdict(accepted, Law(tokens=choice).at(accepted), beta(p, draft.law))
 
@@ -228,8 +241,8 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
 def nothing_drafted(p: Law) -> Verdict:
     """Return the verdict of a plain step: the next token comes from p after the pending one."""
     none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
-    return Verdict(none, p.at(none), _no_beta(none))
+    return Verdict(none, p.first(1), _no_beta(p))
 
 
-def _no_beta(rows: Tensor) -> Tensor:
-    return rows[:, None].float()[:, :0]
+def _no_beta(p: Law) -> Tensor:
+    return torch.empty(p.rows, 0, device=p.device)

@@ -97,7 +97,7 @@ class Adaptive:
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
         """Return the best gamma by what was measured; a row with low acceptance drafts fewer tokens, or none."""
-        if not state.costs.knows_plain(rows):
+        if (state.behind and state.wait) or not state.costs.knows_plain(rows):
             return [0] * len(rows)
         draft, rest = state.costs.of(rows)
         outlook = _Outlook.of(state, rows, (draft, rest), self.most)

@@ -71,12 +71,13 @@ class Guarded:
 
     def gammas(self, state: Purse, rows: Sequence[Row]) -> list[int]:
         """Return the inner controller's gammas for as many rows as may draft, and 0 for the others."""
-        chosen = list(self.inner.gammas(state.inside, rows))
         if len(rows) < self.crowd:
-            return chosen
+            return list(self.inner.gammas(state.inside, rows))
         plain = state.plain.get(size(len(rows)), Curve())
-        pilots = state.pilots if plain.points and state.left >= min(state.price, self.most_steps) * plain.at(0) else 0
-        return [*chosen[:pilots], *[0] * len(chosen[pilots:])]
+        if not plain.points or state.left < min(state.price, self.most_steps) * plain.at(0):
+            return [0] * len(rows)
+        chosen = list(self.inner.gammas(state.inside, rows))[: state.pilots]
+        return [*chosen, *[0] * (len(rows) - len(chosen))]
 
     def update(self, state: Purse, round: Round) -> Purse:
         """Return the state after a round: its share added to the purse, its loss subtracted, plain seconds stored."""

@@ -65,6 +65,23 @@ void check(const Tensor& p, const Tensor& q) {
                   "slipstream: laws of other shapes");
 }
 
+// The sums of min(p, q), and of max(weight p - q, 0), over a vocabulary.
+std::pair<double, double> compare(const float* p, const float* q, float weight, int64_t vocabulary) {
+  double both = 0, rest = 0;
+  Lanes less = {}, more = {};
+  in_blocks(p, q, vocabulary,
+            [&](const Lanes& left, const Lanes& right, int64_t) {
+              less += left < right ? left : right;
+              more += above_zero(left * weight - right);
+            },
+            [&] {
+              both += total(less);
+              rest += total(more);
+              less = more = Lanes{};
+            });
+  return {both, rest};
+}
+
 // Laws p and q and weights (rows, positions) -> the sums of min(p, q) in float32, and of max(weight p - q, 0) in float64.
 std::tuple<Tensor, Tensor> overlap(Tensor p, Tensor q, Tensor weights) {
   check(p, q);
@@ -77,22 +94,54 @@ std::tuple<Tensor, Tensor> overlap(Tensor p, Tensor q, Tensor weights) {
   Tensor excess = torch::stable::new_empty(p, shape, ScalarType::Double);
   for_positions(theirs.rows, theirs.positions, theirs.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
     const float weight = static_cast<float>(static_cast<const double*>(weights.data_ptr())[i]);
-    double both = 0, rest = 0;
-    Lanes less = {}, more = {};
-    in_blocks(ours.at(row, position), theirs.at(row, position), theirs.vocabulary,
-              [&](const Lanes& left, const Lanes& right, int64_t) {
-                less += left < right ? left : right;
-                more += above_zero(left * weight - right);
-              },
-              [&] {
-                both += total(less);
-                rest += total(more);
-                less = more = Lanes{};
-              });
+    const auto [both, rest] = compare(ours.at(row, position), theirs.at(row, position), weight, theirs.vocabulary);
     static_cast<float*>(shared.data_ptr())[i] = static_cast<float>(both);
     static_cast<double*>(excess.data_ptr())[i] = rest;
   });
   return {shared, excess};
+}
+
+// Writes b_0..b_n of n drafted tokens: b_i = min(1, b_(i-1) p(x_i)/q(x_i)).
+void write_survival(const Laws<Float32>& ours, const Laws<Float32>& theirs, int64_t row, const int64_t* tokens, double* b) {
+  b[0] = 1;
+  for (int64_t i = 0; i < theirs.positions; ++i) {
+    STD_TORCH_CHECK(tokens[i] >= 0 && tokens[i] < theirs.vocabulary, "slipstream::block_tests: token ", tokens[i]);
+    const double numerator = b[i] * ours.at(row, i)[tokens[i]], denominator = theirs.at(row, i)[tokens[i]];
+    b[i + 1] = numerator < denominator ? numerator / denominator : numerator > 0;
+  }
+}
+
+// Block verification of tokens (rows, n) that were drafted by the law q, up to each row's length -> b (rows, n + 1) and the
+// weights (rows, n, 2) of the coins for "these stand" and "they do not" in float64, and the sums of min(p, q) in float32.
+std::tuple<Tensor, Tensor, Tensor> block_tests(Tensor p, Tensor q, Tensor tokens, Tensor lengths) {
+  check(p, q);
+  const Laws<Float32> ours(p), theirs(q);
+  const int64_t rows = theirs.rows, count = theirs.positions;
+  STD_TORCH_CHECK(tokens.scalar_type() == ScalarType::Long && tokens.is_contiguous() && tokens.numel() == rows * count &&
+                      lengths.scalar_type() == ScalarType::Long && lengths.is_contiguous() && lengths.numel() == rows,
+                  "slipstream::block_tests: tokens or lengths for other rows");
+  Tensor survival = torch::stable::new_empty(p, std::vector<int64_t>{rows, count + 1}, ScalarType::Double);
+  Tensor coins = torch::stable::new_empty(p, std::vector<int64_t>{rows, count, 2}, ScalarType::Double);
+  Tensor shared = torch::stable::new_empty(p, std::vector<int64_t>{rows, count}, ScalarType::Float);
+  const auto* drafted = static_cast<const int64_t*>(tokens.data_ptr());
+  const auto* ends = static_cast<const int64_t*>(lengths.data_ptr());
+  auto* b = static_cast<double*>(survival.data_ptr());
+  const auto toss = [&](int64_t row, int64_t place, double rest) {  // the prefix of `place` tokens stands with its chance
+    double* coin = static_cast<double*>(coins.data_ptr()) + 2 * (row * count + place - 1);
+    const double stands = b[row * (count + 1) + place];
+    coin[0] = place > ends[row] ? 0 : place == ends[row] ? stands : rest;
+    coin[1] = place > ends[row] ? 1 : 1 - stands;
+    if (!(coin[0] + coin[1] > 0)) coin[0] = 1;  // 0/0 stands for certainty
+  };
+  for (int64_t row = 0; row < rows; ++row) write_survival(ours, theirs, row, drafted + row * count, b + row * (count + 1));
+  for_positions(rows, count, theirs.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
+    const float weight = static_cast<float>(b[row * (count + 1) + position]);
+    const auto [both, rest] = compare(ours.at(row, position), theirs.at(row, position), weight, theirs.vocabulary);
+    static_cast<float*>(shared.data_ptr())[i] = static_cast<float>(both);
+    if (position > 0) toss(row, position, rest);
+    if (position == count - 1) toss(row, count, 0);  // behind the last token there is no law of the draft
+  });
+  return {survival, coins, shared};
 }
 
 // Writes max(weight p - q, 0) divided by its sum. Returns false, and has written nothing, where that is nothing.
@@ -190,16 +239,87 @@ std::tuple<Tensor, Tensor> greatest(Tensor logits) {
   return {values, indices};
 }
 
+// The sum of weights in float64: in lanes, which are added at the end.
+template <class Item>
+double sum_of(const Item* weights, int64_t count) {
+  typedef double Doubles __attribute__((vector_size(8 * LANES)));
+  typedef Item Items __attribute__((vector_size(sizeof(Item) * LANES)));
+  Doubles lanes = {};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    Items some;
+    std::memcpy(&some, weights + i, sizeof(some));
+    lanes += __builtin_convertvector(some, Doubles);
+  }
+  double sum = 0;
+  for (int lane = 0; lane < LANES; ++lane) sum += lanes[lane];
+  for (; i < count; ++i) sum += weights[i];
+  return sum;
+}
+
+// The first index at which the summed weights exceed `chance` in [0, 1) of their total. One of weight zero is never found.
+template <class Item>
+int64_t find_inverse(const Item* weights, int64_t vocabulary, double chance) {
+  std::vector<double> ends((vocabulary + BLOCK - 1) / BLOCK);  // the summed weights at the ends of blocks
+  double sum = 0;
+  for (int64_t block = 0; block < static_cast<int64_t>(ends.size()); ++block) {
+    sum += sum_of(weights + block * BLOCK, std::min(BLOCK, vocabulary - block * BLOCK));
+    ends[block] = sum;
+  }
+  const double aim = std::min(chance * sum, std::nextafter(sum, 0.0));  // the product may round up to the sum itself
+  const int64_t block = std::upper_bound(ends.begin(), ends.end(), aim) - ends.begin();
+  const int64_t first = block * BLOCK, stop = std::min(vocabulary, first + BLOCK);
+  int64_t last = vocabulary - 1;
+  double passed = block ? ends[block - 1] : 0;
+  for (int64_t i = first; i < stop; ++i) {
+    passed += weights[i];
+    if (passed > aim) return i;
+    if (weights[i] > 0) last = i;
+  }
+  return last;  // one by one, the weights of the block add up to a little less than in lanes
+}
+
+template <class Item>
+void inverse_of(const Tensor& weights, const Tensor& chances, const Tensor& found) {
+  const int64_t vocabulary = weights.size(1);
+  for_positions(weights.size(0), 1, vocabulary, [&](int64_t i, int64_t row, int64_t) {
+    static_cast<int64_t*>(found.data_ptr())[i] =
+        find_inverse(static_cast<const Item*>(weights.data_ptr()) + row * weights.stride(0), vocabulary,
+                     static_cast<const double*>(chances.data_ptr())[i]);
+  });
+}
+
+// Weights (rows, vocabulary) and chances (rows) in [0, 1) -> for each row the first index at which its summed weights exceed
+// that part of their total.
+Tensor inverse(Tensor weights, Tensor chances) {
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.size(1) > 0 && (weights.stride(1) == 1 || weights.size(1) == 1) &&
+                      chances.scalar_type() == ScalarType::Double && chances.is_contiguous() &&
+                      chances.numel() == weights.size(0),
+                  "slipstream::inverse: weights are (rows, vocabulary), with a chance in float64 for each row");
+  Tensor found = torch::stable::new_empty(chances, std::vector<int64_t>{weights.size(0)}, ScalarType::Long);
+  if (weights.scalar_type() == ScalarType::Double)
+    inverse_of<double>(weights, chances, found);
+  else if (weights.scalar_type() == ScalarType::Float)
+    inverse_of<float>(weights, chances, found);
+  else
+    STD_TORCH_CHECK(false, "slipstream::inverse: float32 or float64");
+  return found;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def("overlap(Tensor p, Tensor q, Tensor weights) -> (Tensor, Tensor)");
   m.def("following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor weights) -> Tensor");
   m.def("greatest(Tensor logits) -> (Tensor, Tensor)");
+  m.def("block_tests(Tensor p, Tensor q, Tensor tokens, Tensor lengths) -> (Tensor, Tensor, Tensor)");
+  m.def("inverse(Tensor weights, Tensor chances) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("overlap", TORCH_BOX(&overlap));
   m.impl("following", TORCH_BOX(&following));
   m.impl("greatest", TORCH_BOX(&greatest));
+  m.impl("block_tests", TORCH_BOX(&block_tests));
+  m.impl("inverse", TORCH_BOX(&inverse));
 }

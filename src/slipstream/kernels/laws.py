@@ -28,6 +28,16 @@ def overlap(p: Tensor, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
+def block_tests(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the tests of block verification for tokens (rows, n) drafted by q (rows, n, vocab), `lengths` of each row.
+
+    Returns b_0..b_n (rows, n + 1) and the weights (rows, n, 2) of the coins for "the first i stand" and "they do not",
+    in float64, and sum_v min(p(v), q(v)) (rows, n) in float32. Behind a row's length no coin falls for the tokens.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.slipstream.block_tests(p, q, tokens.contiguous(), lengths)
+    return found
+
+
 def following(p: Tensor, q: Tensor, accepted: Tensor, refused: Tensor, weights: Tensor) -> Tensor:
     """Return the law (rows, 1, vocab) after `accepted` (rows,) tokens of a draft with the law q (rows, n, vocab).
 
@@ -59,6 +69,12 @@ def register_shapes() -> None:
             logits.new_empty(logits.shape[:2], dtype=torch.float32),
             logits.new_empty(logits.shape[:2], dtype=torch.long),
         ),
+        "block_tests": lambda p, q, tokens, lengths: (
+            q.new_empty((q.shape[0], q.shape[1] + 1), dtype=torch.float64),
+            q.new_empty((*q.shape[:2], 2), dtype=torch.float64),
+            q.new_empty(q.shape[:2]),
+        ),
+        "inverse": lambda weights, chances: weights.new_empty(weights.shape[:1], dtype=torch.long),
     }
     for name, shape in shapes.items():
         torch.library.register_fake(f"slipstream::{name}", shape, allow_override=True)
@@ -72,10 +88,20 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     shared, excess = overlap(p, q, weights)
     rest = (0.4 * p[:, 1] - q[:, 1]).clamp(min=0)
     values, indices = greatest(p)
+    tokens = torch.tensor([[3, 5]])
+    survival, coins, _ = block_tests(p, q, tokens, torch.tensor([2]))
+    ratios = (p[:, :2] / q).gather(-1, tokens[..., None])[..., 0]
+    first = ratios[:, 0].clamp(max=1)
+    second = (first * ratios[:, 1]).clamp(max=1)
+    left = (first * p[:, 1] - q[:, 1]).clamp(min=0).sum(-1)
+    chance = torch.tensor([0.6, 0.2]).double()
     return [
         (shared, torch.minimum(p[:, :2], q).sum(-1)),
         (excess, (weights[..., None] * p[:, :2] - q).clamp(min=0).sum(-1)),
         (following(p, q, accepted, refused, weights[:, 1])[0], rest / rest.sum()),
         (values, p.amax(-1)),
         (indices, p.argmax(-1)),
+        (survival, torch.stack([torch.ones(1), first, second], -1)),
+        (coins, torch.stack([left, 1 - first, second, 1 - second], -1).view(1, 2, 2)),
+        (torch.ops.slipstream.inverse(q[0], chance), (q[0].cumsum(-1) <= chance[:, None]).sum(-1)),
     ]
