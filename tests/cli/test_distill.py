@@ -29,7 +29,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two tiny targets, of which the wide one has drafts of several sizes, their tokenizer, and a text."""
+    """A folder with two tiny targets, the wide one large enough for drafts of several sizes, and a text."""
     folder = tmp_path_factory.mktemp("distill")
     tokenizer = load_tokenizer(EMBEDDED / "target")
     for name, changes in {"target": {}, "wide": {"hidden_size": 64, "num_attention_heads": 8}}.items():

@@ -69,8 +69,8 @@ def test_the_tests_of_a_block_are_those_of_its_formulas(vocab: int) -> None:
 
 def test_a_drafted_block_that_surely_stands_or_falls() -> None:
     """p = q stands for certain; what p never says falls; behind it nothing stands, whatever the ratios."""
-    p = torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
-    q = torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]], [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    even, first, second = [0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]
+    p, q = torch.tensor([[even, even, even], [second, first, first]]), torch.tensor([[even, even], [first, first]])
     survival, coins, shared = block_tests(p, q, torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 2]))
     assert survival.tolist() == [[1, 1, 1], [1, 0, 0]] and shared.tolist() == [[1, 1], [0, 1]]
     heads = coins[..., 0] / coins.sum(-1)

@@ -66,6 +66,35 @@ def forgotten() -> Iterator[None]:
 # ---- codes ------------------------------------------------------------------------------------------------------
 
 
+def best_of_scales(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    """Codes around zero and scales of the least squared error, by torch's operations."""
+    groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % precision.group))
+    groups = groups.unflatten(1, (-1, precision.group))
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    wide = [extreme.abs() / 127] if precision.bits == 8 else [extreme * cut / -8 for cut in (1.0, 0.94, 0.88, 0.82)]
+    scales = torch.stack([each.bfloat16() for each in wide])
+    inverse = torch.where(scales == 0, 0, 1 / scales.float())
+    codes = (groups * inverse).round().clamp(-precision.middle, precision.middle - 1)
+    least = (codes * scales.float() - groups).square().sum(3, keepdim=True).argmin(0, keepdim=True)
+    best = codes.gather(0, least.expand(1, *codes.shape[1:]))[0]
+    return best.flatten(1), scales.gather(0, least)[0, ..., 0]
+
+
+@built
+@every
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("features", "inputs"), SHAPES)
+def test_codes_are_those_that_torchs_operations_choose(
+    precision: Precision, features: int, inputs: int, dtype: torch.dtype
+) -> None:
+    weight = random(features, inputs, dtype=dtype)
+    weight[0, :5] = 0.5 * weight.abs().max()  # halves, and equals
+    found, (codes, scales) = quantize(weight, precision), best_of_scales(weight, precision)
+    assert torch.equal(found.scales, scales)
+    assert torch.equal(found.codes.int() - precision.middle, codes.int())
+
+
+@built
 @every
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
 def test_codes_are_the_nearest_ones(precision: Precision, features: int, inputs: int) -> None:

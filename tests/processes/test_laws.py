@@ -66,7 +66,10 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["factor", "mixture", *rare(*(kind for kind in PAIRS if kind not in {"factor", "mixture"}))])
+FEW = ("factor", "mixture")  # in the fast tests
+
+
+@pytest.mark.parametrize("kind", [*FEW, *rare(*(kind for kind in PAIRS if kind not in FEW))])
 def test_refused_drafts_are_replaced_exactly(kind: str) -> None:
     """Each coordinate and their sum are distributed as draws of p; the mistakes are not."""
     p, q = PAIRS[kind]

@@ -241,7 +241,7 @@ class Acceptance:
             if row.finish_reason:
                 continue
             stood, depth = round.accepted[place], depths[place]
-            surplus, weight = (FAST**(depth > 0) * part for part in self.rows.get(row.index, (0.0, 0.0)))
+            surplus, weight = (FAST ** (depth > 0) * part for part in self.rows.get(row.index, (0.0, 0.0)))
             for position in range(min(stood + 1, depth)):
                 stands = position < stood
                 kept[position] += stands

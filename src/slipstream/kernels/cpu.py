@@ -25,7 +25,7 @@ from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / f"{name}.cpp" for name in ("cpu", "quantized", "attention", "recurrences", "laws"))
+SOURCES = tuple(HERE / f"{name}.cpp" for name in ("cpu", "quantized", "codes", "attention", "recurrences", "laws"))
 HEADER = HERE / "lanes.h"
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")

@@ -29,7 +29,7 @@ def overlap(p: Tensor, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_tests(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the tests of block verification for tokens (rows, n) drafted by q (rows, n, vocab), `lengths` of each row.
+    """Compute the tests of block verification for `lengths` (rows,) of tokens (rows, n), drafted by q (rows, n, vocab).
 
     Returns b_0..b_n (rows, n + 1) and the weights (rows, n, 2) of the coins for "the first i stand" and "they do not",
     in float64, and sum_v min(p(v), q(v)) (rows, n) in float32. Behind a row's length no coin falls for the tokens.

@@ -6,7 +6,6 @@ reading weights takes most of the time of a pass of a few tokens on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +21,6 @@ GROUP = {8: 64, 4: 32}
 """The default numbers of inputs that share a scale, by bits."""
 NEAREST, GPTQ = ROUNDINGS = ("nearest", "gptq")
 """The ways of choosing codes; see `calibrated_rounding` for the second."""
-CUTS = (1.0, 0.94, 0.88, 0.82)
-"""The parts of a group's range that are tried for codes of 4 bits: to cut off the greatest weight may cost less than
-coarser steps for all others."""
-CHUNK = 1 << 22  # the weights that are quantized at a time, which bounds the memory
 
 QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
 """Codes (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL), as the kernel reads them.
@@ -139,41 +134,12 @@ def _groups_in_panels(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize(weight: Tensor, precision: Precision) -> Codes:
-    """Quantize a weight (features, inputs) to the nearest codes around zero.
+    """Quantize a weight (features, inputs) to the nearest codes around zero, by the kernel, which has to be loaded.
 
-    Each group gets, of the scales that are tried, the one with the least squared error.
+    Each group gets, of the scales that are tried, the one with the least squared error: for 8 bits that of its greatest
+    weight, for 4 bits also smaller ones, since to cut off the greatest weight may cost less than coarser steps for all
+    others. Of 16 codes one more lies below zero than above it; the sign of a scale puts it on the greatest weight's side.
     """
-    parts = [_quantized(part, precision) for part in weight.split(max(1, CHUNK // weight.shape[1]))]
-    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    full = weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()
+    codes, scales = torch.ops.slipstream.nearest_codes(full.contiguous(), precision.group, precision.bits)
     return Codes(precision, codes, scales)
-
-
-def _quantized(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
-    middle = precision.middle
-    groups = pad(weight.float(), (0, -weight.shape[1] % precision.group)).unflatten(1, (-1, precision.group))
-    best = least = None
-    for scale in _scales(groups, precision):
-        inverse = torch.where(scale == 0, 0, 1 / scale.float())
-        codes = (groups * inverse).round_().clamp_(-middle, middle - 1)
-        error = (codes * scale.float() - groups).square_().sum(2, keepdim=True)
-        if best is None or least is None:
-            best, least = (codes, scale), error
-        else:
-            better = error < least
-            best = (torch.where(better, codes, best[0]), torch.where(better, scale, best[1]))
-            least = torch.minimum(error, least)
-    assert best is not None
-    return (best[0] + middle).to(torch.uint8).flatten(1), best[1].squeeze(2)
-
-
-def _scales(groups: Tensor, precision: Precision) -> Iterator[Tensor]:
-    """Yield the scales (features, groups, 1) to try.
-
-    Of 16 codes one more lies below zero than above it; the sign of a scale puts it on the side of the greatest weight.
-    """
-    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    if precision.bits == 8:
-        yield (extreme.abs() / (precision.middle - 1)).bfloat16()
-        return
-    for cut in CUTS:
-        yield (extreme * cut / -precision.middle).bfloat16()

@@ -33,7 +33,7 @@ from slipstream.kernels.packing import shared_columns
 from slipstream.kernels.placement import input_device
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
-from slipstream.models.facts import ModelFacts
+from slipstream.models.facts import ModelFacts, weight_bytes
 from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
 from slipstream.models.hidden_states import HiddenStates
 from slipstream.models.media import modalities_of, read_with_media
@@ -43,6 +43,9 @@ from slipstream.models.pass_runner import PassRunner
 
 PREFILL_TOKENS = 512
 """Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
+
+MOST_FOR_CHAINS = 128 << 20
+"""The greatest number of bytes of a model's weights with which its graphs draft whole chains."""
 
 
 class CausalScorer:
@@ -320,10 +323,15 @@ class CausalScorer:
         return self._chains.draft_graphs if self._chains else None
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes."""
+        """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes, or step by step.
+
+        A step of a large model takes far longer than entering its graph, and a graph of a whole chain is as many times
+        as long to make: minutes for each size.
+        """
         facts, module = self.facts, self._decoder or self.model
         network = ModelNetwork(module, facts.kinds, facts.relative)
-        draft_graphs = DraftGraphs(network, self.name, tuple(sizes), progress=progress)
+        chains = tuple(sizes) if weight_bytes(module) <= MOST_FOR_CHAINS else ()
+        draft_graphs = DraftGraphs(network, self.name, chains, progress=progress)
         self._chains = DraftChains(draft_graphs, self._memory, facts.context)
 
     @torch.inference_mode()

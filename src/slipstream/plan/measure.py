@@ -25,6 +25,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.measure.racing import race
 from slipstream.measure.requests import request_for
 from slipstream.measure.timing import Beat, beats
+from slipstream.models.facts import weight_bytes
 from slipstream.plan.predict import PlanCosts, Tally, between
 
 Step = Callable[[str], None]
@@ -265,6 +266,4 @@ def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed
 def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:
     """Return the bytes of a model's weights, of its cache per token and for `tokens`; zeros without a model."""
     model, each = getattr(scorer, "model", None), int(getattr(scorer, "bytes_per_token", 0))
-    parts = (*model.parameters(), *model.buffers()) if model is not None else ()  # packed weights are buffers
-    held = {id(part): part.numel() * part.element_size() for part in parts}
-    return {"weights": sum(held.values()), "cache_per_token": each, "cache": each * tokens}
+    return {"weights": 0 if model is None else weight_bytes(model), "cache_per_token": each, "cache": each * tokens}
