@@ -138,7 +138,7 @@ def quantize(weight: Tensor, precision: Precision) -> Codes:
 
     Each group gets, of the scales that are tried, the one with the least squared error: for 8 bits that of its greatest
     weight, for 4 bits also smaller ones, since to cut off the greatest weight may cost less than coarser steps for all
-    others. Of 16 codes one more lies below zero than above it; the sign of a scale puts it on the greatest weight's side.
+    others. Of 16 codes one more lies below zero than above it; the sign of a scale puts it on the side of the greatest.
     """
     full = weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()
     codes, scales = torch.ops.slipstream.nearest_codes(full.contiguous(), precision.group, precision.bits)
