@@ -18,6 +18,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.execution import draft_graphs
 from slipstream.execution import graphs as tracing
 from slipstream.kernels.packing import can_pack, packed
+from slipstream.models import causal
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, HF_VOCAB, tiny
 
@@ -79,6 +80,17 @@ def test_chains_of_unknown_length_are_made_of_steps(untraced: None) -> None:
     for left, right in zip(drafts(one, samplers, ONE), drafts(other, samplers, ONE), strict=True):
         _agree(left, right)
     assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs.made} == {1}
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1 << 20, {4}), (1 << 10, {1})])
+def test_large_models_draft_step_by_step(
+    untraced: None, monkeypatch: pytest.MonkeyPatch, most: int, sizes: set[int]
+) -> None:
+    monkeypatch.setattr(causal, "MOST_FOR_CHAINS", most)
+    scorer = CausalScorer(tiny(FAMILIES["llama"]))
+    scorer.make_draft_graphs([4])
+    drafts(scorer, [Sampling()], ONE)
+    assert scorer.draft_graphs is not None and {kind.size for kind in scorer.draft_graphs.made} == sizes
 
 
 @pytest.mark.parametrize("heats", [(0.3, 1.0, 2.0), (0.0, 1.0, 0.7), (2.0, 0.0, 0.0)])

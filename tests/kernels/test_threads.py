@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,23 @@ def test_threads_of_the_caller_end_and_come_again() -> None:
     release_threads()  # nothing is left, nothing happens
     compute()
     assert threads() > before
+
+
+def test_threads_end_beside_the_openmp_of_other_packages() -> None:
+    """What is loaded after torch lies before it in memory."""
+    pytest.importorskip("sklearn")
+    script = """
+import torch, sklearn.cluster
+from pathlib import Path
+from slipstream.kernels.threads import LOADED, release_threads
+assert len(set(word for word in LOADED.read_text().split() if "libgomp" in word)) > 1, "nothing to choose from"
+torch.set_num_threads(2)
+torch.randn(1 << 20).exp().sum()
+before = len(list(Path("/proc/self/task").iterdir()))
+release_threads()
+assert len(list(Path("/proc/self/task").iterdir())) < before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_a_call_that_ended_keeps_no_threads() -> None:

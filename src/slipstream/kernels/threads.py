@@ -20,14 +20,16 @@ def release_threads() -> None:
     runs then takes about twice as long. So a thread that has finished computing releases its helpers. Nothing happens
     where another OpenMP is in use.
     """
-    if pause := _pause():
+    for pause in _pauses():
         pause(SOFT)
 
 
 @cache
-def _pause() -> Callable[[int], int] | None:
-    """Return `omp_pause_resource_all` of the library that torch has loaded; None without GNU's OpenMP."""
+def _pauses() -> tuple[Callable[[int], int], ...]:
+    """Return `omp_pause_resource_all` of every GNU OpenMP that is loaded: torch has one, and other packages, as
+    scikit-learn and sentencepiece, bring their own."""
     if not LOADED.exists():
-        return None
-    found = re.search(r"/\S*libgomp\S*\.so\S*", LOADED.read_text())
-    return getattr(ctypes.CDLL(found[0]), "omp_pause_resource_all", None) if found else None
+        return ()
+    libraries = sorted(set(re.findall(r"/\S*libgomp\S*\.so\S*", LOADED.read_text())))
+    found = (getattr(ctypes.CDLL(library), "omp_pause_resource_all", None) for library in libraries)
+    return tuple(pause for pause in found if pause)
