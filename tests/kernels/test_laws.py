@@ -35,12 +35,9 @@ def chances(seed: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("vocab", SIZES)
 def test_sums_over_a_vocabulary_are_those_of_float64(vocab: int) -> None:
-    p, q, weights = chances(1, 2, 4, vocab), chances(2, 2, 3, vocab), torch.rand(2, 3, dtype=torch.float64)
-    shared, excess = overlap(p, q, weights)
-    ours = p[:, :3].double()
-    torch.testing.assert_close(shared.double(), torch.minimum(ours, q.double()).sum(-1), rtol=0, atol=1e-6)
-    want = (ours * weights.float().double()[..., None] - q.double()).clamp(min=0).sum(-1)
-    torch.testing.assert_close(excess, want, rtol=0, atol=1e-6)
+    p, q = chances(1, 2, 4, vocab), chances(2, 2, 3, vocab)
+    want = torch.minimum(p[:, :3].double(), q.double()).sum(-1)
+    torch.testing.assert_close(overlap(p, q).double(), want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -113,7 +110,7 @@ def test_draws_over_evenly_spaced_chances_have_the_law() -> None:
 def test_numbers_of_a_position_do_not_depend_on_what_stands_beside_it() -> None:
     p, q, weights = chances(5, 5, 7, 3001), chances(6, 5, 7, 3001), torch.rand(5, 7, dtype=torch.float64)
     accepted, refused = torch.randint(0, 7, (5,)), torch.ones(5, dtype=torch.bool)
-    shared, excess = overlap(p, q, weights)
+    shared = overlap(p, q)
     after, (most, where) = following(p, q, accepted, refused, weights[:, 0]), greatest(p)
     tokens, ends = torch.randint(0, 3001, (5, 7)), torch.randint(0, 8, (5,))
     tests, numbers = block_tests(p, q, tokens, ends), torch.rand(5, 7, dtype=torch.float64)
@@ -123,8 +120,7 @@ def test_numbers_of_a_position_do_not_depend_on_what_stands_beside_it() -> None:
         assert all(torch.equal(alone[0], together[r]) for alone, together in zip(own, tests, strict=True))
     for r, i in product(range(5), range(7)):
         part = (slice(r, r + 1), slice(i, i + 1))
-        alone, rest = overlap(p[part], q[part], weights[part])
-        assert torch.equal(alone, shared[part]) and torch.equal(rest, excess[part])
+        assert torch.equal(overlap(p[part], q[part]), shared[part])
         assert (greatest(p[part])[0], greatest(p[part])[1]) == (most[part], where[part])
         assert inverse(p[part], numbers[part]) == drawn[part]
         one = following(p[r : r + 1], q[r : r + 1], accepted[r : r + 1], refused[:1], weights[r : r + 1, 0])
@@ -153,13 +149,18 @@ def test_what_is_not_a_number_is_seen(place: int) -> None:
 
 
 def test_laws_may_lie_apart_in_memory() -> None:
-    p, q, weights = chances(8, 2, 6, 99), chances(9, 2, 6, 99), torch.rand(2, 2, dtype=torch.float64)
-    for found, right in zip(
-        overlap(p[:, 1:3], q[:, 3:5], weights),
-        overlap(p[:, 1:3].contiguous(), q[:, 3:5].contiguous(), weights),
-        strict=True,
-    ):
+    p, q, tokens, ends = (
+        chances(8, 2, 6, 99),
+        chances(9, 2, 6, 99),
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.tensor([2, 1]),
+    )
+    apart = p[:, 1:3], q[:, 3:5]
+    joined = tuple(law.contiguous() for law in apart)
+    assert torch.equal(overlap(*apart), overlap(*joined))
+    for found, right in zip(block_tests(*apart, tokens, ends), block_tests(*joined, tokens, ends), strict=True):
         assert torch.equal(found, right)
+    assert torch.equal(inverse(apart[0], numbers := torch.rand(2, 2).double()), inverse(joined[0], numbers))
     assert torch.equal(greatest(p[:, ::2])[1], p.argmax(-1)[:, ::2])
     assert laws_fit(p, q[:, ::2]) and not laws_fit(p.mT) and not laws_fit(p.double())
 

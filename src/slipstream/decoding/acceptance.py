@@ -95,8 +95,6 @@ def overlap(p: Law, q: Law, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if q.tokens is not None:
         return beta(p, q), weight * (1 - p.of(q.tokens))
-    if laws_fit(p.dense, q.dense):
-        return kernels.overlap(p.dense, q.dense, weight)
     # In the laws' own dtype: float64 over a whole vocabulary would cost as much as the target's last layer.
     rest = p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
     return beta(p, q), rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)
@@ -200,7 +198,7 @@ def beta(p: Law, q: Law) -> Tensor:
     if q.tokens is not None:
         return ours.of(q.tokens)
     if laws_fit(ours.dense, q.dense):
-        return kernels.overlap(ours.dense, q.dense, torch.zeros(q.rows, q.positions, dtype=torch.float64))[0]
+        return kernels.overlap(ours.dense, q.dense)
     return torch.minimum(ours.dense, q.dense).sum(-1)
 
 

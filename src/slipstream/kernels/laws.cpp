@@ -82,23 +82,16 @@ std::pair<double, double> compare(const float* p, const float* q, float weight, 
   return {both, rest};
 }
 
-// Laws p and q and weights (rows, positions) -> the sums of min(p, q) in float32, and of max(weight p - q, 0) in float64.
-std::tuple<Tensor, Tensor> overlap(Tensor p, Tensor q, Tensor weights) {
+// Laws p and q -> the sums of min(p, q) at the positions of q.
+Tensor overlap(Tensor p, Tensor q) {
   check(p, q);
   const Laws<Float32> ours(p), theirs(q);
-  const std::vector<int64_t> shape = {theirs.rows, theirs.positions};
-  STD_TORCH_CHECK(weights.scalar_type() == ScalarType::Double && weights.is_contiguous() &&
-                      weights.numel() == theirs.rows * theirs.positions,
-                  "slipstream::overlap: weights for other positions");
-  Tensor shared = torch::stable::new_empty(p, shape, ScalarType::Float);
-  Tensor excess = torch::stable::new_empty(p, shape, ScalarType::Double);
+  Tensor shared = torch::stable::new_empty(p, std::vector<int64_t>{theirs.rows, theirs.positions}, ScalarType::Float);
   for_positions(theirs.rows, theirs.positions, theirs.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
-    const float weight = static_cast<float>(static_cast<const double*>(weights.data_ptr())[i]);
-    const auto [both, rest] = compare(ours.at(row, position), theirs.at(row, position), weight, theirs.vocabulary);
-    static_cast<float*>(shared.data_ptr())[i] = static_cast<float>(both);
-    static_cast<double*>(excess.data_ptr())[i] = rest;
+    static_cast<float*>(shared.data_ptr())[i] =
+        static_cast<float>(compare(ours.at(row, position), theirs.at(row, position), 0, theirs.vocabulary).first);
   });
-  return {shared, excess};
+  return shared;
 }
 
 // Writes b_0..b_n of n drafted tokens: b_i = min(1, b_(i-1) p(x_i)/q(x_i)).
@@ -309,7 +302,7 @@ Tensor inverse(Tensor weights, Tensor chances) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
-  m.def("overlap(Tensor p, Tensor q, Tensor weights) -> (Tensor, Tensor)");
+  m.def("overlap(Tensor p, Tensor q) -> Tensor");
   m.def("following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor weights) -> Tensor");
   m.def("greatest(Tensor logits) -> (Tensor, Tensor)");
   m.def("block_tests(Tensor p, Tensor q, Tensor tokens, Tensor lengths) -> (Tensor, Tensor, Tensor)");

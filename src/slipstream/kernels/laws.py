@@ -19,12 +19,9 @@ def laws_fit(*laws: Tensor) -> bool:
     )
 
 
-def overlap(p: Tensor, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare laws p and q (rows, n, vocab) with weights w (rows, n) in float64.
-
-    Returns sum_v min(p(v), q(v)) in float32 and sum_v max(w p(v) - q(v), 0) in float64, both (rows, n).
-    """
-    found: tuple[Tensor, Tensor] = torch.ops.slipstream.overlap(p, q, weights.contiguous())
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Return sum_v min(p(v), q(v)) (rows, n) of laws p (rows, n or more, vocab) and q (rows, n, vocab)."""
+    found: Tensor = torch.ops.slipstream.overlap(p, q)
     return found
 
 
@@ -63,7 +60,7 @@ def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
 def register_shapes() -> None:
     """Register the shapes of the kernels' results with torch, for graphs."""
     shapes: dict[str, Callable[..., object]] = {
-        "overlap": lambda p, q, weights: (q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2], dtype=torch.float64)),
+        "overlap": lambda p, q: q.new_empty(q.shape[:2]),
         "following": lambda p, *_: p.new_empty((p.shape[0], 1, p.shape[2])),
         "greatest": lambda logits: (
             logits.new_empty(logits.shape[:2], dtype=torch.float32),
@@ -85,7 +82,6 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(1, count, 77, generator=generator).softmax(-1) for count in (3, 2))
     weights, (accepted, refused) = torch.tensor([[0.7, 0.4]]).double(), (torch.tensor([1]), torch.tensor([True]))
-    shared, excess = overlap(p, q, weights)
     rest = (0.4 * p[:, 1] - q[:, 1]).clamp(min=0)
     values, indices = greatest(p)
     tokens = torch.tensor([[3, 5]])
@@ -96,8 +92,7 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     left = (first * p[:, 1] - q[:, 1]).clamp(min=0).sum(-1)
     chance = torch.tensor([0.6, 0.2]).double()
     return [
-        (shared, torch.minimum(p[:, :2], q).sum(-1)),
-        (excess, (weights[..., None] * p[:, :2] - q).clamp(min=0).sum(-1)),
+        (overlap(p, q), torch.minimum(p[:, :2], q).sum(-1)),
         (following(p, q, accepted, refused, weights[:, 1])[0], rest / rest.sum()),
         (values, p.amax(-1)),
         (indices, p.argmax(-1)),
