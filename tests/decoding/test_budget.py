@@ -77,6 +77,18 @@ def test_a_crowd_gains_from_drafts_that_stand() -> None:
     assert speed(Guarded(), 64, 8, read=0.02, each=0.02) > 1.3
 
 
+def test_a_crowd_asks_the_row_that_is_cheapest_to_ask() -> None:
+    """The row with the shortest text, wherever it stands; then twice as many rows in every round that drafts."""
+    guard, rows = Guarded(), [row([1] * (200 - 5 * index), index=index) for index in range(32)]
+    state, drafting = guard.init(), list[list[int]]()
+    for _ in range(400):
+        gammas = guard.gammas(state, rows)
+        drafting += [[place for place, gamma in enumerate(gammas) if gamma]] if any(gammas) else []
+        state = guard.update(state, played(rows, gammas, 8, 0.01 * STEP * max(gammas), STEP * (1 + 0.02 * max(gammas))))
+    assert drafting[0] == drafting[1] == [31]
+    assert [len(places) for places in drafting[2:7]] == [2, 4, 8, 16, 32]
+
+
 def test_few_rows_are_left_to_the_controller_inside() -> None:
     rows, inner = [row([0], index=index) for index in range(15)], Fixed(4)
     assert Guarded(inner).gammas(Guarded(inner).init(), rows) == [4] * 15

@@ -105,16 +105,16 @@ class Adaptive:
         best = outlook.best(state.credit) if draft.tried and not state.behind and not again else 0
         if best:
             return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
-        attempt = again or not (state.wait or self._dear(state, rows, outlook))
+        attempt = again or not (state.wait or self._too_dear(state, rows, outlook))
         return _limited([self.probe * attempt] * len(rows), state, rows, 1)
 
-    def _dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
+    def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
         """Return whether the credit does not suffice for an attempt, or nothing could be won by it."""
         unread = min(state.unread([row]) for row in rows)
-        price = outlook.loss(self.probe) + self._reading(state.costs, unread, outlook.seconds[0])
+        price = outlook.loss(self.probe) + self._price_of_reading(state.costs, unread, outlook.seconds[0])
         return min(price, self.credit) > state.credit or outlook.hopeless(self.probe)
 
-    def _reading(self, costs: RoundCosts, unread: int, step: float) -> float:
+    def _price_of_reading(self, costs: RoundCosts, unread: int, step: float) -> float:
         """Return what is charged for reading a text, in plain steps: what exceeds the allowance per token.
 
         What is unread grows with every plain step, as the credit does: if all of it were charged, drafting could pause
@@ -141,7 +141,7 @@ class Adaptive:
             return replace(known, credit=credit, behind=state.behind + 1, wait=wait, pilots=1)
         lost = _loss(costs, round, unread)
         if state.behind:  # what is read while drafting goes on was expected to be won back
-            lost += self._reading(costs, unread, costs.of(round.rows)[1].at(0))
+            lost += self._price_of_reading(costs, unread, costs.of(round.rows)[1].at(0))
         credit = min(EARNED * self.credit, max(-self.credit, credit - lost))
         patience = state.patience // 2 if _pays(costs, round) else state.patience * 2
         patience = min(PATIENCE[1], max(PATIENCE[0], patience))

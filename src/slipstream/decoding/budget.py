@@ -76,8 +76,9 @@ class Guarded:
         plain = state.plain.get(size(len(rows)), Curve())
         if not plain.points or state.left < min(state.price, self.most_steps) * plain.at(0):
             return [0] * len(rows)
-        chosen = list(self.inner.gammas(state.inside, rows))[: state.pilots]
-        return [*chosen, *[0] * (len(rows) - len(chosen))]
+        chosen = self.inner.gammas(state.inside, rows)
+        drafting = [place for place, gamma in enumerate(chosen) if gamma][: state.pilots]
+        return [gamma if place in drafting else 0 for place, gamma in enumerate(chosen)]
 
     def update(self, state: Purse, round: Round) -> Purse:
         """Return the state after a round: its share added to the purse, its loss subtracted, plain seconds stored."""
@@ -95,4 +96,4 @@ class Guarded:
         if not drafted:
             return replace(state, left=left)
         price = max(0.0, lost / step) if step else state.price
-        return replace(state, left=left, pilots=2 * min(state.pilots, rows), price=price)
+        return replace(state, left=left, pilots=2 * sum(map(bool, round.gammas)), price=price)
