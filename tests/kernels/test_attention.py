@@ -75,6 +75,21 @@ def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: tor
 
 @built
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [64, 128])
+def test_few_queries_get_the_bits_of_many(dtype: torch.dtype, width: int) -> None:
+    """Scores have other lanes when queries are few; these keys and values are read where they lie."""
+    queries, keys, values, mask = random_inputs((1, 4, 2, 40, 330, width), dtype, torch.finfo(dtype).min)
+    many = panel_attention(queries, keys, values, mask, 0.2)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    expected = exact(queries, keys, values, mask, 0.2)
+    torch.testing.assert_close(many.double(), expected, atol=tolerance, rtol=tolerance)
+    for first, count in ((0, 1), (5, 2), (17, 4), (20, 8), (39, 1)):  # 2 to 16 queries for a head of keys
+        tokens = slice(first, first + count)
+        assert torch.equal(panel_attention(queries[:, :, tokens], keys, values, mask[:, :, tokens], 0.2), many[:, tokens])
+
+
+@built
+@pytest.mark.parametrize("dtype", TYPES)
 def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
     """Sliding windows, whose first slots differ, and branches of a tree, which do not see each other."""
     queries, keys, values, _ = random_inputs((1, 2, 1, 6, 60, 48), dtype, 0)

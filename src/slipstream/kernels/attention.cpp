@@ -6,7 +6,7 @@
 // PIECE is summed on its own, so that threads can share a text, and pieces are put together in their order.
 //
 // A tile serves as many queries as one or two vectors have lanes: of several tokens, and of all heads that share keys and
-// values.
+// values. The lanes of a vector of scores are queries or, if there are few of these, places: the bits are the same.
 
 #include <atomic>
 
@@ -155,7 +155,47 @@ Lanes exponential(Lanes power) {
 }
 #endif
 
+#if defined(__AVX512F__)
+// 16 rows of 16 words, `apart` words from row to row -> their columns.
+void turn(const void* from, int64_t apart, Lanes* to) {
+  const auto* row = static_cast<const uint32_t*>(from);
+  __m512i rows[LANES], pairs[LANES], fours[LANES];
+  for (int i = 0; i < LANES; ++i) rows[i] = _mm512_loadu_si512(row + i * apart);
+  for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
+      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    const __m512i even[] = {_mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88),
+                            _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88)};
+    const __m512i odd[] = {_mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd),
+                           _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd)};
+    to[i] = (Lanes)_mm512_shuffle_i32x4(even[0], even[1], 0x88);
+    to[4 + i] = (Lanes)_mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+    to[8 + i] = (Lanes)_mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+    to[12 + i] = (Lanes)_mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+  }
+}
+#endif
+
 int64_t up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
+
+// Halves are put together until one of LANES vectors is left: an order that few and many queries share.
+template <class Put>
+Lanes fold(Lanes* parts, const Put& put) {
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] = put(parts[i], parts[i + half]);
+  return parts[0];
+}
+
+Lanes sum(Lanes one, Lanes other) { return one + other; }
+
+Lanes greater(Lanes one, Lanes other) { return one > other ? one : other; }
 
 bool any(const Whole& lanes) {
   int32_t parts[LANES], found = 0;
@@ -171,6 +211,14 @@ struct Pairs;
 template <>
 struct Pairs<Float32> {
   static void join(const Lanes* from, int, float* to) { std::memcpy(to, from, sizeof(Lanes)); }
+
+  // OUTPUTS items of a row.
+  static void load(const float* row, int64_t, Lanes* to) {
+    for (int part = 0; part < 2; ++part) std::memcpy(&to[part], row + part * LANES, sizeof(Lanes));
+  }
+
+  // Numbers that lie side by side.
+  static void round(const Lanes* from, int64_t vectors, float* to) { std::memcpy(to, from, vectors * sizeof(Lanes)); }
 };
 
 template <>
@@ -186,21 +234,32 @@ struct Pairs<BFloat16> {
 #endif
   }
 
-  // Two rows of `width` items.
-  static void join(const uint16_t* first, const uint16_t* second, int64_t width, uint16_t* to) {
-#if defined(__AVX512BW__)
-    for (int64_t i = 0; i < width; i += 2 * LANES) {
-      const __m512i low = _mm512_loadu_si512(first + i), high = _mm512_loadu_si512(second + i);
-      _mm512_storeu_si512(to + 2 * i, _mm512_permutex2var_epi16(low, order(0, 32), high));
-      _mm512_storeu_si512(to + 2 * i + 2 * LANES, _mm512_permutex2var_epi16(low, order(16, 32), high));
-    }
+  // Numbers that lie side by side, an even count of vectors.
+  static void round(const Lanes* from, int64_t vectors, uint16_t* to) {
+    for (int64_t i = 0; i < vectors; i += 2, to += 2 * LANES) {
+#if defined(__AVX512BF16__)
+      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)from[i + 1], (__m512)from[i]));
 #else
-    for (int64_t i = 0; i < width; i += LANES) {
+      for (int part = 0; part < 2; ++part) {
+        const Halves half = __builtin_convertvector(rounded(from[i + part]) >> 16, Halves);
+        std::memcpy(to + part * LANES, &half, sizeof(half));
+      }
+#endif
+    }
+  }
+
+  // OUTPUTS items of a row and the row `apart` behind it.
+  static void load(const uint16_t* row, int64_t apart, Lanes* to) {
+#if defined(__AVX512BW__)
+    const __m512i low = _mm512_loadu_si512(row), high = _mm512_loadu_si512(row + apart);
+    to[0] = (Lanes)_mm512_permutex2var_epi16(low, order(0, 32), high);
+    to[1] = (Lanes)_mm512_permutex2var_epi16(low, order(16, 32), high);
+#else
+    for (int part = 0; part < 2; ++part) {
       Halves low, high;
-      std::memcpy(&low, first + i, sizeof(low));
-      std::memcpy(&high, second + i, sizeof(high));
-      const Words both = __builtin_convertvector(low, Words) | (__builtin_convertvector(high, Words) << 16);
-      std::memcpy(to + 2 * i, &both, sizeof(both));
+      std::memcpy(&low, row + part * LANES, sizeof(low));
+      std::memcpy(&high, row + apart + part * LANES, sizeof(high));
+      to[part] = (Lanes)(__builtin_convertvector(low, Words) | (__builtin_convertvector(high, Words) << 16));
     }
 #endif
   }
@@ -294,6 +353,19 @@ class Sums {
   Buffer<float> held_;
 };
 
+// Asks for a line of keys or values: into the second cache, since the first one is full. Behind the last slot there may
+// be nothing, which is no error.
+void ask(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// Rows of keys, values or what was made of them, `apart` items from each other.
+template <class Item>
+struct Rows {
+  const Item* first;
+  int64_t apart;
+
+  Rows from(int64_t row) const { return {first + row * apart, apart}; }
+};
+
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // Scores and sums of a tile's queries by vectors. `width` is a multiple of PANEL; weights and values lie in steps.
@@ -302,6 +374,7 @@ struct Vectors {
   using Item = typename Type::Item;
   static constexpr int STEP = Type::STEP, STRIDE = VECTORS * LANES * STEP;
   static constexpr int64_t KEYS = 1, STEPS = 1;  // of which a span has a multiple
+  static constexpr bool TURNS = true;
 
   // Queries (width / STEP, VECTORS * LANES, STEP) and keys (count, width) -> scores (count, VECTORS).
   static void score(const Item* queries, const Item* keys, int64_t apart, int64_t count, int64_t width, Lanes* scores) {
@@ -317,10 +390,51 @@ struct Vectors {
     for (int64_t begin = 0; begin < width; begin += OUTPUTS)
       for (int first = 0; first < queries; first += MOST_QUERIES)
         as_constant<MOST_QUERIES>(std::min(MOST_QUERIES, queries - first), [&](auto rows) {
-          sum_block<decltype(rows)::value>(weights + first * STEP, values + begin * STEP, apart, steps, width,
-                                           sums + first * width + begin);
+          const auto next = [](const Item* step, Lanes* value) {
+            for (int part = 0; part < 2; ++part) std::memcpy(&value[part], step + part * LANES * STEP, sizeof(Lanes));
+          };
+          sum_block<decltype(rows)::value, STEP, STRIDE>(weights + first * STEP, values + begin * STEP, apart, steps,
+                                                         width, sums + first * width + begin, next);
         });
   }
+
+#if defined(__AVX512F__)
+  // Few queries with places as lanes: LANES keys -> scores (queries, SPAN / LANES), of which it writes the first vector of
+  // every query. Meanwhile it asks for as many `later` keys.
+  static void score_turned(const Item* queries, Rows<Item> keys, Rows<Item> later, int64_t width, int count,
+                           Lanes (*scores)[SPAN / LANES]) {
+    as_constant<LANES>(count, [&](auto rows) {
+      constexpr int ROWS = decltype(rows)::value;
+      Lanes turned[LANES], found[ROWS] = {};
+      const Item* query = queries;
+      for (int64_t i = 0; i < width; i += LANES * STEP) {
+        turn(keys.first + i, keys.apart / STEP, turned);
+        for (int step = 0; step < LANES; ++step, query += STRIDE) {
+          ask(later.from(step).first + i);
+          for (int r = 0; r < ROWS; ++r) Type::add(found[r], turned[step], query + r * STEP);
+        }
+      }
+      for (int r = 0; r < ROWS; ++r) scores[r][0] = found[r];
+    });
+  }
+
+  // Adds to sums (queries, width): weights (queries, SPAN) times values, while it asks for as many `later` ones.
+  static void sum_turned(const Item* weights, Rows<Item> values, Rows<Item> later, int64_t steps, int64_t width,
+                         int queries, float* sums) {
+    for (int64_t begin = 0; begin < width; begin += OUTPUTS)
+      for (int first = 0; first < queries; first += MOST_QUERIES)
+        as_constant<MOST_QUERIES>(std::min(MOST_QUERIES, queries - first), [&](auto rows) {
+          Rows<Item> asked{later.first + begin, later.apart};
+          const auto next = [&](const Item* row, Lanes* value) {
+            for (int each = 0; each < STEP; ++each, asked = asked.from(1))
+              for (int64_t i = 0; i < OUTPUTS; i += LINE / sizeof(Item)) ask(asked.first + i);
+            Pairs<Type>::load(row, values.apart, value);
+          };
+          sum_block<decltype(rows)::value, SPAN, STEP>(weights + first * SPAN, values.first + begin, STEP * values.apart,
+                                                       steps, width, sums + first * width + begin, next);
+        });
+  }
+#endif
 
  private:
   template <int ROWS>
@@ -335,16 +449,18 @@ struct Vectors {
     std::memcpy(scores, found, sizeof(found));
   }
 
-  template <int ROWS>
-  static void sum_block(const Item* weights, const Item* values, int64_t apart, int64_t steps, int64_t width, float* sums) {
+  // `ROW` and `APART` items lie between the weights of two queries and of two steps; `next` takes the values of a step.
+  template <int ROWS, int ROW, int APART, class Next>
+  static void sum_block(const Item* weights, const Item* values, int64_t apart, int64_t steps, int64_t width, float* sums,
+                        const Next& next) {
     Lanes found[ROWS][2];  // copied one by one, since compilers keep in memory what is copied as a whole
     for (int r = 0; r < ROWS; ++r)
       for (int part = 0; part < 2; ++part) found[r][part] = Float32::load(sums + r * width + part * LANES);
-    for (int64_t step = 0; step < steps; ++step, values += apart, weights += STRIDE) {
+    for (int64_t step = 0; step < steps; ++step, values += apart, weights += APART) {
       Lanes value[2];
-      for (int part = 0; part < 2; ++part) std::memcpy(&value[part], values + part * LANES * STEP, sizeof(Lanes));
+      next(values, value);
       for (int r = 0; r < ROWS; ++r)
-        for (int part = 0; part < 2; ++part) Type::add(found[r][part], value[part], weights + r * STEP);
+        for (int part = 0; part < 2; ++part) Type::add(found[r][part], value[part], weights + r * ROW);
     }
     for (int r = 0; r < ROWS; ++r)
       for (int part = 0; part < 2; ++part) std::memcpy(sums + r * width + part * LANES, &found[r][part], sizeof(Lanes));
@@ -358,6 +474,7 @@ template <int VECTORS>
 class Blocks {
  public:
   static constexpr int64_t SIDE = 16, KEYS = 2 * SIDE, STEPS = SIDE;
+  static constexpr bool TURNS = false;
   static constexpr int STRIDE = VECTORS * LANES * 2;
 
   Blocks() {
@@ -407,10 +524,10 @@ class Blocks {
   // Tiles 0 and 1 are sums, 4 and 5 weights, 6 values.
   static void sum(const uint16_t* weights, const uint16_t* values, int64_t apart, int64_t steps, int64_t width, int,
                   float* sums) {
-    alignas(LINE) uint32_t turned[VECTORS][SPAN / 2 / SIDE][SIDE][SIDE];
+    Lanes turned[VECTORS][SPAN / 2 / SIDE][SIDE];
     for (int v = 0; v < VECTORS; ++v)
       for (int64_t first = 0; first < steps; first += SIDE)
-        turn(weights + first * STRIDE + 2 * v * LANES, turned[v][first / SIDE]);
+        turn(weights + first * STRIDE + 2 * v * LANES, STRIDE / 2, turned[v][first / SIDE]);
     const int64_t row = width * sizeof(float);
     for (int64_t begin = 0; begin < width; begin += SIDE) {
       const uint16_t* value = values + 2 * begin;
@@ -427,32 +544,6 @@ class Blocks {
       }
       _tile_stored(0, sums + begin, row);
       if constexpr (VECTORS > 1) _tile_stored(1, sums + SIDE * width + begin, row);
-    }
-  }
-
- private:
-  // 16 steps of 16 queries -> 16 queries of 16 steps.
-  static void turn(const uint16_t* from, uint32_t (*to)[SIDE]) {
-    __m512i rows[SIDE], pairs[SIDE], fours[SIDE];
-    for (int i = 0; i < SIDE; ++i) rows[i] = _mm512_loadu_si512(from + i * STRIDE);
-    for (int i = 0; i < SIDE; i += 2) {
-      pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-      pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < SIDE; i += 4)
-      for (int j = 0; j < 2; ++j) {
-        fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
-        fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
-      }
-    for (int i = 0; i < 4; ++i) {
-      const __m512i even[] = {_mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88),
-                              _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88)};
-      const __m512i odd[] = {_mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd),
-                             _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd)};
-      _mm512_store_si512(to[i], _mm512_shuffle_i32x4(even[0], even[1], 0x88));
-      _mm512_store_si512(to[4 + i], _mm512_shuffle_i32x4(odd[0], odd[1], 0x88));
-      _mm512_store_si512(to[8 + i], _mm512_shuffle_i32x4(even[0], even[1], 0xdd));
-      _mm512_store_si512(to[12 + i], _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd));
     }
   }
 };
@@ -493,6 +584,13 @@ class Tile {
   void read(int64_t from, int64_t to) {
     sums.clear();
     for (int64_t first = std::max(from, begin_) / SPAN * SPAN; first < std::min(to, end_); first += SPAN) {
+#if defined(__AVX512F__)
+      if constexpr (VECTORS == 1 && Multiply::TURNS)
+        if (together_ && !biased_) {
+          add_turned({nullptr, first, std::max(first, begin_), std::min(first + SPAN, end_)});
+          continue;
+        }
+#endif
       if (together_)
         add({nullptr, first, std::max(first, begin_), std::min(first + SPAN, end_)}, begins_, ends_);
       else
@@ -532,8 +630,12 @@ class Tile {
   Whole begins_[VECTORS] = {}, ends_[VECTORS] = {};
   bool together_ = false, biased_ = false;
 
-  const Item* keys_store() const { return work_.keys + row_ * work_.key.row + keys_head_ * work_.key.head; }
-  const Item* values_store() const { return work_.values + row_ * work_.value.row + keys_head_ * work_.value.head; }
+  // The keys and values of all slots.
+  Rows<Item> keys_store() const { return store(work_.keys, work_.key); }
+  Rows<Item> values_store() const { return store(work_.values, work_.value); }
+  Rows<Item> store(const Item* first, const Steps& steps) const {
+    return {first + row_ * steps.row + keys_head_ * steps.head, steps.token};
+  }
   int64_t head(int lane) const { return keys_head_ * work_.groups + (first_ + lane) % work_.groups; }
   int64_t token(int lane) const { return (first_ + lane) / work_.groups; }
 
@@ -595,7 +697,7 @@ class Tile {
     alignas(LINE) Lanes scores[SPAN * VECTORS];
     const int64_t count = part.end - part.first, steps = up(up(count, STEP) / STEP, Multiply::STEPS);
     const int64_t filled = up(count, Multiply::KEYS);
-    const Rows keys = rows(keys_store(), work_.key.token, part, filled);
+    const Rows<Item> keys = rows(keys_store(), part, filled);
     multiply_.score(queries_.data(), keys.first, keys.apart, filled, width_, scores);
     if (biased_) add_bias(part, scores);
     if (!together_ || part.first < all_begin_ || part.end > all_end_) hide(part, begins, ends, scores);
@@ -604,7 +706,7 @@ class Tile {
     for (int64_t i = 0; i < steps; ++i)
       for (int v = 0; v < VECTORS; ++v)
         Pairs<Type>::join(scores + i * STEP * VECTORS + v, VECTORS, weights_.data() + (i * QUERIES + v * LANES) * STEP);
-    const Rows values = panels(part, steps);
+    const Rows<Item> values = panels(part, steps);
     multiply_.sum(weights_.data(), values.first, values.apart, steps, width_, count_, sums.values());
   }
 
@@ -627,15 +729,6 @@ class Tile {
       }
   }
 
-  // Asks for the key and the value of a later slot: into the second cache, since the first one is full. Behind the last
-  // slot there may be nothing, which is no error.
-  void ask(const Item* key, const Item* value) const {
-    for (int64_t i = 0; i < width_; i += LINE / sizeof(Item)) {
-      __builtin_prefetch(key + i, 0, 2);
-      __builtin_prefetch(value + i, 0, 2);
-    }
-  }
-
   // Scores -> weights, against the greatest score so far. Meanwhile the memory has nothing else to do, so that the slots
   // from `next` on are asked for.
   void weigh(Lanes* scores, int64_t count, float scale, int64_t next) {
@@ -643,54 +736,114 @@ class Tile {
     bool grown = false;
     for (int v = 0; v < VECTORS; ++v) {
       Lanes greatest = Lanes{} + NOTHING;
-      for (int64_t i = 0; i < count; ++i) greatest = scores[i * VECTORS + v] > greatest ? scores[i * VECTORS + v] : greatest;
-      greatest *= scale;
-      greatest = greatest > sums.greatest[v] ? greatest : sums.greatest[v];
+      for (int64_t i = 0; i < count; ++i) greatest = greater(scores[i * VECTORS + v], greatest);
+      greatest = greater(greatest * scale, sums.greatest[v]);
       shifts[v] = greatest == NOTHING ? Lanes{} : greatest;
       factors[v] = exponential(sums.greatest[v] - shifts[v]);
       grown |= any(greatest != sums.greatest[v]);
       sums.greatest[v] = greatest;
     }
     if (grown) sums.scale(factors, count_);
-    const Item *key = keys_store() + next * work_.key.token, *value = values_store() + next * work_.value.token;
-    for (int64_t i = 0; i < count; ++i, key += work_.key.token, value += work_.value.token) {
-      ask(key, value);
+    Lanes totals[VECTORS][LANES] = {};
+    const Rows<Item> keys = keys_store().from(next), values = values_store().from(next);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t item = 0; item < width_; item += LINE / sizeof(Item)) {
+        ask(keys.from(i).first + item);
+        ask(values.from(i).first + item);
+      }
       for (int v = 0; v < VECTORS; ++v) {
         Lanes& score = scores[i * VECTORS + v];
         score = exponential(score * scale - shifts[v]);
-        sums.total[v] += score;
+        totals[v][i % LANES] += score;
       }
     }
+    for (int v = 0; v < VECTORS; ++v) sums.total[v] += fold(totals[v], sum);
   }
 
-  struct Rows {
-    const Item* first;
-    int64_t apart;
-  };
+#if defined(__AVX512F__)
+  // Adds some places of a span to the sums of few queries, which see all slots between their first and last ones.
+  void add_turned(const Part& part) {
+    alignas(LINE) Lanes scores[LANES][SPAN / LANES];
+    const int64_t count = part.end - part.first, steps = up(count, STEP) / STEP;
+    const int64_t blocks = up(count, LANES) / LANES, vectors = up(blocks, STEP);
+    const Rows<Item> keys = rows(keys_store(), part, blocks * LANES), later = keys_store().from(part.first + SPAN);
+    for (int64_t block = 0; block < blocks; ++block)
+      multiply_.score_turned(queries_.data(), keys.from(block * LANES), later.from(block * LANES), width_, count_,
+                             reinterpret_cast<Lanes(*)[SPAN / LANES]>(&scores[0][block]));
+    if (part.first < all_begin_ || part.end > all_end_ || count % LANES) hide_turned(part, blocks, scores);
+    weigh_turned(scores, blocks);
+    for (int q = 0; q < count_; ++q) {
+      std::fill(scores[q] + blocks, scores[q] + vectors, Lanes{});
+      Pairs<Type>::round(scores[q], vectors, weights_.data() + q * SPAN);
+    }
+    const Rows<Item> values = rows(values_store(), part, steps * STEP);
+    multiply_.sum_turned(weights_.data(), values, values_store().from(part.first + SPAN), steps, width_, count_,
+                         sums.values());
+  }
+
+  void hide_turned(const Part& part, int64_t blocks, Lanes (*scores)[SPAN / LANES]) const {
+    Whole place;
+    for (int i = 0; i < LANES; ++i) place[i] = static_cast<int32_t>(part.first) + i;
+    for (int64_t block = 0; block < blocks; ++block, place += LANES)
+      for (int q = 0; q < count_; ++q) {
+        const Whole seen = (place >= begins_[0][q]) & (place < ends_[0][q]);
+        scores[q][block] = seen ? scores[q][block] : Lanes{} + NOTHING;
+      }
+  }
+
+  void weigh_turned(Lanes (*scores)[SPAN / LANES], int64_t blocks) {
+    Lanes found[LANES] = {}, turned[LANES];
+    for (int q = 0; q < count_; ++q) {
+      found[q] = scores[q][0];
+      for (int64_t i = 1; i < blocks; ++i) found[q] = greater(scores[q][i], found[q]);
+    }
+    turn(found, LANES, turned);
+    const Lanes greatest = greater(fold(turned, greater) * work_.scale, sums.greatest[0]);
+    const Lanes shifts = greatest == NOTHING ? Lanes{} : greatest;
+    if (any(greatest != sums.greatest[0])) {
+      const Lanes factors = exponential(sums.greatest[0] - shifts);
+      sums.scale(&factors, count_);
+      sums.greatest[0] = greatest;
+    }
+    for (int q = 0; q < count_; ++q) {
+      found[q] = Lanes{};
+      for (int64_t i = 0; i < blocks; ++i) {
+        scores[q][i] = exponential(scores[q][i] * work_.scale - shifts[q]);
+        found[q] += scores[q][i];
+      }
+    }
+    turn(found, LANES, turned);
+    sums.total[0] += fold(turned, sum);
+  }
+#endif
 
   // Rows of a store for `count` places where they lie or, if they do not lie side by side or are too few or too narrow,
   // copied, with zeros where nobody looks.
-  Rows rows(const Item* store, int64_t apart, const Part& part, int64_t count) {
+  Rows<Item> rows(const Rows<Item>& store, const Part& part, int64_t count) {
     if (!part.map && part.begin == part.first && part.end == part.first + count && work_.width == width_)
-      return {store + part.first * apart, apart};
+      return store.from(part.first);
     Item* to = keys_.data();
     for (int64_t place = part.first; place < part.first + count; ++place, to += width_) {
       const int64_t width = part.begin <= place && place < part.end ? work_.width : 0;
-      if (width) std::copy_n(store + part.slot(place) * apart, width, to);
+      if (width) std::copy_n(store.from(part.slot(place)).first, width, to);
       std::fill(to + width, to + width_, Item{});
     }
     return {keys_.data(), width_};
   }
 
   // The values of some places, in steps.
-  Rows panels(const Part& part, int64_t steps) {
-    const Rows values = rows(values_store(), work_.value.token, part, steps * STEP);
+  Rows<Item> panels(const Part& part, int64_t steps) {
+    const Rows<Item> values = rows(values_store(), part, steps * STEP);
     if constexpr (STEP == 1) {
       return values;
     } else {
-      for (int64_t i = 0; i < steps; ++i)
-        Pairs<Type>::join(values.first + 2 * i * values.apart, values.first + (2 * i + 1) * values.apart, width_,
-                             values_.data() + i * 2 * width_);
+      Item* to = values_.data();
+      for (int64_t step = 0; step < steps; ++step)
+        for (int64_t i = 0; i < width_; i += OUTPUTS, to += 2 * OUTPUTS) {
+          Lanes both[2];
+          Pairs<Type>::load(values.first + 2 * step * values.apart + i, values.apart, both);
+          std::memcpy(to, both, sizeof(both));
+        }
       return {values_.data(), 2 * width_};
     }
   }
