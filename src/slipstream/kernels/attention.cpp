@@ -794,8 +794,9 @@ class Tile {
   void weigh_turned(Lanes (*scores)[SPAN / LANES], int64_t blocks) {
     Lanes found[LANES] = {}, turned[LANES];
     for (int q = 0; q < count_; ++q) {
-      found[q] = scores[q][0];
-      for (int64_t i = 1; i < blocks; ++i) found[q] = greater(scores[q][i], found[q]);
+      Lanes most = scores[q][0];
+      for (int64_t i = 1; i < blocks; ++i) most = greater(scores[q][i], most);
+      found[q] = most;
     }
     turn(found, LANES, turned);
     const Lanes greatest = greater(fold(turned, greater) * work_.scale, sums.greatest[0]);
@@ -806,11 +807,13 @@ class Tile {
       sums.greatest[0] = greatest;
     }
     for (int q = 0; q < count_; ++q) {
-      found[q] = Lanes{};
+      const Lanes shift = Lanes{} + shifts[q];
+      Lanes total = {};
       for (int64_t i = 0; i < blocks; ++i) {
-        scores[q][i] = exponential(scores[q][i] * work_.scale - shifts[q]);
-        found[q] += scores[q][i];
+        scores[q][i] = exponential(scores[q][i] * work_.scale - shift);
+        total += scores[q][i];
       }
+      found[q] = total;
     }
     turn(found, LANES, turned);
     sums.total[0] += fold(turned, sum);
