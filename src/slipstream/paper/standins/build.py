@@ -26,21 +26,21 @@ class Recipe:
     """The recipe of a family: train the target, grow it, then train its drafts on its answers."""
 
     vocab: int = 4000
-    first: Plan = field(default_factory=lambda: Plan(10, batch=64, rate=1.5e-3, warm=300, last=0.02))
-    grown: Plan = field(default_factory=lambda: Plan(0.15, batch=64, rate=2e-4, warm=20, seed=1))
+    first: Plan = field(default_factory=lambda: Plan(4, batch=32, rate=1.5e-3, warm=300, last=0.02))
+    grown: Plan = field(default_factory=lambda: Plan(0.05, batch=32, rate=2e-4, warm=20, seed=1))
     inner: int = GROWN_INNER
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(10, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(8, rate=3e-3)),
-            "large": (DRAFTS["large"], Plan(1.3, batch=32, rate=2e-3)),
+            "small": (DRAFTS["small"], Plan(12, batch=48, rate=4e-3)),
+            "base": (DRAFTS["base"], Plan(8, batch=48, rate=3e-3)),
+            "large": (DRAFTS["large"], Plan(1.3, batch=16, rate=2e-3)),
         }
     )
-    longest: int = 64  # tokens of the target's answers
-    crossed: int = 25_000  # sources of two halves, after the others, which the target has not memorized
+    longest: int = 128  # tokens of the target's answers
+    crossed: int = 10_000  # sources of two halves, after the others, which the target has not memorized
     answered: dict[float, slice] = field(  # temperature -> the sources whose answers the drafts learn from
-        default_factory=lambda: {0.0: slice(14_000, 49_000), 1.0: slice(29_000, 54_000)}
+        default_factory=lambda: {0.0: slice(28_800, 42_800), 1.0: slice(34_800, 44_800)}
     )
     copying: Plan | None = None  # on random tokens, before all else: for tasks that repeat parts of the source
     dropout: float = DROPOUT  # dropout of the target before it is grown

@@ -6,9 +6,9 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice, repeat
 from pathlib import Path
 
 from slipstream.text.documents import DATASET, read
@@ -17,6 +17,8 @@ SENTENCE = re.compile(r"(?<=[.!?])[\"']?\s+(?=[\"'(]?[A-Z])")
 LEAD_SENTENCES = 2
 PASSAGE_WORDS, LEAD_WORDS = 90, 45
 MOST_ARTICLES = 1000  # the most articles taken from a dataset
+LONGEST_DOCUMENT = 4  # sentences of a document to be translated
+SHUFFLES = 3  # orders in which the sentences are joined to documents of the training
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,29 @@ def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
     they are not there or of different length.
     """
     return Pairs("translation", *(_aligned(place, part, source, target) for part in ("train", "test")))
+
+
+def documents(pairs: Pairs, seed: int = 0) -> Pairs:
+    """Join aligned sentences to documents.
+
+    Those of the training have 1 to `LONGEST_DOCUMENT` sentences and are made of `SHUFFLES` orders of all sentences;
+    every held-out document has `LONGEST_DOCUMENT` sentences that follow each other.
+    """
+    rng, train = random.Random(seed), list[tuple[str, str]]()
+    for _ in range(SHUFFLES):
+        sentences = rng.sample(pairs.train, len(pairs.train))
+        train += _joined(sentences, cycle(range(1, LONGEST_DOCUMENT + 1)))
+    return Pairs(pairs.name, tuple(train), tuple(_joined(pairs.held_out, repeat(LONGEST_DOCUMENT))))
+
+
+def _joined(sentences: Sequence[tuple[str, str]], lengths: Iterator[int]) -> Iterator[tuple[str, str]]:
+    """Join runs of sentences of these lengths; the last run may be shorter."""
+    rest = iter(sentences)
+    for length in lengths:
+        if not (run := list(islice(rest, length))):
+            return
+        source, target = (" ".join(side) for side in zip(*run, strict=True))
+        yield source, target
 
 
 def crossed(texts: Sequence[str], count: int, seed: int = 0) -> list[str]:
