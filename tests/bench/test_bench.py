@@ -493,7 +493,7 @@ def test_environment() -> None:
     facts = bench.environment(pair())
     assert facts["threads"] == torch.get_num_threads() == 1
     assert facts["torch"] == torch.__version__
-    assert facts["target"]["dtype"] == "torch.float32"
+    assert facts["target"]["dtype"] == "torch.float32" and "weights" not in facts["target"]
     assert facts["device"] == "cpu"
     assert facts["cpu"] and facts["cores"] >= 1 and facts["date"].endswith("+00:00")
     assert bench.environment(Engine(Decoder(scorer(PAIRS["generic"][0])))).get("draft") is None

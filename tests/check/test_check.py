@@ -675,6 +675,19 @@ def test_the_temperature_chooses_the_parts(options: dict[str, Any], parts: list[
         assert found["environment"]["temperature"] == f"{options['temperature']:g}"
 
 
+@needs_kernel
+def test_the_certificate_tells_in_what_precision_weights_are() -> None:
+    target, draft = (tiny(FAMILIES["llama"], seed, initializer_range=0.3) for seed in (0, 1))
+    options: dict[str, Any] = {"samples": 8, "max_new_tokens": 8, "temperature": 0.0}
+    made = load(target, draft, gamma=2, tokenizer=Nobody(), quantize="int8")
+    about = check(made, PROMPTS, **options).environment
+    assert about["target_weights"] == "int8" and "draft_weights" not in about
+    about = check(load(target, "int4?group=32", gamma=2, tokenizer=Nobody()), PROMPTS, **options).environment
+    assert about["draft_weights"] == "int4" and "target_weights" not in about
+    whole = check(load(target, draft, gamma=2, tokenizer=Nobody()), PROMPTS, **options).environment
+    assert not {"target_weights", "draft_weights"} & set(whole)
+
+
 class Learner:
     """Drafts from the frequencies of what was emitted after the same text; q is fixed before it is sampled."""
 

@@ -65,6 +65,20 @@ def test_files_that_are_not_aligned(tmp_path: Path) -> None:
         corpora.translation(str(tmp_path))
 
 
+def test_documents_are_joined_sentences_of_both_sides() -> None:
+    numbered = Pairs("translation", tuple((f"s{n}", f"t{n}") for n in range(20)), tuple(sentences(6)))
+    made = corpora.documents(numbered, shuffles=2)
+    lengths = [len(source.split()) for source, _ in made.train]
+    assert lengths == [1, 2, 3, 4, 1, 2, 3, 4] * 2
+    for start in (0, 8):  # every sentence once in each order
+        words = [word for source, _ in made.train[start : start + 8] for word in source.split()]
+        assert sorted(words) == sorted(source for source, _ in numbered.train)
+    assert all(target == source.replace("s", "t") for source, target in made.train)
+    assert made.held_out[0] == tuple(" ".join(side) for side in zip(*sentences(4), strict=True))
+    assert len(made.held_out) == 2 and made.held_out[1][0] == " ".join(source for source, _ in sentences(6)[4:])
+    assert made == corpora.documents(numbered, shuffles=2)
+
+
 def article(number: int) -> str:
     return " ".join(f"Sentence {number} of part {part} says a little more than that." for part in range(30))
 

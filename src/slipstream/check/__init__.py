@@ -23,6 +23,7 @@ from slipstream.decoding.decoder import NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
+from slipstream.kernels.packing import precision_of
 
 __all__ = ["Answer", "CheckReport", "CheckSettings", "Control", "Difference", "Part", "check"]
 
@@ -90,10 +91,14 @@ def _in_one_shape(case: Case) -> Case:
 def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a check: models, rule, settings and versions."""
     target, drafter = case.decoder.target, case.decoder.drafter
-    dtype = getattr(getattr(target, "model", None), "dtype", None)
+    draft = getattr(drafter, "scorer", None)
+    models = {"target": getattr(target, "model", None), "draft": getattr(draft, "model", None)}
+    quantized = {role: precision_of(model) for role, model in models.items() if model is not None}
+    dtype = getattr(models["target"], "dtype", None)
     return {
         "target": target.name,
-        "draft": getattr(getattr(drafter, "scorer", None), "name", type(drafter).__name__),
+        "draft": getattr(draft, "name", type(drafter).__name__),
+        **{f"{role}_weights": str(precision) for role, precision in quantized.items() if precision},
         "rule": case.rule.name,
         "gamma": case.gamma,
         **sampling,

@@ -179,6 +179,11 @@ class QuantizedLinear(PackedLinear):
         return weight if self.order is None else weight[:, self.order.argsort()]
 
 
+def precision_of(model: nn.Module) -> Precision | None:
+    """Return the precision of a model's quantized layers; None if it has none."""
+    return next((layer.precision for layer in model.modules() if isinstance(layer, QuantizedLinear)), None)
+
+
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether weights of this model can be packed: on a CPU, in float32 or bfloat16, with a kernel for them."""
     placed = why_in_parts(model) or getattr(model, "hf_quantizer", None)

@@ -18,7 +18,7 @@ from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import PackedLinear
+from slipstream.kernels.packing import PackedLinear, precision_of
 
 PACKAGES = ("slipstream", "torch", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
@@ -65,7 +65,8 @@ def _value(info: str, name: str) -> str:
 def _model(scorer: Scorer) -> dict[str, Any]:
     model = getattr(scorer, "model", None)
     facts = {"parameters": parameters(model), "dtype": str(model.dtype)} if model else {}
-    return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts}
+    weights = {"weights": str(precision)} if model and (precision := precision_of(model)) else {}
+    return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts, **weights}
 
 
 def parameters(model: Any) -> int:

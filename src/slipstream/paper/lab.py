@@ -58,11 +58,12 @@ class Scale:
     calibration: int = 40  # texts that thresholds of exits are calibrated on
     lessons: Lessons = field(default_factory=Lessons)
     most_pairs: int | None = None
+    shuffles: int = 3  # orders in which sentences are joined to documents that stand-ins learn to translate
     quick: bool = False
 
 
 FULL = Scale()
-QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 24, 30, QUICK_LESSONS, 6000, quick=True)
+QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 24, 30, QUICK_LESSONS, 6000, 1, quick=True)
 
 
 @dataclass
@@ -142,13 +143,12 @@ class Lab:
         return self.inputs.standins / "quick" if self.scale.quick else self.inputs.standins
 
     def _pairs(self, task: str) -> Pairs:
-        if task == TRANSLATION:
-            assert self.inputs.pairs is not None
-            pairs = corpora.documents(corpora.translation(self.inputs.pairs))
-        else:
+        if task == SUMMARIES:
             assert self.inputs.articles is not None
-            pairs = corpora.leads(self.inputs.articles, self.inputs.texts)
-        return pairs.first(self.scale.most_pairs)
+            return corpora.leads(self.inputs.articles, self.inputs.texts).first(self.scale.most_pairs)
+        assert self.inputs.pairs is not None
+        sentences = corpora.translation(self.inputs.pairs).first(self.scale.most_pairs)
+        return sentences if self.inputs.target else corpora.documents(sentences, self.scale.shuffles)
 
     # ---- measurements ----
 

@@ -18,7 +18,6 @@ LEAD_SENTENCES = 2
 PASSAGE_WORDS, LEAD_WORDS = 90, 45
 MOST_ARTICLES = 1000  # the most articles taken from a dataset
 LONGEST_DOCUMENT = 4  # sentences of a document to be translated
-SHUFFLES = 3  # orders in which the sentences are joined to documents of the training
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,14 @@ def translation(place: str, source: str = "en", target: str = "de") -> Pairs:
     return Pairs("translation", *(_aligned(place, part, source, target) for part in ("train", "test")))
 
 
-def documents(pairs: Pairs, seed: int = 0) -> Pairs:
-    """Join aligned sentences to documents.
+def documents(pairs: Pairs, shuffles: int, seed: int = 0) -> Pairs:
+    """Join aligned sentences to documents, for texts as long as those of the paper.
 
-    Those of the training have 1 to `LONGEST_DOCUMENT` sentences and are made of `SHUFFLES` orders of all sentences;
+    Those of the training have 1 to `LONGEST_DOCUMENT` sentences and are made of `shuffles` orders of all sentences;
     every held-out document has `LONGEST_DOCUMENT` sentences that follow each other.
     """
     rng, train = random.Random(seed), list[tuple[str, str]]()
-    for _ in range(SHUFFLES):
+    for _ in range(shuffles):
         sentences = rng.sample(pairs.train, len(pairs.train))
         train += _joined(sentences, cycle(range(1, LONGEST_DOCUMENT + 1)))
     return Pairs(pairs.name, tuple(train), tuple(_joined(pairs.held_out, repeat(LONGEST_DOCUMENT))))
