@@ -30,6 +30,8 @@ from slipstream.text.prompts import gather
 PLAIN = "plain"
 DRAFTS = {"bfloat16": ("model", "model in int8", "int4"), "int8": ("model in int8", "int4"), "int4": ("model in int8",)}
 """The drafts that are raced, by the precision of the target."""
+CUT = "model in int8, cut"
+"""The draft model that knows the target's most frequent tokens only, with --draft-vocab."""
 
 
 def main() -> None:
@@ -58,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="build/target-134m")
     parser.add_argument("--draft", default="build/draft-24m")
     parser.add_argument("--target-precision", nargs="*", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--draft-vocab", help="also race a draft model cut to so many tokens: N, FILE or N:FILE")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int, default=8, help="prompts to use")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -80,7 +83,7 @@ def raced(args: argparse.Namespace) -> dict[str, Any]:
     engines = {
         (precision, draft): load(args, precision, draft)
         for precision in args.target_precision
-        for draft in DRAFTS[precision]
+        for draft in drafts(args, precision)
     }
     contenders = [each for precision in args.target_precision for each in of_target(args, precision, engines)]
     settings = BenchSettings(tuple(args.gamma), (1,), tuple(args.temperature), args.max_new_tokens, args.repetitions)
@@ -90,12 +93,18 @@ def raced(args: argparse.Namespace) -> dict[str, Any]:
     return {"environment": environment(first), "rows": [asdict(row) for row in report.rows]}
 
 
+def drafts(args: argparse.Namespace, precision: str) -> tuple[str, ...]:
+    """The drafts that are raced for a target of this precision."""
+    return (*DRAFTS[precision], *([CUT] if args.draft_vocab else []))
+
+
 def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
-    source = {"model": args.draft, "model in int8": f"{args.draft}?quantize=int8", "int4": "int4"}[draft]
+    in_int8 = f"{args.draft}?quantize=int8"
+    names = {"model": args.draft, "model in int8": in_int8, "int4": "int4", CUT: f"{in_int8}&draft_vocab={args.draft_vocab}"}
     quantize = None if precision == "bfloat16" else precision
     how: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize, "compile": args.compile, "gamma": max(args.gamma)}
     print(f"loading {precision} with {draft}", file=sys.stderr, flush=True)
-    engine = slipstream.load(args.target, source, **how)
+    engine = slipstream.load(args.target, names[draft], **how)
     if args.compile and len(args.gamma) > 1:
         drafter: Any = engine.decoder.drafter
         drafter.scorer.make_draft_graphs(args.gamma)  # a graph for chains of every length that is measured
@@ -104,7 +113,7 @@ def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
 
 def of_target(args: argparse.Namespace, precision: str, engines: dict[tuple[str, str], Engine]) -> Iterator[Contender]:
     """The contenders of a target: plain decoding, and every draft with every gamma."""
-    for place, draft in enumerate(DRAFTS[precision]):
+    for place, draft in enumerate(drafts(args, precision)):
         decoder = engines[precision, draft].decoder
         if not place:
             yield ours(f"{precision}, {PLAIN}", replace(decoder, drafter=NoDraft(), controller=Fixed(0)))

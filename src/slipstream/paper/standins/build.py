@@ -16,6 +16,7 @@ from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.corpora import Pairs, crossed
 from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
 from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
+from slipstream.training.memory import keep_freed_memory
 
 COPIES = 20_000  # texts of random tokens
 TOGETHER = 32  # texts that the target answers in one batch
@@ -92,6 +93,7 @@ def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
     """Train what is missing in `folder`: target, answers, drafts. An interrupted run is resumed."""
     if complete(folder, recipe):
         return
+    keep_freed_memory()  # a third of the time of training would go into clearing memory anew
     work = folder / "training"
     tokenizer = _tokenizer(pairs, work, recipe.vocab)
     sides = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs.train, strict=True))
