@@ -100,7 +100,8 @@ def drafts(args: argparse.Namespace, precision: str) -> tuple[str, ...]:
 
 def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
     in_int8 = f"{args.draft}?quantize=int8"
-    names = {"model": args.draft, "model in int8": in_int8, "int4": "int4", CUT: f"{in_int8}&draft_vocab={args.draft_vocab}"}
+    names = {"model": args.draft, "model in int8": in_int8, "int4": "int4"}
+    names[CUT] = f"{in_int8}&draft_vocab={args.draft_vocab}"
     quantize = None if precision == "bfloat16" else precision
     how: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize, "compile": args.compile, "gamma": max(args.gamma)}
     print(f"loading {precision} with {draft}", file=sys.stderr, flush=True)

@@ -85,7 +85,8 @@ def test_few_queries_get_the_bits_of_many(dtype: torch.dtype, width: int) -> Non
     torch.testing.assert_close(many.double(), expected, atol=tolerance, rtol=tolerance)
     for first, count in ((0, 1), (5, 2), (17, 4), (20, 8), (39, 1)):  # 2 to 16 queries for a head of keys
         tokens = slice(first, first + count)
-        assert torch.equal(panel_attention(queries[:, :, tokens], keys, values, mask[:, :, tokens], 0.2), many[:, tokens])
+        few = panel_attention(queries[:, :, tokens], keys, values, mask[:, :, tokens], 0.2)
+        assert torch.equal(few, many[:, tokens])
 
 
 @built

@@ -34,8 +34,8 @@ sentences |
 | unconditional text | GPT-like 97 M and 6 M on lm1b | the embedded pair, Llama type, 9.9 M and 0.9 M, on Python |
 | dialog | LaMDA 137 B with 100 M, 2 B, 8 B | none |
 | machine | one TPU-v4, T5X | those named below each table |
-| texts | long enough that the encoder does not count | translations of some 60 tokens, summaries of 30: the encoder's share is \
-told and counted |
+| texts | long enough that the encoder does not count | translations of some 60 tokens, summaries of 30: the \
+encoder's share is told and counted |
 
 The models are small and trained within hours on a CPU. They are no substitute for the paper's. What
 can be compared is the method: how alpha orders the drafts, how alpha and c give the speed, and what the theory says
@@ -45,8 +45,8 @@ state of the engine: compare rows within a task.
 The targets of the stand-ins behind these figures were trained at a tenth of their size or less and then grown: their
 feed-forward layers became wider, and everything learned on for a moment. So they cost what their size costs and say
 what models of these few texts can say. For translations the target took 4 passes over 34,800 documents, each of one to
-four captions, in which every caption stands three times; small, base and large learned from 24,000 of its answers in
-12, 8 and 1.3 passes, large in smaller batches. A quarter of these answer documents of the training, and the others
+four captions, in which every caption stands three times; small, base and large learned from 18,000 of its answers in
+12, 8 and 1.3 passes, large in smaller batches. 4,000 of these answer documents of the training, and the others
 texts that were made of halves of two of them: what the target learned by heart it says otherwise than what it hears for
 the first time, and drafts that had learned from the former alone guessed less of the latter. For summaries all models
 first learned to say random tokens again, for without that none came upon copying; then the target took 4 passes over

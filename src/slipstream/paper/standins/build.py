@@ -39,9 +39,9 @@ class Recipe:
         }
     )
     longest: int = 128  # tokens of the target's answers
-    crossed: int = 10_000  # sources of two halves, after the others, which the target has not memorized
+    crossed: int = 8_000  # sources of two halves, after the others, which the target has not memorized
     answered: dict[float, slice] = field(  # temperature -> the sources whose answers the drafts learn from
-        default_factory=lambda: {0.0: slice(28_800, 42_800), 1.0: slice(34_800, 44_800)}
+        default_factory=lambda: {0.0: slice(30_800, 40_800), 1.0: slice(34_800, 42_800)}
     )
     copying: Plan | None = None  # on random tokens, before all else: for tasks that repeat parts of the source
     dropout: float = DROPOUT  # dropout of the target before it is grown
