@@ -46,7 +46,7 @@ The targets of the stand-ins behind these figures were trained at a tenth of the
 feed-forward layers became wider, and everything learned on for a moment. So they cost what their size costs and say
 what models of these few texts can say. For translations the target took 4 passes over 34,800 documents, each of one to
 four captions, in which every caption stands three times; small, base and large learned from 18,000 of its answers in
-12, 8 and 1.3 passes, large in smaller batches. 4,000 of these answer documents of the training, and the others
+12, 5 and 1.3 passes, large in smaller batches. 4,000 of these answer documents of the training, and the others
 texts that were made of halves of two of them: what the target learned by heart it says otherwise than what it hears for
 the first time, and drafts that had learned from the former alone guessed less of the latter. For summaries all models
 first learned to say random tokens again, for without that none came upon copying; then the target took 4 passes over

@@ -34,7 +34,7 @@ class Recipe:
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
             "small": (DRAFTS["small"], Plan(12, batch=48, rate=4e-3)),
-            "base": (DRAFTS["base"], Plan(8, batch=48, rate=3e-3)),
+            "base": (DRAFTS["base"], Plan(5, batch=48, rate=3e-3)),
             "large": (DRAFTS["large"], Plan(1.3, batch=16, rate=2e-3)),
         }
     )
