@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paper.test_training import RECIPE, aligned
+from paper.test_training import PAIRS, RECIPE, aligned, sentences
 from slipstream.paper import catalogue, lab, published, tables
 from slipstream.paper.pages.page import page
 from slipstream.paper.pages.sheet import read_sheets
@@ -28,7 +28,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Where everything lies; the tables are made once."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("paper")
-    found = ["--standins", str(folder / "standins"), "--pairs", str(aligned(folder / "pairs"))]
+    documents = replace(PAIRS, held_out=tuple(sentences(16)))  # four of four sentences
+    found = ["--standins", str(folder / "standins"), "--pairs", str(aligned(folder / "pairs", documents))]
     found += ["--quick", "--out", str(folder / "out")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lab, "QUICK", TINY)
