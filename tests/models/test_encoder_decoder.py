@@ -139,6 +139,14 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
     assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
 
 
+def test_the_encoder_counts_as_prefill() -> None:
+    """It reads the source before the first round, so that no round's phases hold its time."""
+    model = tiny(SEQ2SEQ["t5"])
+    decoder = Decoder(CausalScorer(model), ModelDrafter(CausalScorer(tiny(SEQ2SEQ["t5"], 1))), controller=Fixed(2))
+    for rows in (plain(decoder, requests(model, 4)), generate(decoder, requests(model, 4))):
+        assert [row.stats.seconds["prefill"] > 0 for row in rows] == [True, True, True]
+
+
 def test_the_given_model_stays_as_it_is() -> None:
     """Scorers run a twin over the same weights."""
     model = tiny(SEQ2SEQ["t5"])

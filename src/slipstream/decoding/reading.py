@@ -58,16 +58,22 @@ class Reader:
         return [row for group in self.groups for row in group.rows]
 
     def add(self, row: Row) -> None:
-        """Begin to read the text of a row, or add the row to an equal text that is being read."""
+        """Begin to read the text of a row, or add the row to an equal text that is being read.
+
+        An encoder reads the source at once; that counts as prefill of the row.
+        """
         twin = next((group for group in self.groups if group.equals(row)), None)
         if twin:
             twin.rows.append(row)
         else:
+            watch = Stopwatch()
             self.target.add(1, [row.request.source])
             if row.request.media is not None:
                 assert isinstance(self.target, ReadsMedia), "requests are checked when they come"
                 self.target.attach(len(self.target.lengths) - 1, row.request.media)
             self.groups.append(Reading([row]))
+            watch.lap("prefill")
+            _count_prefill(row, watch.laps["prefill"])
 
     def drop(self, gone: Sequence[Row], first: int) -> None:
         """Stop reading for these rows; `first` is the place of the first text in the target's cache."""
@@ -90,8 +96,7 @@ class Reader:
         watch.lap("prefill")
         share = watch.laps["prefill"] / max(1, sum(map(bool, pieces)))
         for group, piece in zip(self.groups, pieces, strict=True):
-            seconds = group.rows[0].stats.seconds
-            seconds["prefill"] = seconds.get("prefill", 0.0) + share * bool(piece)
+            _count_prefill(group.rows[0], share * bool(piece))
         return self._release(first)
 
     def _recall(self, first: int) -> None:
@@ -141,3 +146,7 @@ class Reader:
             row.stats.cached += 0 if row.output else len(row.tokens) - 1
         self.groups = [group for group in self.groups if group not in done and group not in late] + late
         return [*(group.rows[0] for group in done), *(row for row, _ in twins)]
+
+
+def _count_prefill(row: Row, seconds: float) -> None:
+    row.stats.seconds["prefill"] = row.stats.seconds.get("prefill", 0.0) + seconds
