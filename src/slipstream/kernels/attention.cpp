@@ -399,10 +399,9 @@ struct Vectors {
   }
 
 #if defined(__AVX512F__)
-  // Few queries with places as lanes: LANES keys -> scores (queries, SPAN / LANES), of which it writes the first vector of
-  // every query. Meanwhile it asks for as many `later` keys.
-  static void score_turned(const Item* queries, Rows<Item> keys, Rows<Item> later, int64_t width, int count,
-                           Lanes (*scores)[SPAN / LANES]) {
+  // Few queries with places as lanes: LANES keys -> scores (queries, SPAN / LANES), of which it writes a vector of every
+  // query. Meanwhile it asks for as many `later` keys.
+  static void score_turned(const Item* queries, Rows<Item> keys, Rows<Item> later, int64_t width, int count, Lanes* scores) {
     as_constant<LANES>(count, [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
       Lanes turned[LANES], found[ROWS] = {};
@@ -414,7 +413,7 @@ struct Vectors {
           for (int r = 0; r < ROWS; ++r) Type::add(found[r], turned[step], query + r * STEP);
         }
       }
-      for (int r = 0; r < ROWS; ++r) scores[r][0] = found[r];
+      for (int r = 0; r < ROWS; ++r) scores[r * (SPAN / LANES)] = found[r];
     });
   }
 
@@ -769,7 +768,7 @@ class Tile {
     const Rows<Item> keys = rows(keys_store(), part, blocks * LANES), later = keys_store().from(part.first + SPAN);
     for (int64_t block = 0; block < blocks; ++block)
       multiply_.score_turned(queries_.data(), keys.from(block * LANES), later.from(block * LANES), width_, count_,
-                             reinterpret_cast<Lanes(*)[SPAN / LANES]>(&scores[0][block]));
+                             scores[0] + block);
     if (part.first < all_begin_ || part.end > all_end_ || count % LANES) hide_turned(part, blocks, scores);
     weigh_turned(scores, blocks);
     for (int q = 0; q < count_; ++q) {

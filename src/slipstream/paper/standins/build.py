@@ -93,7 +93,7 @@ def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
     """Train what is missing in `folder`: target, answers, drafts. An interrupted run is resumed."""
     if complete(folder, recipe):
         return
-    keep_freed_memory()  # a third of the time of training would go into clearing memory anew
+    keep_freed_memory()  # or half of the time of training a grown target goes into clearing memory anew
     work = folder / "training"
     tokenizer = _tokenizer(pairs, work, recipe.vocab)
     sides = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs.train, strict=True))
