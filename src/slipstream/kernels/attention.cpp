@@ -157,7 +157,7 @@ Lanes exponential(Lanes power) {
 
 #if defined(__AVX512F__)
 // 16 rows of 16 words, `apart` words from row to row -> their columns.
-void turn(const void* from, int64_t apart, Lanes* to) {
+void transpose(const void* from, int64_t apart, Lanes* to) {
   const auto* row = static_cast<const uint32_t*>(from);
   __m512i rows[LANES], pairs[LANES], fours[LANES];
   for (int i = 0; i < LANES; ++i) rows[i] = _mm512_loadu_si512(row + i * apart);
@@ -374,7 +374,7 @@ struct Vectors {
   using Item = typename Type::Item;
   static constexpr int STEP = Type::STEP, STRIDE = VECTORS * LANES * STEP;
   static constexpr int64_t KEYS = 1, STEPS = 1;  // of which a span has a multiple
-  static constexpr bool TURNS = true;
+  static constexpr bool TRANSPOSES = true;  // keys, if queries are few
 
   // Queries (width / STEP, VECTORS * LANES, STEP) and keys (count, width) -> scores (count, VECTORS).
   static void score(const Item* queries, const Item* keys, int64_t apart, int64_t count, int64_t width, Lanes* scores) {
@@ -401,16 +401,17 @@ struct Vectors {
 #if defined(__AVX512F__)
   // Few queries with places as lanes: LANES keys -> scores (queries, SPAN / LANES), of which it writes a vector of every
   // query. Meanwhile it asks for as many `later` keys.
-  static void score_turned(const Item* queries, Rows<Item> keys, Rows<Item> later, int64_t width, int count, Lanes* scores) {
+  static void score_transposed(const Item* queries, Rows<Item> keys, Rows<Item> later, int64_t width, int count,
+                               Lanes* scores) {
     as_constant<LANES>(count, [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
-      Lanes turned[LANES], found[ROWS] = {};
+      Lanes transposed[LANES], found[ROWS] = {};
       const Item* query = queries;
       for (int64_t i = 0; i < width; i += LANES * STEP) {
-        turn(keys.first + i, keys.apart / STEP, turned);
+        transpose(keys.first + i, keys.apart / STEP, transposed);
         for (int step = 0; step < LANES; ++step, query += STRIDE) {
           ask(later.from(step).first + i);
-          for (int r = 0; r < ROWS; ++r) Type::add(found[r], turned[step], query + r * STEP);
+          for (int r = 0; r < ROWS; ++r) Type::add(found[r], transposed[step], query + r * STEP);
         }
       }
       for (int r = 0; r < ROWS; ++r) scores[r * (SPAN / LANES)] = found[r];
@@ -418,8 +419,8 @@ struct Vectors {
   }
 
   // Adds to sums (queries, width): weights (queries, SPAN) times values, while it asks for as many `later` ones.
-  static void sum_turned(const Item* weights, Rows<Item> values, Rows<Item> later, int64_t steps, int64_t width,
-                         int queries, float* sums) {
+  static void sum_transposed(const Item* weights, Rows<Item> values, Rows<Item> later, int64_t steps, int64_t width,
+                             int queries, float* sums) {
     for (int64_t begin = 0; begin < width; begin += OUTPUTS)
       for (int first = 0; first < queries; first += MOST_QUERIES)
         as_constant<MOST_QUERIES>(std::min(MOST_QUERIES, queries - first), [&](auto rows) {
@@ -473,7 +474,7 @@ template <int VECTORS>
 class Blocks {
  public:
   static constexpr int64_t SIDE = 16, KEYS = 2 * SIDE, STEPS = SIDE;
-  static constexpr bool TURNS = false;
+  static constexpr bool TRANSPOSES = false;
   static constexpr int STRIDE = VECTORS * LANES * 2;
 
   Blocks() {
@@ -523,10 +524,10 @@ class Blocks {
   // Tiles 0 and 1 are sums, 4 and 5 weights, 6 values.
   static void sum(const uint16_t* weights, const uint16_t* values, int64_t apart, int64_t steps, int64_t width, int,
                   float* sums) {
-    Lanes turned[VECTORS][SPAN / 2 / SIDE][SIDE];
+    Lanes transposed[VECTORS][SPAN / 2 / SIDE][SIDE];
     for (int v = 0; v < VECTORS; ++v)
       for (int64_t first = 0; first < steps; first += SIDE)
-        turn(weights + first * STRIDE + 2 * v * LANES, STRIDE / 2, turned[v][first / SIDE]);
+        transpose(weights + first * STRIDE + 2 * v * LANES, STRIDE / 2, transposed[v][first / SIDE]);
     const int64_t row = width * sizeof(float);
     for (int64_t begin = 0; begin < width; begin += SIDE) {
       const uint16_t* value = values + 2 * begin;
@@ -534,10 +535,10 @@ class Blocks {
       if constexpr (VECTORS > 1) _tile_loadd(1, sums + SIDE * width + begin, row);
       for (int64_t first = 0; first < steps; first += SIDE, value += SIDE * apart) {
         _tile_loadd(6, value, apart * sizeof(uint16_t));
-        _tile_loadd(4, turned[0][first / SIDE], LINE);
+        _tile_loadd(4, transposed[0][first / SIDE], LINE);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (VECTORS > 1) {
-          _tile_loadd(5, turned[1][first / SIDE], LINE);
+          _tile_loadd(5, transposed[1][first / SIDE], LINE);
           _tile_dpbf16ps(1, 5, 6);
         }
       }
@@ -584,9 +585,9 @@ class Tile {
     sums.clear();
     for (int64_t first = std::max(from, begin_) / SPAN * SPAN; first < std::min(to, end_); first += SPAN) {
 #if defined(__AVX512F__)
-      if constexpr (VECTORS == 1 && Multiply::TURNS)
+      if constexpr (VECTORS == 1 && Multiply::TRANSPOSES)
         if (together_ && !biased_) {
-          add_turned({nullptr, first, std::max(first, begin_), std::min(first + SPAN, end_)});
+          add_transposed({nullptr, first, std::max(first, begin_), std::min(first + SPAN, end_)});
           continue;
         }
 #endif
@@ -761,26 +762,26 @@ class Tile {
 
 #if defined(__AVX512F__)
   // Adds some places of a span to the sums of few queries, which see all slots between their first and last ones.
-  void add_turned(const Part& part) {
+  void add_transposed(const Part& part) {
     alignas(LINE) Lanes scores[LANES][SPAN / LANES];
     const int64_t count = part.end - part.first, steps = up(count, STEP) / STEP;
     const int64_t blocks = up(count, LANES) / LANES, vectors = up(blocks, STEP);
     const Rows<Item> keys = rows(keys_store(), part, blocks * LANES), later = keys_store().from(part.first + SPAN);
     for (int64_t block = 0; block < blocks; ++block)
-      multiply_.score_turned(queries_.data(), keys.from(block * LANES), later.from(block * LANES), width_, count_,
-                             scores[0] + block);
-    if (part.first < all_begin_ || part.end > all_end_ || count % LANES) hide_turned(part, blocks, scores);
-    weigh_turned(scores, blocks);
+      multiply_.score_transposed(queries_.data(), keys.from(block * LANES), later.from(block * LANES), width_, count_,
+                                  scores[0] + block);
+    if (part.first < all_begin_ || part.end > all_end_ || count % LANES) hide_transposed(part, blocks, scores);
+    weigh_transposed(scores, blocks);
     for (int q = 0; q < count_; ++q) {
       std::fill(scores[q] + blocks, scores[q] + vectors, Lanes{});
       Pairs<Type>::round(scores[q], vectors, weights_.data() + q * SPAN);
     }
     const Rows<Item> values = rows(values_store(), part, steps * STEP);
-    multiply_.sum_turned(weights_.data(), values, values_store().from(part.first + SPAN), steps, width_, count_,
-                         sums.values());
+    multiply_.sum_transposed(weights_.data(), values, values_store().from(part.first + SPAN), steps, width_, count_,
+                             sums.values());
   }
 
-  void hide_turned(const Part& part, int64_t blocks, Lanes (*scores)[SPAN / LANES]) const {
+  void hide_transposed(const Part& part, int64_t blocks, Lanes (*scores)[SPAN / LANES]) const {
     Whole place;
     for (int i = 0; i < LANES; ++i) place[i] = static_cast<int32_t>(part.first) + i;
     for (int64_t block = 0; block < blocks; ++block, place += LANES)
@@ -790,15 +791,15 @@ class Tile {
       }
   }
 
-  void weigh_turned(Lanes (*scores)[SPAN / LANES], int64_t blocks) {
-    Lanes found[LANES] = {}, turned[LANES];
+  void weigh_transposed(Lanes (*scores)[SPAN / LANES], int64_t blocks) {
+    Lanes found[LANES] = {}, transposed[LANES];
     for (int q = 0; q < count_; ++q) {
       Lanes most = scores[q][0];
       for (int64_t i = 1; i < blocks; ++i) most = greater(scores[q][i], most);
       found[q] = most;
     }
-    turn(found, LANES, turned);
-    const Lanes greatest = greater(fold(turned, greater) * work_.scale, sums.greatest[0]);
+    transpose(found, LANES, transposed);
+    const Lanes greatest = greater(fold(transposed, greater) * work_.scale, sums.greatest[0]);
     const Lanes shifts = greatest == NOTHING ? Lanes{} : greatest;
     if (any(greatest != sums.greatest[0])) {
       const Lanes factors = exponential(sums.greatest[0] - shifts);
@@ -814,8 +815,8 @@ class Tile {
       }
       found[q] = total;
     }
-    turn(found, LANES, turned);
-    sums.total[0] += fold(turned, sum);
+    transpose(found, LANES, transposed);
+    sums.total[0] += fold(transposed, sum);
   }
 #endif
 
