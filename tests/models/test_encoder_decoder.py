@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +32,12 @@ from slipstream.drafters.datastore.drafter import Datastore
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
+from slipstream.execution import kept_graphs
 from slipstream.execution.encoder_graphs import CompiledReader
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Mode
 from slipstream.kernels import packing
+from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models import encoder_decoder as seq2seq
 from slipstream.models import loading
@@ -326,6 +329,24 @@ def test_compiled_passes_obey_the_contract() -> None:
         one = requests(model)[0]
         assert plain(decoder, [one])[0].output == by_transformers(model, one)
     assert said[2:] == [f"compiling {type(model).__name__} for {what}" for what in ("one source", "one text")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernel_missing() is not None, reason="graphs with weights of oneDNN are not stored")
+def test_the_process_that_makes_graphs_of_sources_stores_those_of_texts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of the decoder depends neither on those of the encoder nor on the callback for progress."""
+    monkeypatch.setenv(kept_graphs.PLACE, str(tmp_path))
+
+    def beginnings() -> list[str]:
+        model, said = packed(tiny(SEQ2SEQ["t5"], num_layers=1)), list[str]()
+        decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", lambda line: said.append(line))))
+        plain(decoder, requests(model)[:1])
+        return [line.partition(" T5")[0].partition(" of")[0] for line in said]
+
+    assert beginnings() == ["compiling"] * 2
+    assert beginnings() == ["loading the graph"] * 2
 
 
 def _broken(*_: Any) -> Any:

@@ -25,7 +25,7 @@ from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
-from slipstream.execution.encoder_graphs import CompiledReader
+from slipstream.execution.encoder_graphs import CompiledReader, Reader
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Execution
@@ -64,13 +64,14 @@ class CausalScorer:
         refuse_unsupported(model, self.name)
         self.device = input_device(model)  # where tokens go in and logits come out
         self.facts = ModelFacts.of(model, decoder is not None and decoder.relative)
+        reader: Reader | None = None
         if decoder and execution:
             if isinstance(execution, Compiled):
-                decoder.reader = CompiledReader(decoder.reader, self.name, execution.progress)
+                reader = CompiledReader(decoder.states, self.name, execution.progress)
             execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
         # Only if the layers of a pass are known to receive its tokens as (rows, n).
         self._columns = shared_columns(decoder or model) if self.facts.proven else None
-        self._memory = Memory(decoder)
+        self._memory = Memory(decoder, reader)
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
         self._chains: DraftChains | None = None

@@ -148,7 +148,6 @@ class SourceDecoder(nn.Module):
                 attention.compute_bias = RowBias(attention, self.where)
                 self.relative = True
         self._projections = _projections(decoder)
-        self.reader: Reader = self.states
 
     @property
     def device(self) -> torch.device:
@@ -184,15 +183,6 @@ class SourceDecoder(nn.Module):
         finally:
             self.where.own = self.where.back = None
 
-    def read(self, sources: Sequence[Source], keep: RowCache, first: int) -> None:
-        """Run the encoder, and store the keys and values of its states in the rows of `keep` from `first` on."""
-        found = self.reader(*self._inputs(sources))
-        whole = found[0][0].shape[2]
-        keep.reserve(whole, first)
-        for layer, (keys, values) in enumerate(found):
-            keep.update(layer, keys, values)
-        keep.advance([len(source) if isinstance(source, tuple) else whole for source in sources])
-
     def states(self, inputs: Tensor, mask: Tensor | None) -> Stores:
         """Return cross-attention's keys and values by layer, for ids (rows, longest) and mask, or for features."""
         states = self._encode(inputs, mask)
@@ -200,7 +190,7 @@ class SourceDecoder(nn.Module):
 
     def alone(self, tokens: Tensor, source: Source) -> Tensor:
         """Return the logits (1, n, vocab) of a text (1, n) by the model's own forward, without cache."""
-        ids, mask = self._inputs([source])
+        ids, mask = self.inputs([source])
         encoded = BaseModelOutput(last_hidden_state=self._encode(ids, mask))
         return self.model(
             encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, use_cache=False
@@ -213,7 +203,7 @@ class SourceDecoder(nn.Module):
             return encoder(inputs).last_hidden_state
         return encoder(input_ids=inputs, attention_mask=mask).last_hidden_state
 
-    def _inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
+    def inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
         """Return the encoder's input: ids (rows, longest) and their mask, 0 at padding; or features and None."""
         if isinstance(sources[0], Tensor):
             features = torch.stack([source for source in sources if isinstance(source, Tensor)])
@@ -229,8 +219,9 @@ class SourceDecoder(nn.Module):
 class Sources:
     """The sources of all rows for the decoder: keys and values of cross-attention, fixed per row."""
 
-    def __init__(self, decoder: SourceDecoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: SourceDecoder, reader: Reader | None = None) -> None:
+        """`reader` reads sources for the decoder, by graphs for example; None reads them eagerly."""
+        self._decoder, self._reader = decoder, reader or decoder.states
         self._rows = RowCache()
         self._rows.least = LEAST
         self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the bounds of a part of the rows
@@ -245,7 +236,12 @@ class Sources:
         first = len(self._rows.lengths)
         self._rows.add(rows)
         self._known.clear()
-        self._decoder.read(cut_sources, self._rows, first)
+        found = self._reader(*self._decoder.inputs(cut_sources))
+        longest = found[0][0].shape[2]
+        self._rows.reserve(longest, first)
+        for layer, (keys, values) in enumerate(found):
+            self._rows.update(layer, keys, values)
+        self._rows.advance([len(source) if isinstance(source, tuple) else longest for source in cut_sources])
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append rows with the sources of these, without reading them again."""

@@ -12,6 +12,7 @@ from slipstream.cache.prefixes import PrefixCache
 from slipstream.cache.rows import RowCache
 from slipstream.core.media import Media
 from slipstream.core.source import Source
+from slipstream.execution.encoder_graphs import Reader
 from slipstream.models.encoder_decoder import SourceDecoder, Sources
 
 
@@ -27,8 +28,9 @@ class Memory:
     them: a model may give all tokens of an image fewer positions than there are tokens.
     """
 
-    def __init__(self, decoder: SourceDecoder | None = None) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: SourceDecoder | None = None, reader: Reader | None = None) -> None:
+        """`decoder` and `reader` as in `Sources`; None for a model without an encoder."""
+        self._decoder, self._reader = decoder, reader
         self._prefixes: PrefixCache | None = None
         self._owner = _Owner()
         self.clear()
@@ -38,7 +40,7 @@ class Memory:
         self.texts = RowCache()
         self.media: list[Media | None] = []
         self.shifts: list[int] = []
-        self.sources = Sources(self._decoder) if self._decoder else None
+        self.sources = Sources(self._decoder, self._reader) if self._decoder else None
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts in this prefix cache, and look them up there; None for no cache.
