@@ -72,6 +72,18 @@ def test_a_kept_graph_has_the_weights_of_who_takes_it_over(place: Path) -> None:
 
 
 @pytest.mark.slow
+def test_who_makes_a_graph_runs_it_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch checks more before every call of a graph that it has just made than a stored one needs."""
+    run, ran = kept_graphs.BoundGraph.run, list[object]()
+    monkeypatch.setattr(kept_graphs.BoundGraph, "run", lambda graph, inputs: ran.append(graph) or run(graph, inputs))
+    model = Scale(0)
+    call, was_made = compiled(model)
+    call(torch.randn(3, 100))
+    first, inputs = len(ran), torch.randn(5, 100)
+    torch.testing.assert_close(call(inputs), model(inputs))
+    assert (was_made, len(ran)) == ([True], first + 1)
+
+
 def test_small_weights_which_inductor_writes_into_its_code_are_told_apart() -> None:
     check(Scale(0, size=8), made=True)
     check(Scale(1, size=8), made=True)

@@ -48,26 +48,24 @@ class Frozen:
         """`inputs` names the function's parameters; `on_graph` is called when its graph is compiled or loaded."""
         self._inputs, self._on_graph, self._function = tuple(inputs), on_graph, function
         self._starred = bool(function.__code__.co_flags & CO_VARARGS)
-        self._made = False
-        self._kept: Any = None
+        self._stored: kept_graphs.BoundGraph | None = None  # calling it costs less than entering torch.compile's graph
         self._graph: Any = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the function by its graph, which the first call makes or loads."""
-        if self._made:
-            return self._graph(*inputs)
         named = self._named(inputs)
-        structure = None if self._kept else self._structure(inputs)
+        structure = None if self._stored or self._graph else self._structure(inputs)
         if structure:
-            self._kept = kept_graphs.find(structure)
-            if self._kept:
+            self._stored = kept_graphs.find(structure)
+            if self._stored:
                 GRAPHS.loaded += 1
                 self._on_graph(False)
-        arguments = self._kept and self._kept.arguments(named)
-        if arguments is not None:
-            return self._kept.run(arguments)
-        self._kept = None  # the stored graph does not fit these inputs
-        return self._make(structure, inputs)
+        if self._stored:
+            arguments = self._stored.arguments(named)
+            if arguments is not None:
+                return self._stored.run(arguments)
+            self._stored = None  # the stored graph does not fit these inputs
+        return self._graph(*inputs) if self._graph else self._make(structure, inputs)
 
     def _structure(self, inputs: Sequence[Any]) -> Structure | None:
         """Return the structure that the graph depends on; None if the graph cannot be stored."""
@@ -83,7 +81,7 @@ class Frozen:
         self._on_graph(True)
         recorder = kept_graphs.Recorder()
         options: Any = {"guard_filter_fn": self._of_inputs}
-        self._graph = torch.compile(own_code(self._function), fullgraph=True, backend=recorder, options=options)
+        graph = torch.compile(own_code(self._function), fullgraph=True, backend=recorder, options=options)
         # `options` of compile would come too late for freezing, and its `dynamic=False` would set STATIC before every
         # call. Torch's warnings here are about its own code.
         with (
@@ -92,10 +90,10 @@ class Frozen:
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             warnings.catch_warnings(action="ignore"),
         ):
-            found = self._graph(*inputs)
+            found = graph(*inputs)
             if structure:
-                kept_graphs.keep(structure, recorder, self._named(inputs), found)
-        self._made = True
+                self._stored = kept_graphs.keep(structure, recorder, self._named(inputs), found)
+        self._graph = graph
         return found
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:

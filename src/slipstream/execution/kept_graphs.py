@@ -226,22 +226,23 @@ def find(structure: Structure) -> BoundGraph | None:
         return None
 
 
-def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found: Any) -> bool:
-    """Store the graph just made if, bound as in another process, it gives the same bits -> whether it was stored."""
+def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found: Any) -> BoundGraph | None:
+    """Store the graph just made if, bound as in another process, it gives the same bits -> the bound graph, or None."""
     place = folder()
     if place is None:
-        return False
+        return None
     try:
         recipe = recorder.recipe(structure.weights, found)
-        _try(recipe.bind(structure.weights), inputs, found)
+        graph = recipe.bind(structure.weights)
+        _try(graph, inputs, found)
         body = json_text({"form": FORM, "key": structure.key, **asdict(recipe)}).encode()
         place.mkdir(parents=True, exist_ok=True)
         with atomic_write(place / f"{structure.key}.json") as part:
             part.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         delete_oldest(place, "*.json", MOST_FILES)
     except Exception:  # for example a full disk: the graph still serves this process
-        return False
-    return True
+        return None
+    return graph
 
 
 def _try(graph: BoundGraph, inputs: dict[str, Any], found: Any) -> None:
