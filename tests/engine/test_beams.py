@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "early number": ({"early_stopping": 1}, "early_stopping=1 is not possible"),
     "none": ({"num_beams": 0}, "num_beams=0 is not possible"),
     "half": ({"num_beams": 2.5}, "num_beams=2.5 is not possible"),
-    "rounds": ({"on_round": print}, "on_round is told"),
+    "rounds": ({"on_round": print}, "on_round is not called"),
     "alone": ({"num_beams": 1, "length_penalty": 2.0}, "length_penalty is for beam search"),
     "samples": ({"num_beams": None, "num_return_sequences": 2}, "for samples of a prompt, use n"),
 }

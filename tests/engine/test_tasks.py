@@ -120,7 +120,7 @@ def test_an_engine_hears_features() -> None:
     assert [one.tokens for one in together] == [one.tokens for one in done]
     with pytest.raises(ValueError, match="audio features have no token ids"):
         engine.encode(sounds[0])
-    with pytest.raises(ValueError, match=r"prompt 0 is token ids, but .* hears features"):
+    with pytest.raises(ValueError, match=r"prompt 0 is token ids, but .* takes features"):
         engine.generate([3, 4, 5])
 
 

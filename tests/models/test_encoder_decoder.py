@@ -454,7 +454,7 @@ def test_a_source_that_cannot_be_read_is_refused(encoder_input: Source | None, s
 @pytest.mark.parametrize("encoder_input", [(5, 6), torch.zeros(8, 41)])
 def test_whisper_hears_features_of_one_size(encoder_input: Source) -> None:
     decoder = Decoder(CausalScorer(tiny(SEQ2SEQ["whisper"])))
-    with pytest.raises(ValueError, match=r"^prompt 0 is .*, but .* hears features \(8, 40\) \(bins, frames\)\.$"):
+    with pytest.raises(ValueError, match=r"^prompt 0 is .*, but .* takes features \(8, 40\) \(bins, frames\)\.$"):
         generate(decoder, [Request((START,), GREEDY, 4, source=encoder_input)])
 
 

@@ -42,7 +42,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Whisper of two languages that hears one second at once, with the embedded pair's tokenizer."""
+    """A Whisper of two languages that takes one second at once, with the embedded pair's tokenizer."""
     path = tmp_path_factory.mktemp("whisper")
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
     config = {**WHISPER, "vocab_size": VOCABULARY, "eos_token_id": END, "max_source_positions": 50}

@@ -215,7 +215,7 @@ def test_a_signal_lets_begun_answers_end_and_a_second_one_does_not(signals: int)
 
 def ended_early(answer: httpx.Response) -> bool:
     if answer.status_code == 503:
-        return "told to end" in answer.json()["error"]["message"]
+        return "shutting down" in answer.json()["error"]["message"]
     return answer.json()["usage"]["completion_tokens"] < 200
 
 

@@ -33,7 +33,7 @@ class SourceForm:
         if self.features is not None:
             if not isinstance(source, Tensor) or tuple(source.shape) != self.features:
                 actual = tuple(source.shape) if isinstance(source, Tensor) else "token ids"
-                raise ValueError(f"{where} is {actual}, but {model} hears features {self.features} (bins, frames).")
+                raise ValueError(f"{where} is {actual}, but {model} takes features {self.features} (bins, frames).")
             return
         if isinstance(source, Tensor):
             raise ValueError(f"{where} is audio, but {model} reads text.")

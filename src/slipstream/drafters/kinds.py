@@ -112,7 +112,7 @@ def _refuse_reader(target: Scorer, draft: Scorer) -> None:
     if ours is None:
         raise ValueError(f"{draft.name} is an encoder-decoder, but {target.name} reads no source that it could share.")
     if ours.features != form.features:
-        raise ValueError(f"{draft.name} hears other features ({form.features}) than {target.name} ({ours.features}).")
+        raise ValueError(f"{draft.name} takes other features ({form.features}) than {target.name} ({ours.features}).")
 
 
 def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
@@ -304,7 +304,7 @@ def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Dra
         **{name: options[name] for name in ("trust", "top", "ahead") if name in options},
     )
     if context.target.source_form is not None and context.target.source_form.features:
-        raise ValueError(f"{context.target.name} hears sound, which a draft server is not sent: use a local draft.")
+        raise ValueError(f"{context.target.name} takes audio, which is not sent to draft servers: use a local draft.")
     connection = Connection(settings, Vocabulary.of(context.target.vocab, context.tokenizer))
     try:
         fault = connection.first_word(WAIT)

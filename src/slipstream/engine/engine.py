@@ -116,7 +116,7 @@ class Engine:
         job, done = self.prepare(read_prompts(prompts), options), dict[int, Completion]()
         if job.options.beams is not None:
             if on_round is not None:
-                raise ValueError("on_round is told of drafts that are drawn, and num_beams draws none: leave it out.")
+                raise ValueError("on_round is not called with num_beams, which has no such rounds: leave it out.")
             return _searched(BeamTexts(job, skip), on_completion)
         with Scheduler(job.decoder) as scheduler:
             begun = job.begin(scheduler, skip)

@@ -54,7 +54,7 @@ def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
         return _model(models[0], dict(syntax.options), how, tokenizer)
     sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
     if tokenizer is None and not sizes:
-        raise ValueError(f"nothing tells which tokens {draft!r} drafts: name the clients' tokenizer, --tokenizer NAME.")
+        raise ValueError(f"the tokenizer of {draft!r} is unknown: name that of the clients, --tokenizer NAME.")
     size = sizes[0] if sizes else _size(tokenizer)
     target: Any = AnyTarget(size)
     context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile), waits=True)

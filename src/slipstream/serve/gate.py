@@ -79,7 +79,7 @@ class Gate:
         except asyncio.CancelledError:  # the server ends at once; uvicorn alone would answer 500, in plain text
             if status:
                 raise
-            await _send(Unavailable("the server was told to end at once: ask again."), scope, receive, answer)
+            await _send(Unavailable("the server is shutting down: ask again later."), scope, receive, answer)
         finally:
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}
