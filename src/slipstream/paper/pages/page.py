@@ -28,32 +28,30 @@ commands need beside the core.
 | target | T5 v1.1 XXL, 11 B parameters, fine-tuned | T5 v1.1 type, trained from scratch (sizes below the tables) |
 | drafts | T5 v1.1 small 77 M, base 250 M, large 800 M: 1/140, 1/44, 1/14 of it | the same type: 1/150, 1/48, 1/16 for \
 translations, 1/104, 1/33, 1/11 for summaries; taught by what the target says |
-| translation | WMT English-German | Multi30k: captions of pictures, short and simple sentences |
+| translation | WMT English-German | Multi30k: documents of four captions of pictures, in short and simple sentences |
 | summaries | CNN/DailyMail, articles to highlights | `lead`: a passage of a CNN/DailyMail article to its first two \
 sentences |
 | unconditional text | GPT-like 97 M and 6 M on lm1b | the embedded pair, Llama type, 9.9 M and 0.9 M, on Python |
 | dialog | LaMDA 137 B with 100 M, 2 B, 8 B | none |
 | machine | one TPU-v4, T5X | those named below each table |
-| texts | long enough that the encoder does not count | short: the encoder's share is told and counted |
+| texts | long enough that the encoder does not count | translations of about 50 tokens, summaries of 30: the \
+encoder's share is measured and included |
 
-The models are small and trained within hours on a CPU. They are no substitute for the paper's. What
-can be compared is the method: how alpha orders the drafts, how alpha and c give the speed, and what the theory says
-against what the clock says. Translations and summaries were measured on different machines, the latter with an earlier
-state of the engine: compare rows within a task.
+The models are small and were trained within hours on a CPU. They do not replace the paper's. What can be compared is
+the method: how alpha orders the drafts, how alpha and c determine the speed, and how the measured speed compares with
+the theory. Translations and summaries were measured on different days, the latter with an earlier state of the engine:
+compare rows within a task.
 
-The targets of the stand-ins behind these figures were trained at a tenth of their size or less and then grown: their
-feed-forward layers became wider, and everything learned on for a moment. So they cost what their size costs and say
-what models of these few texts can say. For translations the target took 10 passes over the captions; small, base and
-large learned from 60,000 of its answers in 10, 8 and 1.3 passes, large in smaller batches. A quarter of these answer
-captions, and the others texts that were made of halves of two captions: what the target learned by heart it says
-otherwise than what it hears for the first time, and drafts that had learned from captions alone guessed less of the
-latter. For summaries all models first learned to say random tokens again, for without that none came upon copying; then
-the target took 4 passes over 15,883 passages, and the drafts 10, 8 and 10 passes over 6,000 answers. Large has the
-shape that the target had before it was grown, with wider feed-forward layers; one 256 wide had learned less in the same
-time.
-
-The figures of translations on this page are of single captions, as described. The recipe now joins captions to
-documents of one to four, whose translations are as long as the paper's texts; these have not been measured in full.
+The stand-ins' targets were first trained at a tenth of their size or less and then grown: their feed-forward layers
+were widened without changing the function, and all weights were trained a little further. So a target costs what its
+size costs, and writes what a small model can learn from these few texts. For translations the target took 4 passes over
+34,800 documents of one to four captions, in which every caption appears three times. The drafts small, base and large
+learned from 18,000 of its answers in 40, 5 and 1.3 passes, large in smaller batches. 4,000 of the answers are to
+documents of the training, the others to texts made of halves of two documents: the target answers texts that it has
+memorized differently from new ones, and drafts that learned from the former alone agreed less on the latter. For
+summaries all models were first trained to repeat random tokens, because without this none learned to copy; then the
+target took 4 passes over 15,883 passages, and the drafts 10, 8 and 10 passes over 6,000 answers. Large has the shape
+that the target had before it was grown, with wider feed-forward layers; one of width 256 learned less in the same time.
 
 The paper's own models can be measured by whoever has the hardware:
 

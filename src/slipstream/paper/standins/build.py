@@ -33,7 +33,7 @@ class Recipe:
     target: Size = TARGET
     drafts: dict[str, tuple[Size, Plan]] = field(
         default_factory=lambda: {
-            "small": (DRAFTS["small"], Plan(12, batch=48, rate=4e-3)),
+            "small": (DRAFTS["small"], Plan(40, batch=48, rate=4e-3)),
             "base": (DRAFTS["base"], Plan(5, batch=48, rate=3e-3)),
             "large": (DRAFTS["large"], Plan(1.3, batch=16, rate=2e-3)),
         }
