@@ -1,12 +1,13 @@
 """What long contexts cost: prompts beside transformers, attention beside the memory, rounds beside plain steps.
 
-python benchmarks/contexts.py --target build/target-134m --draft build/draft-24m [--compile] [--json]
+python benchmarks/contexts.py --target build/target-134m --draft build/draft-24m [--compile] [--parts rounds] [--json]
 
 Parts: `prefill` reads a prompt by ours and by transformers' model (torch's attention, oneDNN's products), by turns;
 `attention` gives the bytes of keys and values of a layer per second, for one and six tokens, beside what the memory
 gives in the same run; `rounds` decodes behind prompts of each length, plainly and with gamma 5, and leaves the reading
-of the prompt out. Models take longer texts here than they were trained for: the price is that of such texts, the text
-is not.
+of the prompt out: times of a step and of a round, and how much faster the rounds write. `--draft` may be any draft,
+`window:1024?weights=int4` for example. Models take longer texts here than they were trained for: the price is that of
+such texts, the text is not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ from slipstream.core.stats import Stats
 from slipstream.engine.engine import Engine
 from slipstream.kernels.cpu import panel_attention
 
+PARTS = ("prefill", "attention", "rounds")
 HEADS, WIDTH = (12, 6), 64  # query heads and heads of keys, of the 134 M target
 
 
@@ -40,13 +42,14 @@ def main() -> None:
     args = arguments()
     with roomy(args):
         how: dict[str, Any] = {"dtype": args.dtype, "gamma": args.gamma, "compile": args.compile}
-        engine = slipstream.load(str(args.target), str(args.draft), **how)
+        engine = slipstream.load(str(args.target), args.draft, **how)
         text = list(islice(cycle(engine.encode("\n".join(PROMPTS))), args.context))
-        found = {
-            "prefill": prefills(engine, str(args.target), args, text),
-            "attention": attentions(args),
-            "rounds": [steps(engine, text[:length], args) for length in args.behind],
+        measures: dict[str, Callable[[], Any]] = {
+            "prefill": lambda: prefills(engine, str(args.target), args, text),
+            "attention": lambda: attentions(args),
+            "rounds": lambda: [steps(engine, text[:length], args) for length in args.behind],
         }
+        found = {part: measures[part]() for part in args.parts}
     print(json.dumps(found) if args.json else json.dumps(found, indent=1))
 
 
@@ -96,20 +99,24 @@ def attentions(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps(engine: Engine, prompt: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a plain step and of a round behind a prompt."""
+    """Milliseconds of a plain step and of a round behind a prompt, the tokens of a round, and what it gains."""
 
-    def milliseconds(**how: Any) -> float:
+    def decoded(**how: Any) -> tuple[float, float]:
+        """Milliseconds and tokens of a target call."""
         [done] = engine.generate(tuple(prompt), max_new_tokens=args.max_new_tokens, ignore_eos=True, **how)
-        return 1000 * without_prefill(done.stats) / done.stats.target_calls
+        calls = done.stats.target_calls
+        return 1000 * without_prefill(done.stats) / calls, len(done.tokens) / calls
 
-    laps: dict[str, list[float]] = {"plain": [], "round": []}
-    for _ in range(args.repetitions + 1):
-        laps["plain"].append(milliseconds(plain=True))
-        laps["round"].append(milliseconds())
-    found = {name: median(some[1:]) for name, some in laps.items()}
-    ratio = median(one / other for one, other in zip(laps["round"][1:], laps["plain"][1:], strict=True))
-    say(f"behind {len(prompt)} tokens: plain step {found['plain']:.1f} ms, round {found['round']:.1f} ms")
-    return {"context": len(prompt), **found, "ratio": ratio}
+    laps = [(decoded(plain=True)[0], *decoded()) for _ in range(args.repetitions + 1)][1:]
+    plain, round, tokens = (median(lap) for lap in zip(*laps, strict=True))
+    ratio = median(one / other for other, one, _ in laps)
+    speedup = median(other * count / one for other, one, count in laps)
+    say(
+        f"behind {len(prompt)} tokens: plain step {plain:.1f} ms, round {round:.1f} ms, {tokens:.2f} tokens a round, "
+        f"{speedup:.2f} x plain"
+    )
+    found = {"context": len(prompt), "plain": plain, "round": round, "ratio": ratio}
+    return {**found, "tokens_per_round": tokens, "speedup": speedup}
 
 
 def without_prefill(stats: Stats) -> float:
@@ -124,7 +131,8 @@ def say(line: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--gamma", type=int, default=5)

@@ -298,6 +298,8 @@ def roomy(args: argparse.Namespace) -> Iterator[None]:
     folders = (args.target or EMBEDDED, args.draft or EMBEDDED.with_name("draft"))
     with TemporaryDirectory() as folder:
         for role, source in zip(("target", "draft"), folders, strict=True):
+            if not Path(source).is_dir():
+                continue  # a draft of another kind, as the target's own weights
             copy = Path(folder) / role
             shutil.copytree(source, copy)
             config = json.loads((copy / "config.json").read_text()) | {"max_position_embeddings": args.context}

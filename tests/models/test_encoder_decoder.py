@@ -95,11 +95,11 @@ def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
 def test_forked_rows_share_what_the_encoder_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, read = list[int](), seq2seq.SourceDecoder.read
+    reads, states = list[int](), seq2seq.SourceDecoder.states
     monkeypatch.setattr(
         seq2seq.SourceDecoder,
-        "read",
-        lambda decoder, some, *others: (reads.append(len(some)), read(decoder, some, *others)),
+        "states",
+        lambda decoder, inputs, mask: (reads.append(len(inputs)), states(decoder, inputs, mask))[1],
     )
     assert families(tiny(SEQ2SEQ[family])) < TOLERANCE[torch.float32]
     assert reads == [2, 1]  # those that were added
