@@ -118,7 +118,7 @@ class Draft:
 
     @property
     def fed(self) -> Tensor:
-        """The tokens as a model reads them, with 0 in place of ABSENT."""
+        """The tokens with 0 in place of ABSENT, as they are fed to a model."""
         return self.tokens if self.parents is None else self.tokens.clamp(min=0)
 
     @property
@@ -195,9 +195,9 @@ def merge_verdicts(verdicts: Sequence[Verdict], places: Sequence[Sequence[int]])
         """Join a figure that only lossy rules report; rows of other rules get 0."""
         if all(getattr(verdict, name) is None for verdict in verdicts):
             return None
-        found = [getattr(verdict, name) for verdict in verdicts]
+        figures = [getattr(verdict, name) for verdict in verdicts]
         zeros = (torch.zeros_like(verdict.beta) for verdict in verdicts)
-        return torch.cat([zero if each is None else each for each, zero in zip(found, zeros, strict=True)])[order]
+        return torch.cat([zero if each is None else each for each, zero in zip(figures, zeros, strict=True)])[order]
 
     paths = [verdict.path for verdict in verdicts if verdict.path is not None]
     return Verdict(

@@ -1,7 +1,7 @@
 """All randomness: numbers that are functions of seed, request and position, and the draws made with them.
 
 All draws go through the protocol `Rng`. `draw` inverts cumulative weights, `draw_coupled` chooses by Gumbel noise that
-target and draft share; `Within` gives the draws of one part of a round names of its own, and `Sealed` makes draws that
+target and draft share; `Within` gives the draws of one part of a round their own names, and `Sealed` makes draws that
 cannot be predicted from the seed alone.
 """
 
@@ -101,6 +101,7 @@ def request_key(prompt: Sequence[int], copy: int = 0) -> int:
 
 @lru_cache(maxsize=65536)
 def _stream(seed: int, request: int, name: str) -> int:
+    """Return the number from which all random numbers of a named draw of a request follow."""
     text = f"{seed}/{request}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
@@ -127,7 +128,7 @@ def uniforms(key: Key, positions: int) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Inversion:
-    """Draws by inverting the cumulative weights of a law, with numbers of the key's own.
+    """Draws by inverting the cumulative weights of a law, at uniform numbers that only this key has.
 
     The total of the weights may differ from one (rounding, coins). A token of weight zero is never drawn.
     """
@@ -152,13 +153,14 @@ class Inversion:
 
 
 def inverse(probs: Tensor, chances: Tensor) -> Tensor:
-    """Return tokens (rows, positions): where summed weights (rows, positions, vocab) exceed `chances` in [0, 1).
+    """Return the tokens (rows, positions) at which the cumulative weights of a law exceed `chances` times their total.
 
-    Our kernel does it, once it is loaded, in one reading of the weights; its sums may differ by rounding in float64.
+    `probs` are weights (rows, positions, vocab), `chances` (rows, positions) numbers in [0, 1). On a CPU our kernel
+    does it, once it is loaded, in one reading of the weights; its sums may differ by rounding in float64.
     """
     if probs.device.type == "cpu" and hasattr(torch.ops.slipstream, "inverse"):
-        found: Tensor = torch.ops.slipstream.inverse(probs.flatten(0, -2), chances.flatten())
-        return found.view(chances.shape)
+        tokens: Tensor = torch.ops.slipstream.inverse(probs.flatten(0, -2), chances.flatten())
+        return tokens.view(chances.shape)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[..., -1:]
     # u * total may round up to total itself, which would fall off the end.
@@ -198,6 +200,7 @@ class GumbelChoice:
 
 @lru_cache(maxsize=64)  # draft and target draw at the same position, often in two rounds
 def _exponentials(seed: int, request: int, position: int, vocab: int) -> np.ndarray:
+    """Return the exponential noise (vocab,) that all coupled draws at a position share."""
     bits = np.random.Philox(key=[_stream(seed, request, "coupled"), position])
     return np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)  # 0/0 would be NaN
 
@@ -268,6 +271,7 @@ class Within:
         return Within(self.outer.select(places), self.name, origins)
 
     def _key(self, key: Key) -> Key:
+        """Return the key with this part's name in its scope, and positions and origins counted in the round's text."""
         key = replace(key, scope=(self.name, *key.scope))
         if self.origins is None:
             return key
@@ -305,6 +309,7 @@ class Sealed:
 
 @lru_cache(maxsize=4096)
 def _sealed_seed(secret: int, seed: int) -> int:
+    """Return the seed that replaces `seed` in sealed draws; it cannot be computed without the secret."""
     return int.from_bytes(hashlib.blake2b(f"{secret}/{seed}".encode(), digest_size=16).digest())
 
 
@@ -333,8 +338,8 @@ class RowByRow:
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
         """Return the numbers in [0, 1) of all rows, [rows][positions]; None if any row has none."""
-        found = [each.chances(key.select([place]), positions) for place, each in enumerate(self.rows)]
-        return None if None in found else [numbers[0] for numbers in found if numbers]
+        per_row = [each.chances(key.select([place]), positions) for place, each in enumerate(self.rows)]
+        return None if None in per_row else [numbers[0] for numbers in per_row if numbers]
 
     def select(self, places: Sequence[int]) -> Rng:
         """Return the `Rng` of the rows at these places."""

@@ -60,6 +60,7 @@ class Law:
 
     @property
     def _data(self) -> Tensor:
+        """A tensor that begins with the dimensions (rows, positions): the weights if there are any, else the tokens."""
         data = self.tokens if self.probs is None else self.probs
         assert data is not None
         return data
@@ -79,7 +80,7 @@ class Law:
         return self._map(lambda data: data[:, :positions])
 
     def stretched(self, positions: int) -> Law:
-        """The law over so many positions, behind its own the last one again, as padding."""
+        """Return the law padded to this many positions by repeating its last one."""
         index = torch.arange(positions, device=self.device).clamp(max=self.positions - 1)
         return self._map(lambda data: data[:, index])
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 
 class Modality(StrEnum):
-    """A kind of input beside text; the value is its plural noun for messages."""
+    """A kind of input besides text; the value is its plural noun for messages."""
 
     IMAGE = "images"
     AUDIO = "sounds"
@@ -29,7 +29,7 @@ def named(modalities: frozenset[Modality]) -> str:
 class Media:
     """The images and sounds of one prompt as arguments of a model.
 
-    `inputs` are the model's arguments beside the tokens, such as pixel values; `along` are those with a number for
+    `inputs` are the model's arguments besides the tokens, such as pixel values; `along` are those with a number for
     every token of the prompt, (1, n). `placeholders` are the token ids that stand for each kind of media, and `digest`
     is a hash of the content, by which media are compared.
     """
@@ -67,7 +67,7 @@ class Media:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The digest as integers, to derive keys of random numbers from."""
+        """The digest as integers, from which the keys of random numbers are derived."""
         return tuple(self.digest)
 
 
@@ -82,7 +82,7 @@ class ReadsMedia(Protocol):
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """The kinds of media that the model reads beside text."""
+        """The kinds of media that the model reads besides text."""
         ...
 
     def attach(self, row: int, media: Media) -> None:

@@ -36,10 +36,14 @@ class Scorer(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The model's name, for messages and statistics."""
+        ...
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """The size of the logits, which may exceed the number of tokens that the tokenizer has."""
+        ...
 
     @property
     def context(self) -> int | None:
@@ -47,7 +51,9 @@ class Scorer(Protocol):
         ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device that takes the tokens and returns the logits."""
+        ...
 
     @property
     def source_form(self) -> SourceForm | None:
@@ -161,7 +167,7 @@ class LiesOnRanks(HasModel, Protocol):
 
 
 class Drafter(Protocol):
-    """Makes drafts. The context of each call names the rows that run, so that it serves any number of texts in turn."""
+    """Makes drafts. The context of each call holds the rows that run now, so one drafter serves any number of texts."""
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft at most `gammas[r]` tokens for each row."""
@@ -206,7 +212,9 @@ class DraftsByText(Drafter, Protocol):
     """A drafter whose drafts depend on the tokens of a row alone, so that it can draft for any text."""
 
     @property
-    def by_text(self) -> bool: ...
+    def by_text(self) -> bool:
+        """True: the mark by which such a drafter is recognised."""
+        ...
 
 
 @runtime_checkable
@@ -216,7 +224,7 @@ class Untrusted(Drafter, Protocol):
 
     @property
     def secret(self) -> int | None:
-        """The secret that those draws are made from besides the seed; None if the other party is trusted."""
+        """The secret from which, with the seed, those draws are made; None if the other party is trusted."""
         ...
 
 
@@ -238,13 +246,17 @@ class Controller(Protocol):
         """The greatest gamma that it may ever choose."""
         ...
 
-    def init(self) -> Any: ...
+    def init(self) -> Any:
+        """Return the state before any round."""
+        ...
 
     def gammas(self, state: Any, rows: Sequence[Row]) -> Sequence[int]:
         """Return how many tokens to draft for each row of the next round; 0 is a plain step."""
         ...
 
-    def update(self, state: Any, round: Round) -> Any: ...
+    def update(self, state: Any, round: Round) -> Any:
+        """Return the state after a round."""
+        ...
 
 
 @runtime_checkable

@@ -49,7 +49,9 @@ class Sampler(Protocol):
     """Turns logits into the law really sampled from (section 2.2 of the paper)."""
 
     @property
-    def greedy(self) -> bool: ...
+    def greedy(self) -> bool:
+        """Whether every law is a point mass, so that no token is drawn at random."""
+        ...
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """Return the law of logits (rows, positions, vocab); errors name the `model` that computed them.
@@ -63,10 +65,14 @@ class AcceptanceRule(Protocol):
     """The rule of a request: how its drafts are verified, and how its tokens are drawn."""
 
     @property
-    def verify(self) -> Verifier: ...
+    def verify(self) -> Verifier:
+        """The verifier of the request's drafts."""
+        ...
 
     @property
-    def rng(self) -> Rng: ...
+    def rng(self) -> Rng:
+        """The `Rng` that draws the request's tokens."""
+        ...
 
 
 @dataclass(frozen=True)

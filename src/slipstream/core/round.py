@@ -79,9 +79,9 @@ class Context:
         laws, faults = list[Law](), dict[tuple[int, int], Fault]()
         for places in groups.values():
             rows = [self.rows[place] for place in places]
-            law, found = _attempt(rows, logits[places], texts.select(places), model)
+            law, group_faults = _attempt(rows, logits[places], texts.select(places), model)
             laws.append(law)
-            faults |= {(places[r], position): why for (r, position), why in found.items()}
+            faults |= {(places[r], position): why for (r, position), why in group_faults.items()}
         order = torch.tensor([place for places in groups.values() for place in places]).argsort()
         return Law.join(laws, 0).select(order.to(logits.device)), faults
 
@@ -110,6 +110,7 @@ class Context:
 
 
 def _attempt(rows: Sequence[Row], logits: Tensor, texts: Prefixes, model: str) -> tuple[Law, Faults]:
+    """Return the law of rows that share one sampler, and the faults at positions where none can be made."""
     try:
         return rows[0].request.sampler.law(logits, rows, texts, model), {}
     except RowFailure as failure:
