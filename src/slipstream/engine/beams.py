@@ -72,6 +72,7 @@ class BeamTexts:
         return [self._done.get(index, now) for search in self._searches for index, now in self._of(search)]
 
     def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
+        """Store the completions of a search that has ended, and report those that are wanted."""
         self._done |= dict(self._of(search))
         for index in self._texts_of(search.index):
             if on_completion is not None and index in self._done:
@@ -82,29 +83,30 @@ class BeamTexts:
 
     def _of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
         """Yield the wanted completions of a search with their indices; the first text has the search's statistics."""
-        generation, found = self._job.generations[search.index], search.hypotheses()
+        generation, hypotheses = self._job.generations[search.index], search.hypotheses()
         for rank, index in enumerate(self._texts_of(search.index)):
             stats = search.stats if not rank else Stats()
             if index in self._skip:
                 continue
-            if rank < len(found):
-                yield index, _completion(generation, search, found[rank], stats)
+            if rank < len(hypotheses):
+                yield index, _completion(generation, search, hypotheses[rank], stats)
             else:
-                missing = f"there is no text number {rank + 1}: the settings allow {len(found)} only."
+                missing = f"there is no text number {rank + 1}: the settings allow {len(hypotheses)} only."
                 yield index, replace(_nothing(generation, stats), finish_reason="error", error=missing)
 
 
-def _completion(generation: Generation, search: BeamSearch, found: Hypothesis, stats: Stats) -> Completion:
+def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothesis, stats: Stats) -> Completion:
+    """Return the completion of a hypothesis; with "length", a text shorter than requested filled the context."""
     request = search.request
-    text = generation.echo + generation.decode([token for token in found.tokens if token not in request.eos])
+    text = generation.echo + generation.decode([token for token in hypothesis.tokens if token not in request.eos])
     return replace(
         _nothing(generation, stats),
         text=text,
-        tokens=found.tokens,
-        finish_reason=found.finish_reason,
+        tokens=hypothesis.tokens,
+        finish_reason=hypothesis.finish_reason,
         error=str(search.error) if search.error else None,
-        context_full=found.finish_reason == "length" and len(found.tokens) < request.max_new_tokens,
-        score=found.score,
+        context_full=hypothesis.finish_reason == "length" and len(hypothesis.tokens) < request.max_new_tokens,
+        score=hypothesis.score,
     )
 
 

@@ -139,12 +139,14 @@ class Speculation:
         self._forget()
 
     def _forget(self) -> None:
+        """Reset everything that depends on a model: the loaded draft, both Scorers, and what the controller learned."""
         self._loaded: PreTrainedModel | None = None
         self._scorers: tuple[CausalScorer, CausalScorer] | None = None
         self._made_for: tuple[Any, ...] = ()
         self._busy, self._experience = threading.Lock(), Experience()
 
     def _draft(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the draft model; one given by name is loaded at the first call, with the target's dtype and device."""
         if isinstance(self._source, PreTrainedModel):
             return self._source
         if self._loaded is None:
@@ -160,6 +162,7 @@ class Speculation:
         return self._scorers
 
     def _decode(self, model: PreTrainedModel, batch: Batch, opening: Opening, streamer: Any) -> Any:
+        """Decode a batch by sampling or greedily -> what `generate` returns."""
         target, draft = scorers = self._pair(model)
         drafter, rule = ModelDrafter(draft, target.vocab), self._rule
         away = any(scorer.device != batch.ids.device for scorer in scorers)
@@ -169,7 +172,7 @@ class Speculation:
         decoder = Decoder(
             target, drafter, rule.verify, self._controller, len(requests), rule.rng, experience=self._experience
         )
-        rows = _run(_after(read, decoder, requests), requests, streamer)
+        rows = _run(_after_prompts(read, decoder, requests), requests, streamer)
         if not batch.pads_ended:
             _level(decoder, read, rows)
         if any(row.context_full for row in rows):
@@ -181,6 +184,7 @@ class Speculation:
         return batch.result(rows, sequences, read and read.cache)
 
     def _search(self, model: PreTrainedModel, call: BeamCall) -> Any:
+        """Decode with beams -> what `generate` returns."""
         target, draft = self._pair(model)
         drafter = ModelDrafter(draft, target.vocab)
         decoder = Decoder(target, drafter, controller=self._controller)
@@ -188,6 +192,7 @@ class Speculation:
         return result
 
     def _seed_of(self, config: Any) -> int:
+        """Return the seed of a call: the fixed one, or for sampling one from torch's global generator."""
         if self._seed is not None:
             return self._seed
         # Greedy decoding must not advance the generator: `generate` would not either.
@@ -226,10 +231,10 @@ def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) ->
     return sound(rows[index] for index in range(len(requests)))
 
 
-def _after(
+def _after_prompts(
     read: ReadPrompt | None, decoder: Decoder, requests: Sequence[Request], rows: Sequence[int] | None = None
 ) -> Decoder:
-    """Return the decoder with its target continued from a prompt that was read; the decoder itself if `read` is None.
+    """Return a decoder whose target continues prompts that the model itself has read; `decoder` if `read` is None.
 
     `requests` are those of `rows`, whose texts have grown since (None: of all rows, whose texts have not).
     """
@@ -248,7 +253,7 @@ def _level(decoder: Decoder, read: ReadPrompt | None, rows: Sequence[Row]) -> No
     if not missing:
         return
     more_of = [replace(row.request, prompt=tuple(row.tokens), max_new_tokens=n, stop=None) for row, n in missing]
-    decoder = _after(read, decoder, [row.request for row, _ in missing], [row.index for row, _ in missing])
+    decoder = _after_prompts(read, decoder, [row.request for row, _ in missing], [row.index for row, _ in missing])
     for (row, _), more in zip(missing, _run(decoder, more_of), strict=True):
         row.finish_reason = "length" if more.context_full else row.finish_reason
         row.tokens += more.output

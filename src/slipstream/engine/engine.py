@@ -102,7 +102,7 @@ class Engine:
           With a `temperature`, the beams of each step are sampled, as with transformers' `do_sample`.
         - `priority` (0; lower ones run first) and `cache_salt`: prompts share cached prefixes only with the same salt.
 
-        `on_completion(index, completion)` is called as soon as a text is finished, in whatever order that is. The
+        `on_completion(index, completion)` is called as soon as a text is finished, not in the order of the prompts. The
         texts at the indices `skip` are not generated and not returned: the others get the texts that they would
         have had among all. A text that cannot go on, for example because a processor raises, has the reason in `error`.
 
@@ -335,6 +335,7 @@ class Engine:
         return chosen
 
     def _decoder(self, asked: Options) -> Decoder:
+        """Return the decoder with a call's own rule and gamma. Raises ValueError if `lossless` refuses the rule."""
         chosen = self.choose(asked.verify)
         if asked.lossless and not chosen.lossless:
             raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")

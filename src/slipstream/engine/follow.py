@@ -1,4 +1,4 @@
-"""`slipstream.follow`: what the processes that torchrun started beside the first one do."""
+"""`slipstream.follow`: the work of all processes that torchrun started except the first one, rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of `generate` as requests of ours, and their rows as its result.
+"""Converts a call of transformers' `generate` to requests, and the decoded rows to what that call returns.
 
 Processors and stopping criteria receive what `generate` would pass: padding, and as many rows as the batch has.
 """
@@ -31,7 +31,7 @@ ROW_FREE = PREFIX_FREE | {
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens of a prompt, and how `generate` would pass a text that begins with them to processors.
+    """The tokens of a prompt, and the form in which `generate` would pass a text that begins with them to processors.
 
     It passes `head`, then the text without its first `hidden` tokens: usually the padding, and the whole text.
     """
@@ -56,7 +56,7 @@ class Prompt:
 class _InBatch:
     """Calls a processor with what `generate` would pass: the row with its padding, among as many rows as the batch has.
 
-    The other rows are copies of this one, so whatever a processor keeps per row is looked up at the right place.
+    The other rows are copies of this one, so that a processor finds what it keeps per row at the right place.
     """
 
     processor: Processor
@@ -153,6 +153,7 @@ class Batch:
         return () if prefix_free else (self.prompts[row].head, self.prompts[row].hidden)
 
     def _adapt(self, processor: Processor, row: int, away: bool) -> Processor:
+        """Return the processor for one row: itself if it reads the text alone, else called as `generate` would."""
         kind, known = type(processor), type(processor) in ROW_FREE
         own = _of_row(row, processor)
         if known and not away and (kind in PREFIX_FREE or self.prompts[row].shown_as_it_is):
@@ -161,6 +162,7 @@ class Batch:
         return _InBatch(own, self, row, 1 if alone else len(self.prompts), known)
 
     def _stop(self, row: int) -> Callable[[list[int]], str | None]:
+        """Return a function that tells whether a text of this row ends, by the stopping criteria of `generate`."""
         rows, criteria = len(self.prompts), cast(Any, self.criteria)
         start = len(self.prompts[row].tokens)
 

@@ -68,14 +68,15 @@ class BeamCall:
             if search.error:
                 raise search.error.cause or FloatingPointError(search.error)
         stats = sum((search.stats for search in searches), Stats())
-        found, requested = [list(search.hypotheses()) for search in searches], self.beams.num_return_sequences
-        for texts in found:  # where fewer were found than requested, empty ones fill the places
+        hypotheses, requested = [list(search.hypotheses()) for search in searches], self.beams.num_return_sequences
+        for texts in hypotheses:  # where fewer were found than requested, empty ones fill the places
             texts += [Hypothesis((), NO_SCORE, "length")] * (requested - len(texts))
-        return self._result(found), stats
+        return self._result(hypotheses), stats
 
-    def _result(self, found: Sequence[Sequence[Hypothesis]]) -> Any:
-        texts, ids, ends = [each for some in found for each in some], self.batch.ids, self.config._eos_token_tensor
-        fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as there, where a pad of 0 is taken as unset
+    def _result(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> Any:
+        """Return the texts as `generate` does: prompts and outputs padded to one length, with scores if requested."""
+        texts, ids, ends = [each for some in hypotheses for each in some], self.batch.ids, self.config._eos_token_tensor
+        fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as in `generate`, to which a pad of 0 is unset
         longest = max(len(each.tokens) for each in texts)
         padded = [[*each.tokens, *[fill] * (longest - len(each.tokens))] for each in texts]
         output = torch.tensor(padded, dtype=torch.long, device=ids.device)

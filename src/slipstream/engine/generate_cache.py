@@ -64,16 +64,16 @@ class ReadPrompt:
 
     def states(self, row: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Return keys and values (heads, count, head_dim) by layer, of the row's last tokens, without padding."""
-        real, found = self.width - self.pads[row], {}
+        real, by_layer = self.width - self.pads[row], {}
         for index, layer in enumerate(self.cache.layers):
             if layer.is_initialized:
                 keys, values = (states[row, :, : self.width] for states in (layer.keys, layer.values))
                 count = min(real, keys.shape[1])  # a sliding window keeps only the last tokens
-                found[index] = keys[:, keys.shape[1] - count :], values[:, values.shape[1] - count :]
-        return found
+                by_layer[index] = keys[:, keys.shape[1] - count :], values[:, values.shape[1] - count :]
+        return by_layer
 
     def take_in(self, sequences: Tensor, count: int, context: int | None) -> None:
-        """Bring the cache to where `generate` leaves it: all of sequences (rows, length) but the last token.
+        """Read emitted tokens into the cache, as `generate` leaves it: sequences (rows, length) without the last token.
 
         `count` tokens were emitted; rows that have ended are padded, as they are for `generate`.
         """

@@ -101,13 +101,14 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
 def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any]) -> None:
     """Raise ValueError for model inputs and processors that cannot be honoured."""
     input_names = {name for name, value in model_kwargs.items() if value is not None and value is not False}
-    if alien := sorted(input_names - HARMLESS):
+    if extra := sorted(input_names - HARMLESS):
         raise ValueError(
-            f"{', '.join(alien)} cannot be honoured: custom_generate feeds tokens or embeddings alone, so leave it out."
+            f"{', '.join(extra)} cannot be honoured: custom_generate feeds tokens or embeddings alone, so leave it out."
         )
     for processor in processors:
         if any(part in kind.__name__ for part in STATEFUL for kind in type(processor).__mro__):
-            raise ValueError(f"{type(processor).__name__} cannot be honoured: it keeps a state, and drafts may fall.")
+            name = type(processor).__name__
+            raise ValueError(f"{name} cannot be honoured: it keeps a state, and drafted tokens may be rejected.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,9 +72,9 @@ class Piece:
 class Generation:
     """One text that is being written: a request, and the row in which it grows once a scheduler has taken it.
 
-    Every round of the row is taken in once: by `follow`, which makes pieces of it, or by `record`, where only the
-    `completion` is needed. `decode` turns tokens into text; the text ends before any of `stops`. `top` is how many
-    tokens beside the emitted one get their logprobs (None: not even that one), `echo` what all text begins with.
+    Every round of the row is passed once: to `follow`, which makes pieces of it, or to `record`, if only the
+    `completion` is needed. `decode` turns tokens into text; the text ends before any of `stops`. `top` is how
+    many tokens besides the emitted one get their logprobs (None: not even that one), `echo` the text before all others.
     """
 
     request: Request
@@ -89,7 +89,7 @@ class Generation:
     _transcript: Transcript = field(init=False)
 
     def __post_init__(self) -> None:
-        self._transcript, self._untold = Transcript(self.decode, self.stops), self.echo
+        self._transcript, self._unsent = Transcript(self.decode, self.stops), self.echo
         if self.stops:
             # The round calls `stop` before the tokens reach `_transcript`: so the judge has a transcript of its own.
             self._judge = judge = Transcript(self.decode, self.stops)
@@ -98,7 +98,7 @@ class Generation:
     def follow(self, round: Round, place: int) -> Iterator[Piece]:
         """Yield the pieces of a round in which the row ran at `place`, one for every token; see `Piece`."""
         row, tokens = round.rows[place], round.tokens[place]
-        found = self.record(round, place)
+        logprobs = self.record(round, place)
         for i, token in enumerate(tokens):
             last = bool(row.finish_reason) and i + 1 == len(tokens) and not row.error
             if token not in self.request.eos:
@@ -106,12 +106,12 @@ class Generation:
             source = round.source(place, i)
             refused = round.refused(place) if source == "correction" else ()
             piece = self._piece(token, source, last, refused)
-            yield replace(piece, logprobs=found[i]) if found else piece
+            yield replace(piece, logprobs=logprobs[i]) if logprobs else piece
         if row.error:
             yield self.end()
 
     def record(self, round: Round, place: int) -> list[TokenLogprobs]:
-        """Take in a round in which the row ran at `place` -> the logprobs of its tokens; [] unless requested."""
+        """Add a round in which the row ran at `place` -> the logprobs of its tokens; [] unless requested."""
         self.steps.append((round.draft.depths[place], round.accepted[place]))
         if self.top is None:
             return []
@@ -120,9 +120,9 @@ class Generation:
         nodes = range(len(tokens)) if round.verdict.path is None else round.verdict.path[place].tolist()
         # The law at position 0 stands after the pending token, that at j + 1 after the drafted token (or node) j.
         positions = [0, *(node + 1 for node in nodes)][: len(tokens)]
-        found = _token_logprobs(_log_law(round.p, place, positions), tokens, self.top)
-        self._logprobs += found
-        return found
+        logprobs = _token_logprobs(_log_law(round.p, place, positions), tokens, self.top)
+        self._logprobs += logprobs
+        return logprobs
 
     def end(self) -> Piece:
         """Return the last piece of a text that ends without a token: it failed, or was aborted."""
@@ -130,9 +130,10 @@ class Generation:
         return self._piece(None, self.row.finish_reason, last=True)
 
     def _piece(self, token: int | None, source: str, last: bool, refused: tuple[int, ...] = ()) -> Piece:
+        """Make the piece of an emitted token, with the text that became certain with it."""
         if last:
             self._transcript.finish()
-        text, self._untold = self._untold + self._transcript.take(final=last), ""
+        text, self._unsent = self._unsent + self._transcript.take(final=last), ""
         return Piece(text, token, source, self.completion if last else None, refused)
 
     @property

@@ -191,6 +191,7 @@ def _read_plan(plan: Any) -> Plan | None:
 def _check_settings(
     tokenizer: Any, exact_shape: bool, tree: Sequence[int] | None, compile: bool, batch_size: int
 ) -> None:
+    """Raise ValueError, before anything is loaded, for settings that are not possible or exclude each other."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(
             f"tokenizer={tokenizer!r} is not possible: give one of transformers, or None for the target's."
@@ -239,9 +240,10 @@ def _ahead(steering: Controller) -> tuple[int, ...]:
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-    if found is None:
+    """Return the tokens that end a text: those of the model's generation config, else of its tokenizer."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None:
         return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    return frozenset([eos] if isinstance(eos, int) else eos)

@@ -19,7 +19,7 @@ ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """Names of options in other engines -> our names."""
 
 BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")
-"""Options of beam search beside `num_beams`."""
+"""Options of beam search besides `num_beams`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Options:
     """The options of a call besides the fields of `Sampling`. Raises ValueError for impossible values.
 
     `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
-    beside each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
+    besides each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
     expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, after
     its first ones, such as Whisper's for language and task. With `num_beams` above 1, beam search continues the
     prompts with the settings of `Beams`; those that are None take its defaults.
@@ -108,6 +108,7 @@ class Options:
         object.__setattr__(self, "seed", tuple(whole_number("seed", seed, 0) for seed in seeds))
 
     def _check_ends(self) -> None:
+        """Check what ends a text (strings, ids, seconds) and the tokens its decoder begins with; store tuples."""
         stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
         for text in stops:
             if not isinstance(text, str) or not text:
@@ -121,6 +122,7 @@ class Options:
             raise ValueError(f"max_time={self.max_time!r} is not possible: it is a number of seconds, above 0.")
 
     def _check_service(self) -> None:
+        """Check the options that matter where calls share a server: priority, salt of the prefix cache, prediction."""
         if not is_whole(self.priority):
             raise ValueError(f"priority={self.priority!r} is not possible: it is a whole number; lower ones run first.")
         prediction = "" if self.prediction is None else self.prediction
@@ -199,22 +201,22 @@ def sampling(
         "bad_words": [form for word in words for form in encoder.spellings(word)],
         "processors": (*bans, *processors),
     }
-    found = Sampling(eos=asked.ends(eos), **made)
-    banned = {token for word in found.bad_words for token in word}
-    named = (("logit_bias", found.logit_bias), ("bad_words", banned), ("stop_token_ids", asked.stop_token_ids))
+    result = Sampling(eos=asked.ends(eos), **made)
+    banned = {token for word in result.bad_words for token in word}
+    named = (("logit_bias", result.logit_bias), ("bad_words", banned), ("stop_token_ids", asked.stop_token_ids))
     for name, ids in named:
         if (most := max(ids, default=0)) >= vocab:
             raise ValueError(f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
-    if found.min_new_tokens > asked.max_new_tokens:
-        least, most = found.min_new_tokens, asked.max_new_tokens
+    if result.min_new_tokens > asked.max_new_tokens:
+        least, most = result.min_new_tokens, asked.max_new_tokens
         raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
-    if asked.beams and found.grammar is not None:
+    if asked.beams and result.grammar is not None:
         raise ValueError(f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out.")
-    if found.grammar is not None:
-        _check_grammar(found.grammar, asked, found.min_new_tokens, vocab)
-    if clash := {word[0] for word in found.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):
+    if result.grammar is not None:
+        _check_grammar(result.grammar, asked, result.min_new_tokens, vocab)
+    if clash := {word[0] for word in result.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):
         raise ValueError(f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one.")
-    return found
+    return result
 
 
 def check_callback(name: str, value: object) -> None:

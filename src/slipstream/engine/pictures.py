@@ -74,6 +74,7 @@ def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
 
 
 def _from_array(array: np.ndarray, where: str) -> Image:
+    """Return the RGB image of an array. Raises ValueError unless it is uint8 of shape (height, width, 3)."""
     from PIL import Image as pillow
 
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:

@@ -99,8 +99,8 @@ class Plan:
         if not isinstance(contents, dict) or contents.get("format") != FORMAT:
             raise ValueError(f"{path} is no plan: `slipstream plan --save FILE` writes one.")
         if contents.get("version") != VERSION:
-            found = contents.get("version")
-            raise ValueError(f"{path} is a plan of version {found}, this release reads {VERSION}: make it again.")
+            version = contents.get("version")
+            raise ValueError(f"{path} is a plan of version {version}, this release reads {VERSION}: make it again.")
         try:
             return _parsed(contents)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -108,6 +108,7 @@ class Plan:
 
 
 def _parsed(contents: dict[str, Any]) -> Plan:
+    """Return the plan in a file's contents. Raises KeyError, TypeError or ValueError if they are damaged."""
     contents = {"quantize": None, **contents}  # older files lack this field
     for name, kinds in KINDS.items():
         if not isinstance(contents[name], kinds):

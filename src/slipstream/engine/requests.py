@@ -102,8 +102,8 @@ def read_prompt(prompt: Any, where: str = "prompt 0") -> Prompt:
         return tuple(map(int, items))
     if all(map(_is_message, items)):
         return [_message(item, where) for item in items]
-    alien = next(item for item in items if not (_is_message if _is_message(items[0]) else _is_id)(item))
-    raise ValueError(f"{where} is a list that holds {shown(alien)}: {ALLOWED}.")
+    stray = next(item for item in items if not (_is_message if _is_message(items[0]) else _is_id)(item))
+    raise ValueError(f"{where} is a list that holds {shown(stray)}: {ALLOWED}.")
 
 
 def _is_with_media(value: Any) -> bool:
@@ -119,11 +119,11 @@ def _with_media(prompt: TextWithMedia | Message, where: str) -> Prompt:
         raise ValueError(
             f"{where} has images or sounds beside {shown(text)}, but a text is needed: leave it empty at least."
         )
-    found = {
+    media = {
         name: listed(fields.get(name, ()), f"{name} of {where}", f"they are a list of {modality}")
         for modality, name in FIELDS.items()
     }
-    return TextWithMedia(_text(text, where), **found) if any(found.values()) else _text(text, where)
+    return TextWithMedia(_text(text, where), **media) if any(media.values()) else _text(text, where)
 
 
 def modalities(prompt: Prompt) -> frozenset[Modality]:
@@ -145,13 +145,13 @@ def _text(text: str, where: str) -> str:
 def _chat(chat: Chat, where: str) -> Chat:
     """Check a chat and return it with its messages read. Raises ValueError for what a chat template cannot take."""
     messages = listed(chat.messages, f"messages of {where}", "they are a list of messages")
-    if alien := [message for message in messages if not _is_message(message)]:
-        raise ValueError(f"messages of {where} holds {shown(alien[0])}, but a message is a dict.")
+    if strays := [message for message in messages if not _is_message(message)]:
+        raise ValueError(f"messages of {where} holds {shown(strays[0])}, but a message is a dict.")
     variables = {} if chat.template_kwargs is None else chat.template_kwargs
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise ValueError(f"template_kwargs of {where} is {shown(variables)}, but it is a dict of names and values.")
-    if own := [name for name in WITHHELD if name in variables]:
-        raise ValueError(f"template_kwargs of {where} sets {own[0]}, which is not for the template: leave it out.")
+    if withheld := [name for name in WITHHELD if name in variables]:
+        raise ValueError(f"template_kwargs of {where} sets {withheld[0]}, which is not for the template: leave it out.")
     tools = None if chat.tools is None else listed(chat.tools, f"tools of {where}", "they are a list of tools")
     return replace(chat, messages=[_message(each, where) for each in messages], tools=tools)
 
@@ -246,6 +246,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
+    """Return what a tensor can be as a prompt: token "ids", audio "features", or "neither"."""
     if tensor.dtype == torch.bool or tensor.is_complex():
         return "neither"
     return "features" if tensor.is_floating_point() else "ids"

@@ -47,6 +47,7 @@ def read_sound(sound: Any, rate: int, longest: float | None = None) -> np.ndarra
 
 
 def _content(location: str | Path) -> bytes:
+    """Return the bytes of a sound file, given by path or as a `data:` URL. Raises ValueError for a web address."""
     if isinstance(location, str) and location.startswith("data:"):
         return data_url(location, "the sound")
     if isinstance(location, str) and location.startswith(("http://", "https://")):
@@ -67,6 +68,7 @@ def _check_length(count: int, rate: int, longest: float | None) -> None:
 
 
 def _read_wav(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
+    """Read a WAV file -> its samples (n,) in -1 .. 1, with channels averaged, and their rate in Hz."""
     with wave.open(io.BytesIO(content)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         if width not in WIDTHS:
@@ -79,6 +81,7 @@ def _read_wav(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
 
 
 def _read_other(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
+    """Read a sound file with soundfile -> its samples (n,), with channels averaged, and their rate in Hz."""
     try:
         import soundfile
     except ImportError:

@@ -56,7 +56,7 @@ def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:
-    """Return a sentence if weights are not packed for this CPU because the model lies in parts; otherwise []."""
+    """List a sentence for the user if weights stay unpacked on this CPU because the model is in parts; else []."""
     why = why_in_parts(scorer.model)
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
         return []

@@ -58,11 +58,12 @@ def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
     """Return the first of the named settings that is set, in the generation config or the model's; None without one."""
-    found = (getattr(place, name, None) for name in names for place in (settings, config))
-    return next((value for value in found if value is not None), None)
+    values = (getattr(place, name, None) for name in names for place in (settings, config))
+    return next((value for value in values if value is not None), None)
 
 
 def _prefix(config: Any, task: Task) -> str:
+    """Return the text before every source of a task. Raises ValueError for a task that the model does not have."""
     if task.name is None:
         return task.prefix or ""
     if task.prefix is not None:
