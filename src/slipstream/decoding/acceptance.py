@@ -62,7 +62,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
 def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     """Return b_0..b_gamma, the weights (rows, gamma, 2) of the coins for "prefix i passes" and "it does not", and beta.
 
-    Behind a row's length no coin falls for the prefix.
+    At positions after the end of a row's draft the coin always says "it does not".
     """
     assert draft.law is not None
     lengths = _lengths(draft, p.device)[:, None]
@@ -116,7 +116,7 @@ def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def everything(p: Law, draft: Draft, draw: Draw) -> Verdict:
-    """Accept all that is drafted, whatever the target says: for warming up, where the text does not matter."""
+    """Accept every drafted token without a test: for warming up, where the text does not matter."""
     if draft.law is None:
         return nothing_drafted(p)
     accepted = _lengths(draft, p.device)
@@ -146,6 +146,7 @@ def lenient(leniency: float) -> Verifier:
 
 
 def _lenient_sampling(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens pass, which of these only by leniency, and the distance of each position's law from p."""
     assert draft.law is not None
     p_x, q_x = p.of(draft.tokens), draft.law.of(draft.tokens)
     strict, keep = torch.minimum(p_x, q_x), torch.minimum(p_x / leniency, q_x)
@@ -154,6 +155,7 @@ def _lenient_sampling(p: Law, draft: Draft, draw: Draw, leniency: float) -> tupl
 
 
 def _lenient_greedy(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens pass, which of these only by leniency, and the chance of a token other than the best."""
     assert draft.law is not None and p.scores is not None and p.tokens is not None
     bar = p.scores.amax(-1) + math.log(leniency)
     passed = (draft.tokens == p.tokens) | (p.scores.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1) >= bar)
@@ -203,6 +205,7 @@ def beta(p: Law, q: Law) -> Tensor:
 
 
 def _coin(heads: Tensor, tails: Tensor) -> Law:
+    """Return a law of two outcomes per position, drawn as 0 with weight `keep` and as 1 with weight `lose`."""
     return Law(probs=torch.stack([heads, tails], -1))
 
 

@@ -36,6 +36,7 @@ def share_time(round: Round) -> None:
 
 
 def _count_positions(stats: Stats, depth: int, accepted: int) -> None:
+    """Count, for each position of a draft of this depth, one drafted token and whether it was accepted."""
     grow = max(0, depth - len(stats.drafted_by_position))
     stats.drafted_by_position += [0] * grow
     stats.accepted_by_position += [0] * grow

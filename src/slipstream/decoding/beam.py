@@ -86,8 +86,8 @@ class BeamDecoder:
             for place, (search, more) in enumerate(zip(searches, proposals, strict=True))
         ]
         keep = [search.settings.candidates(len(search.request.eos)) for search in searches]
-        for prefix, found in score(self._cache, searches, new, keep, self.decoder.target.vocab):
-            _enter(prefix, found)
+        for prefix, outcome in score(self._cache, searches, new, keep, self.decoder.target.vocab):
+            _enter(prefix, outcome)
         watch.lap("target")
         for search, more in zip(searches, proposals, strict=True):
             _count(search, max((each.depth for each in more), default=search.depth) - search.depth)
@@ -111,6 +111,7 @@ class BeamDecoder:
         ]
 
     def _dismiss(self) -> None:
+        """Remove the searches that have ended, with their rows in both caches."""
         ended = [place for place, search in enumerate(self.running) if search.finish_reason]
         if ended:
             self._cache.free(ended)
@@ -124,7 +125,7 @@ def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection
     Raises ValueError for requests that the target cannot run by beam search.
     """
     check_requests(target, requests)
-    found = []
+    searches = []
     for request, number in zip(requests, numbers, strict=True):
         assert request.beams is not None
         if request.media is not None:
@@ -136,8 +137,8 @@ def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection
             )
         room = request.max_new_tokens
         limit = room if target.context is None else min(room, target.context - len(request.prompt))
-        found.append(BeamSearch(request, request.beams, limit, number))
-    return found
+        searches.append(BeamSearch(request, request.beams, limit, number))
+    return searches
 
 
 def most_tokens(search: BeamSearch, gamma: int) -> int:
@@ -155,12 +156,12 @@ def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearc
     return searches
 
 
-def _enter(prefix: Prefix, found: Candidates | Fault) -> None:
+def _enter(prefix: Prefix, outcome: Candidates | Fault) -> None:
     """Store the target's best continuations of a prefix in it, or the fault that prevented them."""
-    if isinstance(found, Fault):
-        prefix.fault = found
+    if isinstance(outcome, Fault):
+        prefix.fault = outcome
     else:
-        prefix.best = found
+        prefix.best = outcome
 
 
 def _count(search: BeamSearch, drafted: int) -> None:

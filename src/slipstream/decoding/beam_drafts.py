@@ -122,6 +122,7 @@ class ModelBeams:
         return proposals
 
     def _possible(self, search: BeamSearch, depth: int) -> int:
+        """Return how many of `depth` steps fit into the draft's context after the text of a search."""
         limit = self._scorer.context
         room = depth if limit is None else limit - len(search.request.prompt) - search.depth
         return max(0, min(depth, room))
@@ -141,13 +142,14 @@ class ModelBeams:
         new = [cache.lacking(place, wanted) for place, wanted in enumerate(unknown)]
         if any(new):
             keep = [self._candidates(search, beams=1) for search in searches]
-            for prefix, found in score(cache, searches, new, keep, self._vocab):
-                prefix.guess = Candidates([], [], []) if isinstance(found, Fault) else found
+            for prefix, outcome in score(cache, searches, new, keep, self._vocab):
+                prefix.guess = Candidates([], [], []) if isinstance(outcome, Fault) else outcome
 
     def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
+        """Return the best beams one token longer, by the laws that are known, without texts that have ended."""
         ends = search.request.eos
-        found = best_continuations(beams, self._candidates(search, len(beams)), _law)
-        going = [Beam(prefix.child(token), score) for score, prefix, token in found if token not in ends]
+        continuations = best_continuations(beams, self._candidates(search, len(beams)), _law)
+        going = [Beam(prefix.child(token), score) for score, prefix, token in continuations if token not in ends]
         return best_beams(going, search.settings.num_beams + self._extra)
 
     def _candidates(self, search: BeamSearch, beams: int) -> int:
@@ -220,8 +222,8 @@ def score(
     scores, counts = law.scores[:, 0], [keep[place] for place, _ in pairs]
     ranks, tokens = _ranked(scores, rows).topk(min(max(counts), scores.shape[-1]))
     best = zip(scores.gather(-1, tokens).tolist(), tokens.tolist(), ranks.tolist(), counts, strict=True)
-    found = [Candidates(some[:count], ids[:count], order[:count]) for some, ids, order, count in best]
-    return [(prefix, faults.get((i, 0)) or found[i]) for i, (_, prefix) in enumerate(pairs)]
+    candidates = [Candidates(some[:count], ids[:count], order[:count]) for some, ids, order, count in best]
+    return [(prefix, faults.get((i, 0)) or candidates[i]) for i, (_, prefix) in enumerate(pairs)]
 
 
 def _ranked(scores: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -39,15 +39,15 @@ def best_continuations(
     Without noise these are the best ones, the best first. Forbidden tokens (with a log-probability of -inf) are left
     out.
     """
-    found: list[tuple[float, Continuation]] = []
+    ranked: list[tuple[float, Continuation]] = []
     for beam in beams:
-        found += [
+        ranked += [
             (beam.score + rank, (beam.score + value, beam.prefix, token))
             for value, token, rank in zip(*(law(beam.prefix) or ((), (), ())), strict=True)
             if value > -inf
         ]
-    found.sort(key=itemgetter(0), reverse=True)  # sorting is stable, also with reverse=True
-    return [continuation for _, continuation in found[:count]]
+    ranked.sort(key=itemgetter(0), reverse=True)  # sorting is stable, also with reverse=True
+    return [continuation for _, continuation in ranked[:count]]
 
 
 def best_beams(beams: Iterable[Beam], count: int) -> list[Beam]:
@@ -143,10 +143,10 @@ class BeamSearch:
         If the search has not ended, or has failed, live beams follow the finished hypotheses. There are fewer if the
         settings allow no more texts.
         """
-        found = list(self.finished)
+        hypotheses = list(self.finished)
         if self.finish_reason is None or self.error:
             length = max(1, self.depth) ** self.settings.length_penalty
             reason = self.finish_reason or "interrupted"
-            found = [replace(each, finish_reason=reason) for each in found]
-            found += [Hypothesis(tuple(beam.prefix.tokens), beam.score / length, reason) for beam in self.live]
-        return found[: self.settings.num_return_sequences]
+            hypotheses = [replace(each, finish_reason=reason) for each in hypotheses]
+            hypotheses += [Hypothesis(tuple(beam.prefix.tokens), beam.score / length, reason) for beam in self.live]
+        return hypotheses[: self.settings.num_return_sequences]

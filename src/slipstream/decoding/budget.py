@@ -16,7 +16,8 @@ from slipstream.decoding.round_estimates import Curve, clocked, size
 @dataclass(frozen=True, slots=True)
 class Purse:
     """The state of `Guarded`: the inner controller's state, the seconds of plain rounds by batch size, the seconds that
-    may be lost (`left`), how many rows may draft next (`pilots`), and the plain rounds that it may cost (`price`)."""
+    may be lost (`left`), how many rows may draft in the next attempt (`pilots`), and the plain rounds that the last one
+    lost (`price`)."""
 
     inside: Any
     plain: dict[int, Curve] = field(default_factory=dict)

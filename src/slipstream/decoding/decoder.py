@@ -33,7 +33,7 @@ class NoDraft:
 
 
 class Experience:
-    """Keeps what controllers have learned from one call to the next, so that costs are not measured anew in each."""
+    """Keeps what controllers have learned from one call to the next, so that costs are not measured again in each."""
 
     def __init__(self) -> None:
         self._states: list[tuple[Resumes, Any]] = []
@@ -65,7 +65,7 @@ class Decoder:
     batch_size: int = 8
     rng: Rng = draw
     experience: Experience = field(default_factory=Experience, compare=False)
-    inside: bool = False  # it decodes a draft: where no law can be made, an arbitrary one serves, and the text goes on
+    inside: bool = False  # it decodes a draft: a position without a law gets an arbitrary one, and the text goes on
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, 1)

@@ -208,6 +208,7 @@ class Grammars:
         return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
 
     def _made(self, what: str, text: str, make: Any) -> Grammar:
+        """Make a grammar from its text. Raises ValueError, which calls it `what`, if it is too long or invalid."""
         from llguidance import LLMatcher
 
         if len(text.encode()) > self.limits.size:

@@ -29,8 +29,8 @@ def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
         q*(v | s) = ((A + J F(<=v))^k - (A + J F(<v))^k) / ((A + J)^k - A^k)
 
-    with J = q(s), A the chance that one path begins with less than s, F the sums of q(. | s) in that order. Whatever
-    the order, block verification of that path with q* in place of q is exact. With one path q* is q. The paths have to
+    with J = q(s), A the chance that one path begins with less than s, F the sums of q(. | s) in that order. For any
+    order, block verification of that path with q* in place of q is exact. With one path q* is q. The paths have to
     be drawn independently of each other; for a point mass p the rule is `tree_acceptance.match`.
     """
     if draft.law is None:
@@ -102,8 +102,10 @@ class Order:
         return Order(rank, sums.gather(-1, rank), lower.gather(-1, rank))
 
     def greatest(self, place: Tensor, count: int) -> Tensor:
-        """Return q* (rows, vocab) after a prefix at `place`, as a sum without differences of large numbers: b^k - a^k =
-        (b - a)(b^(k-1) + b^(k-2) a + ... + a^(k-1))."""
+        """Return q* (rows, vocab) after a prefix whose `place` (rows, 1) is A / (A + J), for `count` (k) paths.
+
+        b^k - a^k is computed as (b - a)(b^(k-1) + b^(k-2) a + ... + a^(k-1)), as a difference of powers would cancel.
+        """
         here = 1 - place
         upper, lower = place + here * self.upto, place + here * self.before
         powers = sum(upper**i * lower ** (count - 1 - i) for i in range(count))
@@ -111,7 +113,7 @@ class Order:
         return weights / weights.sum(-1, keepdim=True)
 
     def place_of(self, token: Tensor, place: Tensor) -> Tensor:
-        """Return A / (A + J) (rows, 1) after one more token."""
+        """Return the `place` A / (A + J) (rows, 1) of the prefix that is one `token` longer; see `gbv`."""
         here = 1 - place
         upper, lower = place + here * self.upto.gather(-1, token), place + here * self.before.gather(-1, token)
         return torch.where(upper > 0, lower / upper, 0.0)

@@ -127,7 +127,7 @@ class Reader:
         ]
 
     def _release(self, first: int) -> list[Row]:
-        """Put the rows whose texts are read before the others, each with its own copy in the cache -> those rows."""
+        """Move rows whose texts are read completely to the front, each with its own copy in the cache -> those rows."""
         have = self.target.lengths[first:]
         places = {id(group): first + place for place, group in enumerate(self.groups)}
         done = [group for group, known in zip(self.groups, have, strict=True) if known >= len(group.text)]

@@ -47,7 +47,7 @@ MATCH = Rule("match", ByShape(acceptance.match, trees.match, trees.match))
 COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 
 WARM_UP = Rule("everything", ByShape(acceptance.everything, trees.recursive, trees.recursive), lossless=False)
-"""Accepts whole chains, after which a draft is fed most: its graphs for that are made while nobody waits."""
+"""Accepts whole chains. After those a draft is fed the most tokens, so warming up makes its graphs for that."""
 
 MOST_PATHS = 32
 """The greatest number of paths in a round; each is a chain of gamma tokens that the target scores."""

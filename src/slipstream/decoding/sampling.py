@@ -152,6 +152,7 @@ class Sampling:
         return self._chains[prompt_length, device]
 
     def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:
+        """Return the processors that change single logits: grammar, bias, penalties, bans and the minimal length."""
         chain: list[Processor] = []
         if self.grammar is not None:
             chain.append(GrammarMask(self.grammar, prompt_length))
@@ -212,6 +213,7 @@ class Sampling:
         return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
 
     def _process(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes) -> Tensor:
+        """Apply all processors to logits (rows, positions, vocab), each position after its own prefix."""
         chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
         prefixes: list[list[Tensor]] = []
         for stage, processor in enumerate(chains[0]):

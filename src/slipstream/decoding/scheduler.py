@@ -185,11 +185,11 @@ class Scheduler:
         """Free the rows that have ended."""
         self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])
 
-    def _leave(self, gone: Sequence[Row]) -> None:
-        """Free rows in the target, after storing their texts for the prefix cache."""
-        names, target = set(map(id, gone)), self.decoder.target
+    def _leave(self, leaving: Sequence[Row]) -> None:
+        """Remove rows from the batch and free them in the target, after storing their texts in the prefix cache."""
+        names, target = set(map(id, leaving)), self.decoder.target
         places = [place for place, row in enumerate(self.running) if id(row) in names]
-        self._reader.drop(gone, len(self.running))
+        self._reader.drop(leaving, len(self.running))
         for place in places:
             row = self.running[place]
             if row.finish_reason != "error" and row.request.media is None:  # its tokens do not identify them
@@ -229,9 +229,9 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
 
 def _drained(queue: SimpleQueue[Row]) -> list[Row]:
     """Take everything out of a queue without waiting."""
-    found = []
+    items = []
     try:
         while True:
-            found.append(queue.get_nowait())
+            items.append(queue.get_nowait())
     except Empty:
-        return found
+        return items

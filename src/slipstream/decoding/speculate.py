@@ -68,20 +68,20 @@ def _commit(
     """Append what stands to every row, cut where plain decoding would have ended -> emitted tokens, accepted."""
     drafted = draft.tokens if verdict.path is None else draft.fed.gather(1, verdict.path)
     counts, last = verdict.accepted.tolist(), following.tolist()
-    stands = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
+    new_tokens = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
     if faults:
-        _cut(running, stands, verdict, faults)
-    emitted = [emit(row, new) for row, new in zip(running, stands, strict=True)]
+        _cut(running, new_tokens, verdict, faults)
+    emitted = [emit(row, new) for row, new in zip(running, new_tokens, strict=True)]
     return tuple(emitted), tuple(min(count, len(new)) for count, new in zip(counts, emitted, strict=True))
 
 
-def _cut(running: Sequence[Row], stands: Sequence[list[int]], verdict: Verdict, faults: Faults) -> None:
+def _cut(running: Sequence[Row], new_tokens: Sequence[list[int]], verdict: Verdict, faults: Faults) -> None:
     """Drop the tokens that have no law, and set the row's error: plain decoding would have failed at the same token.
 
-    The tokens before it do not depend on the arbitrary law: the rules are exact whatever law follows a prefix.
+    The tokens before it do not depend on the arbitrary law: the rules are exact for any law after a prefix.
     """
-    paths = [range(len(new)) for new in stands] if verdict.path is None else verdict.path.tolist()
-    for place, (row, new, path) in enumerate(zip(running, stands, paths, strict=True)):
+    paths = [range(len(new)) for new in new_tokens] if verdict.path is None else verdict.path.tolist()
+    for place, (row, new, path) in enumerate(zip(running, new_tokens, paths, strict=True)):
         positions = [0, *(node + 1 for node in path)][: len(new)]
         end = next((i for i, position in enumerate(positions) if (place, position) in faults), None)
         if end is not None:

@@ -36,16 +36,17 @@ def recursive(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 
 def _descend(walk: TreeWalk, node: int, here: Tensor) -> None:
+    """Verify the subtree of a node in the rows `here`, which have reached it, and settle them; see `recursive`."""
     rest = walk.p(node)
     for child, (token, law, present) in walk.candidates(node):
         x = token.unsqueeze(-1)
-        asked = here & present
+        tested = here & present
         q_x = law.gather(-1, x).squeeze(-1)
         keep = torch.minimum(rest.gather(-1, x).squeeze(-1), q_x)
-        passed = walk.toss(keep, q_x - keep, asked, child)
+        passed = walk.toss(keep, q_x - keep, tested, child)
         _descend(walk, child, passed)
         here = here & ~passed
-        rest = _where(asked & here, _norm((rest - law).clamp(min=0), rest), rest)
+        rest = _where(tested & here, _norm((rest - law).clamp(min=0), rest), rest)
     walk.settle(node, here, rest)
 
 
@@ -70,18 +71,18 @@ def _visit(walk: TreeWalk, node: int, a: Tensor, here: Tensor) -> Tensor:
     """Verify the subtree of a node -> the rows (bool) that settle at this node or below."""
     law, open_ = walk.p(node), here
     for child, (token, q, present) in walk.candidates(node):
-        asked, x = open_ & present, token.unsqueeze(-1)
+        tested, x = open_ & present, token.unsqueeze(-1)
         ratio = law.gather(-1, x).squeeze(-1).double() / q.gather(-1, x).squeeze(-1).double().clamp(min=1e-300)
-        open_ = open_ & ~_visit(walk, child, (a * ratio).clamp(max=1), asked)
-        refused = asked & open_
+        open_ = open_ & ~_visit(walk, child, (a * ratio).clamp(max=1), tested)
+        refused = tested & open_
         rest = (a.unsqueeze(-1).to(law.dtype) * law - q).clamp(min=0)
         total = rest.sum(-1).double()
         lost = total + (1 - a)
         a = torch.where(refused, torch.where(lost > 0, total / lost, 1.0).clamp(max=1), a)
         law = _where(refused, _norm(rest, law), law)
-    stands = walk.toss(a, 1 - a, open_, node)
-    walk.settle(node, stands, law)
-    return here & (stands | ~open_)
+    settled = walk.toss(a, 1 - a, open_, node)
+    walk.settle(node, settled, law)
+    return here & (settled | ~open_)
 
 
 def match(p: Law, draft: Draft, draw: Draw) -> Verdict:
@@ -126,7 +127,7 @@ class TreeWalk:
         return self._p.dense[:, node + 1]
 
     def level(self, node: int) -> int:
-        """Return how many tokens of the tree come before the node."""
+        """Return the number of the node's ancestors in the tree."""
         return len(self.lines[node]) - 1
 
     def present(self, node: int) -> Tensor:
@@ -135,16 +136,17 @@ class TreeWalk:
 
     def candidates(self, node: int) -> list[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
         """Return a node's children: (child, (token, the law it was drawn from (rows, vocab), rows that have it))."""
-        found, drawn = [], list[Tensor]()
+        children, drawn = [], list[Tensor]()
         for child, parent in enumerate(self.parents):
             if parent == node:
                 token = self._draft.tokens[:, child].clamp(min=0)
-                found.append((child, (token, self._q(child, drawn), self.present(child))))
+                children.append((child, (token, self._q(child, drawn), self.present(child))))
                 if not self._draft.replacement:
                     drawn.append(token)
-        return found
+        return children
 
     def _q(self, child: int, drawn: list[Tensor]) -> Tensor:
+        """Return the law (rows, vocab) that a child was drawn from: q without its siblings that were `drawn` before."""
         law = self._draft.law
         assert law is not None
         if law.tokens is not None:
@@ -167,7 +169,7 @@ class TreeWalk:
         self._law = _where(here, law, self._law)
 
     def verdict(self, law: Law | None = None) -> Verdict:
-        """Return the verdict; `law` replaces the laws that were settled."""
+        """Return the verdict; `law`, if given, replaces the laws that `settle` has stored."""
         lines = [(*line, *(0,) * (self.depth - len(line))) for line in ((), *self.lines)]
         table = torch.tensor(lines, device=self.node.device)
         counts = torch.tensor([0, *map(len, self.lines)], device=self.node.device)
@@ -192,6 +194,7 @@ class TreeWalk:
 
 
 def _norm(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Normalize weights (rows, vocab); where all are zero, return the row of `otherwise`."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 

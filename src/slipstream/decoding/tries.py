@@ -100,15 +100,15 @@ class TrieCache:
 
     def lacking(self, place: int, wanted: Sequence[Prefix]) -> list[Prefix]:
         """Return the prefixes to feed so that a row holds the wanted ones: those and their ancestors not in it yet."""
-        found: dict[Prefix, None] = {}
+        missing: dict[Prefix, None] = {}
         for prefix in wanted:
-            line = []
+            path = []
             for node in prefix.upward():
-                if node in found or not self.rows[place].lacks(node):
+                if node in missing or not self.rows[place].lacks(node):
                     break
-                line.append(node)
-            found.update(dict.fromkeys(reversed(line)))
-        return list(found)
+                path.append(node)
+            missing.update(dict.fromkeys(reversed(path)))
+        return list(missing)
 
     def feed(self, new: Sequence[Sequence[Prefix]]) -> Tensor:
         """Feed each row prefixes that it lacks, parents first -> logits (all prefixes, vocab), row by row."""
