@@ -1,1 +1,1 @@
-"""Drafters: who makes the drafts. One file per kind."""
+"""Drafters, which propose tokens for the target to verify: one file per kind."""

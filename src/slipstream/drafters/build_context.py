@@ -16,7 +16,7 @@ from slipstream.execution.passes import EAGER, Mode
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The target for which a draft is built, and how models are loaded beside it. `notes` collects notes for the user.
+    """The target for which a draft is built, and how other models are loaded. `notes` collects notes for the user.
 
     `drafted`: another draft drafts for the one that is built. `independent`: siblings of the `tree` are drawn
     independently of each other, as rules of several paths require. `waits`: nothing is drafted ahead, because no target

@@ -2,7 +2,7 @@
 
 The gamma tokens of a draft model are themselves made by speculative rounds: a faster drafter proposes, the model scores
 in one call, the exact rule keeps a prefix. It is the loop of Algorithm 1, one level down, so the tokens jointly have
-the model's own law q, whatever drafts inside; q at every position is the law that the inner round verified against. The
+the model's own law q with any inner drafter; q at every position is the law that the inner round verified against. The
 outer rule therefore stays exact. How many tokens a row drafts is fixed before anything is sampled: tokens that rows of
 a batch make beyond it, while others are not done, are cut by position alone, which does not change the others' law.
 """

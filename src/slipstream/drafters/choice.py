@@ -210,6 +210,7 @@ class Bandit:
 
 
 def _checked(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    """Return the drafters as a tuple. Raises ValueError for fewer than two, and for trees."""
     if len(drafters) < 2:
         raise ValueError(f"a choice among {len(drafters)} drafters is not possible: give two or more.")
     if any(isinstance(drafter, TreeDrafter) for drafter in drafters):

@@ -43,9 +43,9 @@ class ByRow(Generic[T]):
         """Drop the value of a row that has ended."""
         self._known.pop(id(row), None)
 
-    def _lost(self, gone: ref[Row]) -> None:
+    def _lost(self, collected: ref[Row]) -> None:
         """Drop the value of a row that was garbage collected, as happens when its stream is closed."""
-        self._known = {key: entry for key, entry in self._known.items() if entry[0] is not gone}
+        self._known = {key: entry for key, entry in self._known.items() if entry[0] is not collected}
 
 
 def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Follower:
         self.starts: list[int] = []  # the position at which each row's window begins in its text
         self._rows: list[Row] = []
         self._known: list[int] = []  # how many tokens of each row are stored in the prefix cache
-        self._late: list[bool] = []  # the rows that get no draft in this round
+        self._late: list[bool] = []  # per row: its text is not read yet, so it gets no draft in this round
         self._watch = Stopwatch()
 
     def follow(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> None:
@@ -136,7 +136,7 @@ class Follower:
         self.trim()
 
     def trim(self) -> None:
-        """Forget what the cache holds of each row beyond its text but the last token."""
+        """Drop the cached tokens of each row that are not part of its text, and the pending last one."""
         if not self._rows:
             return
         self.scorer.rollback([min(pair) for pair in zip(self.scorer.lengths, self._kept(), strict=True)])
@@ -150,7 +150,7 @@ class Follower:
             self.scorer.prefill(pieces)
 
     def _kept(self) -> list[int]:
-        """How many tokens of each row's window stand, all but the last, which is pending."""
+        """Return how many tokens of each row's window are committed: all but the last, which is pending."""
         return [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
 
     def _missing(self) -> list[list[int]]:
@@ -165,6 +165,7 @@ class Follower:
         return [self._ids(row.readable[start + have :]) for row, start, have in places]
 
     def _ids(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens as the draft reads them: ids beyond its vocabulary become its last id."""
         last = self.scorer.vocab - 1
         return [min(token, last) for token in tokens]
 
@@ -197,4 +198,5 @@ def _inner(parents: tuple[int, ...]) -> int:
 
 
 def windowed_lengths(follower: Follower, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return, per row, how many of its drafted tokens come from a shortened text; see `Draft.windowed`."""
     return tuple(length if start else 0 for length, start in zip(lengths, follower.starts, strict=True))

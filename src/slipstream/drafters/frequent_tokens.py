@@ -117,6 +117,7 @@ class FrequentTokens:
         return kept, f"the draft knows {size} of {vocab} tokens, which make up {about}."
 
     def _counts(self, target: str, vocab: int, tokenizer: Any) -> TokenCounts:
+        """Read the counts of a target's tokens. Raises ValueError without counts of its vocabulary."""
         path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
         if self.file is None and not path.is_file():
             raise ValueError(
@@ -126,5 +127,5 @@ class FrequentTokens:
         counts, name = TokenCounts.load(path), fingerprint(tokenizer)
         other = bool(name and counts.tokenizer) and name != counts.tokenizer
         if other or len(counts.counts) != vocab:
-            raise ValueError(f"{path} counts the tokens of {counts.target}, and {target} has others: count them anew.")
+            raise ValueError(f"{path} counts the tokens of {counts.target}, and {target} has others: count its own.")
         return counts

@@ -1,11 +1,11 @@
 """Parallel heads: several next tokens from one hidden state of the target, in one call (blockwise parallel decoding).
 
-As in Stern, Shazeer and Uszkoreit (arXiv 1811.03115): beside the target's own head, k more outputs come from one
+As in Stern, Shazeer and Uszkoreit (arXiv 1811.03115): besides the target's own head, k more outputs come from one
 feed-forward layer with a residual connection, and share the target's projection to the vocabulary. Verification of one
 round and prediction of the next share one pass: the state is the one behind the last token that this pass kept.
 
 The token drawn from that state is pending: when it is sampled, the state does not determine it. So its embedding is an
-input beside the state (as in Hydra, arXiv 2402.05109), unless the heads are made without it. A head's law does not
+input besides the state (as in Hydra, arXiv 2402.05109), unless the heads are made without it. A head's law does not
 depend on the tokens drafted before; it is still the law its token was really sampled from, so drafting stays exact.
 """
 

@@ -187,7 +187,7 @@ def _int4(context: BuildContext, value: str, **options: Any) -> Drafter:
     return _quantized(context, "int4", **options)
 
 
-SINKS = 4  # the first tokens of a text, which get much attention whatever they are (arXiv 2309.17453)
+SINKS = 4  # the first tokens of a text, which get much attention in every text (arXiv 2309.17453)
 
 
 def _window(
@@ -255,7 +255,7 @@ def _datastore(
     entries: int = Limits.entries,
     **settings: Any,
 ) -> Drafter:
-    """Build the drafter of a datastore: the folder's corpus and memory, whichever exist; `learn` creates the memory."""
+    """Build the drafter of a datastore: the folder's corpus and memory, if they exist; `learn` creates a memory."""
     name, target = fingerprint(context.tokenizer), context.target
     corpus = open_corpus(folder, target.vocab, name)
     memory = None

@@ -19,14 +19,14 @@ class KnownFirst:
     """Copies from predictions and drafts what grammars force; rows for which that gives nothing use another drafter.
 
     In rounds of rows without either, the other drafter makes the whole draft, and its draws have the same names in all
-    rounds, so that a text does not depend on the rows beside it. Copied tokens of predictions are counted in the rows'
+    rounds, so that a text does not depend on the other rows. Copied tokens of predictions are counted in the rows'
     statistics. Raises ValueError for a drafter of trees, which cannot share a round with chains.
     """
 
     def __init__(self, inner: Drafter) -> None:
         if isinstance(inner, TreeDrafter):
             raise ValueError(
-                "predictions and forced tokens are drafted as chains, beside which a tree cannot run: leave the tree "
+                "predictions and forced tokens are drafted as chains, which share no round with a tree: leave the tree "
                 "out."
             )
         self.inner, self.prediction, self.forced = inner, Prediction(), Forced()

@@ -73,6 +73,7 @@ class Lookup:
                 self.automata.forget(row)
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
+        """Return up to `gamma` tokens that followed the longest repeated suffix of a row's text; [] without a match."""
         if not gamma:
             return []
         automaton = self.automata[row]

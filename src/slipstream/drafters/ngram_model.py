@@ -246,6 +246,7 @@ def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams
 
 
 def _smooth(levels: Iterable[_Grams], vocab: int, on_progress: Progress) -> NgramModel:
+    """Make the model of the counts of every order, by interpolated modified Kneser-Ney smoothing."""
     unigram, tables = np.empty(0), list[Table]()
     for n, grams in enumerate(levels, 1):
         table = _discounted(grams, vocab)
@@ -274,12 +275,12 @@ def _discounted(grams: _Grams, vocab: int) -> Table:
 
 def discounts(counts: Array) -> tuple[float, ...]:
     """Return the discounts of counts 1, 2, 3 and more: equation 26 of Chen and Goodman, from the counts of counts."""
-    of = np.bincount(np.minimum(counts, 5), minlength=6)
-    if not of[1:5].all():
+    numbers = np.bincount(np.minimum(counts, 5), minlength=6)
+    if not numbers[1:5].all():
         return FALLBACK
-    y = of[1] / (of[1] + 2 * of[2])
-    found = tuple(float(k - (k + 1) * y * of[k + 1] / of[k]) for k in (1, 2, 3))
-    return found if all(0 <= lost <= k for k, lost in enumerate(found, 1)) else FALLBACK
+    y = numbers[1] / (numbers[1] + 2 * numbers[2])
+    estimates = tuple(float(k - (k + 1) * y * numbers[k + 1] / numbers[k]) for k in (1, 2, 3))
+    return estimates if all(0 <= lost <= k for k, lost in enumerate(estimates, 1)) else FALLBACK
 
 
 # ---- drafting ---------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Prediction:
                 self.automata.forget(row)
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
+        """Return up to `gamma` tokens of a row's prediction that continue its output; [] without a match."""
         prediction, output = row.request.prediction, row.output
         if not (gamma and prediction):
             return []

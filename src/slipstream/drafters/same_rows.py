@@ -54,6 +54,7 @@ class SameRowsDrafter:
         return chains and Draft(*chains, tuple(gammas))
 
     def _token_by_token(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Draft without graphs: one pass of the draft per token."""
         pending = torch.tensor([row.tokens[-1:] for row in context.rows], device=self.scorer.device)
 
         def law_after(tokens: Tensor) -> Law:

@@ -6,7 +6,7 @@ A specification names a drafter: a model, or a kind from the table `KINDS`, with
     Qwen/Qwen2.5-0.5B?quantize=int8           a model with weights in 8 bits
     ngram:code.ngram>tiny>small       a chain: each drafts for the next, the last for the target
     lookup|small                      a choice: the first that returns a draft, row by row
-    lookup|small||plain               whichever has given the most tokens per second
+    lookup|small||plain               the one that was measured to be the fastest so far
 
 `>` binds tighter than `|`, and that tighter than `||`. A prefix is a kind only if it is in the table, so hub names and
 folders (C:\\models\\tiny) need no prefix; `model:lookup` is the model of that name, and a path object is never parsed
@@ -71,6 +71,7 @@ def parse(text: str) -> Syntax:
 
 
 def _part(text: str) -> Part:
+    """Parse one drafter of a specification, such as "lookup?max_matching_ngram_size=3". Raises ValueError."""
     name, mark, tail = text.partition("?")
     prefix, colon, value = name.partition(":")
     kind, value = (prefix, value) if prefix in KINDS else ("model", name)
@@ -126,6 +127,7 @@ def paths_shape(paths: int, depth: int, tree: Sequence[int] | None = None) -> tu
 
 
 def _build(syntax: Syntax, context: BuildContext) -> Drafter:
+    """Build the drafter of a parsed specification."""
     if isinstance(syntax, OneOf):
         among = [_build(one, context) for one in syntax.among]
         return Bandit(among) if syntax.measured else Choice(among)
@@ -160,16 +162,17 @@ def forms() -> str:
 
 def _options(part: Part) -> dict[str, Any]:
     """Return the options of a part, parsed into their types. Raises ValueError for unknown names and wrong values."""
-    known, found = KINDS[part.kind].options, {}
+    known, values = KINDS[part.kind].options, {}
     for name, text in part.options:
         if name not in known:
             allowed = f"it knows {', '.join(known)}" if known else "it has none"
             raise ValueError(f"draft {part.kind!r} has no option {name!r}: {allowed}.")
-        found[name] = _typed(name, text, known[name])
-    return found
+        values[name] = _typed(name, text, known[name])
+    return values
 
 
 def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    """Parse the value of an option. Raises ValueError, which says what to write, for a wrong one."""
     try:
         return kind(text)
     except ValueError:

@@ -115,6 +115,10 @@ class TreeDrafter:
         return drawn, Law.join([law for _, law in picks], 1)
 
     def _siblings(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
+        """Draw the children of one node -> tokens (rows, width), and the law they were drawn from.
+
+        `where` holds the place of the node in `law`, the number of the first node of this level, and the level.
+        """
         place, start, level = where
         width = self.shape[level]
         one = law.at(torch.full((law.rows,), place, device=law.device))
@@ -137,12 +141,12 @@ class TreeDrafter:
         """Draw siblings for greedy and sampled rows separately, and join them."""
         assert law.points is not None
         kinds = [[row for row, point in enumerate(law.points) if point is kind] for kind in (True, False)]
-        found = [
+        parts = [
             self._siblings(context.select(rows), law.select(torch.tensor(rows, device=law.device)), where)
             for rows in kinds
         ]
         order = torch.tensor([row for rows in kinds for row in rows], device=law.device).argsort()
-        tokens, laws = zip(*found, strict=True)
+        tokens, laws = zip(*parts, strict=True)
         return torch.cat(tokens)[order], Law.join(laws, 0).select(order)
 
 

@@ -16,7 +16,7 @@ from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocab
 from slipstream.drafters.following import still_first
 
 LONG = 128
-"""The number of characters that may be encoded anew in every round before a part of them is closed."""
+"""The number of characters that may be encoded again in every round before a part of them is closed."""
 
 BEHIND = 32
 """The number of characters that stay open after a cut, because later text can still change their tokens."""
@@ -27,7 +27,7 @@ _WORDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
 class Encoding:
     """A growing text in the tokens of a vocabulary.
 
-    Only the end of the text is encoded anew when it grows: an anchor of text whose tokens no longer change, and the
+    Only the end of the text is encoded again when it grows: an anchor of text whose tokens no longer change, and the
     open text after it. A cut is made only where it verifiably changes nothing: the tokens before it are those of the
     text before it, and the tokens after it are the same with the shorter anchor. If an anchor's own tokens change
     nevertheless, the whole text is encoded again.

@@ -17,7 +17,7 @@ TAIL = 48
 
 
 class StringMatch:
-    """Lets the draft write its likeliest tokens, and drafts their text in the target's tokens.
+    """Lets the draft model write its likeliest tokens, and drafts the same text in the target's tokens.
 
     If the text's last token and the first drafted one would be one token of the target, the drafted text is encoded on
     its own. Tokens that do not write the drafted text are dropped, and nothing is drafted while the text ends inside a
@@ -27,9 +27,9 @@ class StringMatch:
     def __init__(self, reader: Reader) -> None:
         self.reader, self.scorer = reader, reader.scorer
         self._target, self._draft, common = reader.target, reader.draft, reader.common
-        mute = {number for number in range(self.scorer.vocab) if not self._draft.piece(number)}
-        self._ends = {int(d): int(t) for t, d in zip(common.wanted, common.drafted, strict=True) if int(d) in mute}
-        self._mute = torch.tensor(sorted(mute - set(self._ends)), dtype=torch.long)
+        silent = {number for number in range(self.scorer.vocab) if not self._draft.piece(number)}
+        self._ends = {int(d): int(t) for t, d in zip(common.wanted, common.drafted, strict=True) if int(d) in silent}
+        self._silent = torch.tensor(sorted(silent - set(self._ends)), dtype=torch.long)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft at most `gammas[r]` tokens per row, as many as the draft's text has."""
@@ -58,7 +58,7 @@ class StringMatch:
         logits = self.reader.catch_up(most)
         tokens = torch.empty(len(steps), 0, dtype=torch.long, device=self.scorer.device)
         for i in range(most):
-            logits[..., self._mute.to(logits.device)] = float("-inf")
+            logits[..., self._silent.to(logits.device)] = float("-inf")
             tokens = torch.cat([tokens, logits.argmax(-1)], 1)
             if i + 1 < most:
                 logits = self.reader.feed(tokens[:, -1:], [int(i + 1 < wanted) for wanted in steps])

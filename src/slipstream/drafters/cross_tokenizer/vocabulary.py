@@ -189,6 +189,7 @@ def _alphabet() -> dict[str, int]:
 
 
 def _byte_level(name: str) -> bytes | None:
+    """Read a token's name in GPT-2's alphabet of bytes; None if it has other characters."""
     try:
         return bytes(map(_alphabet().__getitem__, name))
     except KeyError:
@@ -213,6 +214,7 @@ def _strips(tokenizer: Any, ids: Mapping[bytes, int]) -> bool:
 
 
 def _until_none(pieces: Iterator[bytes | None]) -> Iterator[bytes]:
+    """Yield the pieces before the first None."""
     for piece in pieces:
         if piece is None:
             return

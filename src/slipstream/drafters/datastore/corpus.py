@@ -121,19 +121,19 @@ class Corpus:
     def _longest(self, context: Sequence[int]) -> tuple[int, int, int]:
         """Find the longest suffix that occurs -> its length in tokens, and its range in the array, from and up to."""
         tail = np.array(context[-DEPTH:], f">u{self._width}").tobytes()
-        low, high, found = 0, len(tail) // self._width, 0
+        low, high, first = 0, len(tail) // self._width, 0
         while low < high:  # if a text occurs, so do its suffixes: bisection finds the longest
             middle = (low + high + 1) // 2
             wanted = tail[-middle * self._width :]
             place = bisect_left(self._order, wanted, key=self._reader(len(wanted)))
             if place < len(self) and self._reader(len(wanted))(self._order[place]) == wanted:
-                low, found = middle, place
+                low, first = middle, place
             else:
                 high = middle - 1
         size = low * self._width
         if not size:
             return 0, 0, 0
-        return low, found, bisect_right(self._order, tail[-size:], found, key=self._reader(size))
+        return low, first, bisect_right(self._order, tail[-size:], first, key=self._reader(size))
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
         """Return a function from a token's place to the first `size` bytes of the suffix there."""

@@ -144,19 +144,19 @@ class Datastore:
 
     def _matches(self, row: Row, gamma: int) -> list[Match]:
         """Return the match of each source that has tokens, own text first: of equally long ones the first is used."""
-        trace, found = self.traces[row], list[Match]()
+        trace, matches = self.traces[row], list[Match]()
         if self.settings.own:
             trace.own.follow([*source_tokens(row, self.vocab), *row.tokens])
             copy = trace.own.following(gamma)
-            found.append(Match(trace.own.length, tuple(copy), (1.0,) * len(copy)))
+            matches.append(Match(trace.own.length, tuple(copy), (1.0,) * len(copy)))
         if trace.recalled is not None:
             match = trace.recalled.match([self.vocab + 1, *row.output], gamma)
             if match.length > len(row.output):  # a response begins with the whole text so far: it counts as longer
                 match = replace(match, length=match.length + self.settings.begin - 1)
-            found.append(match)
+            matches.append(match)
         if self.corpus is not None:
-            found.append(self.corpus.match(row.tokens, gamma))
-        return [match for match in found if match.tokens]
+            matches.append(self.corpus.match(row.tokens, gamma))
+        return [match for match in matches if match.tokens]
 
 
 def open_corpus(folder: str | os.PathLike[str], vocab: int, tokenizer: str = "") -> Corpus | None:

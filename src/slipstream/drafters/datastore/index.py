@@ -83,8 +83,8 @@ class ExactIndex:
         """Return (cosine, number) of the nearest vectors, nearest first."""
         near = self._vectors[: self._count] @ vector
         best = np.argpartition(-near, count)[:count] if len(near) > count else np.arange(len(near))
-        found = [(float(near[place]), int(self._names[place])) for place in best]
-        return sorted(found, key=lambda pair: (-pair[0], -pair[1]))
+        nearest = [(float(near[place]), int(self._names[place])) for place in best]
+        return sorted(nearest, key=lambda pair: (-pair[0], -pair[1]))
 
 
 class FaissIndex:
@@ -119,5 +119,5 @@ class FaissIndex:
     def search(self, vector: Array, count: int) -> list[tuple[float, int]]:
         """Return (cosine, number) of the nearest, nearest first; with an inverted file, from the nearest lists."""
         near, names = self._index.search(np.ascontiguousarray(vector[None], np.float32), count)
-        found = [(float(x), int(name)) for x, name in zip(near[0], names[0], strict=True) if name >= 0]
-        return sorted(found, key=lambda pair: (-pair[0], -pair[1]))
+        nearest = [(float(x), int(name)) for x, name in zip(near[0], names[0], strict=True) if name >= 0]
+        return sorted(nearest, key=lambda pair: (-pair[0], -pair[1]))

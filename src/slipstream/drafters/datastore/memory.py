@@ -131,13 +131,13 @@ class Memory:
     def nearest(self, namespace: str, request: Sequence[int], count: int) -> list[tuple[float, Array]]:
         """Return the responses (tokens,) to the `count` nearest earlier requests, nearest first, with their cosines."""
         loaded = self._read(namespace)
-        found = []
+        responses = []
         for near, entry in loaded.index.search(self.embed(request), count):
             rows = self._run("SELECT response FROM entries WHERE id = ? AND namespace = ?", entry, namespace)
             if rows:  # another process may have removed it meanwhile
-                found.append((near, np.frombuffer(rows[0][0], "<u4")))
+                responses.append((near, np.frombuffer(rows[0][0], "<u4")))
                 self._touched.setdefault(namespace, set()).add(entry)
-        return found
+        return responses
 
     def forget(self, namespace: str) -> None:
         """Remove all entries of a namespace; their bytes on disk are overwritten."""
@@ -164,13 +164,13 @@ class Memory:
             connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             _settle(connection)
             _create(connection, self._about)
-            found = dict(connection.execute("SELECT name, value FROM about"))
+            about = dict(connection.execute("SELECT name, value FROM about"))
         except sqlite3.OperationalError as error:
             raise OSError(f"cannot open the memory {self.path}: {error}.") from error
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{self.path} is damaged or no memory ({error}): remove it to begin a new one.") from error
         for name, wanted in self._about.items():
-            stored = found.get(name, "")
+            stored = about.get(name, "")
             if stored != wanted and (stored and wanted):
                 connection.close()
                 raise ValueError(
@@ -204,9 +204,9 @@ class Memory:
 
     def _touch(self, run: Any, namespace: str) -> None:
         """Mark the entries that were drafted from as the most recently used."""
-        mine = "UPDATE entries SET used = (SELECT clock FROM totals WHERE namespace = ?1) WHERE id = ?2"
+        update = "UPDATE entries SET used = (SELECT clock FROM totals WHERE namespace = ?1) WHERE id = ?2"
         for entry in self._touched.pop(namespace, ()):
-            run(f"{mine} AND namespace = ?1", namespace, entry)
+            run(f"{update} AND namespace = ?1", namespace, entry)
 
     def _evict(self, run: Any, namespace: str) -> None:
         """Remove the least recently used entries of a namespace beyond its limits, until a share SPARE is free."""
@@ -215,15 +215,15 @@ class Memory:
             return
         most, room = self.limits.entries * (1 - SPARE), self.limits.bytes * (1 - SPARE)
         sql = "SELECT id, length(vector) + length(response) FROM entries WHERE namespace = ? ORDER BY used"
-        gone: list[int] = []
+        evicted: list[int] = []
         for entry, bytes_of in run(sql, namespace)[:-1]:  # the newest stays
             if entries <= most and size <= room:
                 break
-            gone.append(entry)
+            evicted.append(entry)
             entries, size = entries - 1, size - bytes_of
-        self._connection.executemany("DELETE FROM entries WHERE id = ?", [(entry,) for entry in gone])
-        left = "UPDATE totals SET entries = ?, bytes = ?, removals = removals + 1 WHERE namespace = ?"
-        run(left, entries, size, namespace)
+        self._connection.executemany("DELETE FROM entries WHERE id = ?", [(entry,) for entry in evicted])
+        update = "UPDATE totals SET entries = ?, bytes = ?, removals = removals + 1 WHERE namespace = ?"
+        run(update, entries, size, namespace)
 
     def _read(self, namespace: str) -> _Loaded:
         """Return the vectors of a namespace, updated with the additions and removals since they were read."""
@@ -299,7 +299,7 @@ def _close(connection: sqlite3.Connection, process: int) -> None:
 
 
 def _settle(connection: sqlite3.Connection) -> None:
-    """Set the connection up: readers run beside a writer, and a commit survives a loss of power."""
+    """Set the connection up: readers and a writer run at the same time, and a commit survives a loss of power."""
     end = time.monotonic() + BUSY_SECONDS
     while True:  # SQLite does not wait by itself while another process turns the log on
         try:

@@ -1,4 +1,4 @@
-"""Drafting on another machine; by default the texts are exact whatever the server sends.
+"""Drafting on another machine; by default the texts are exact no matter what the server sends.
 
 Why exact. A verifier is exact for tokens that were really drawn from the reported law q, with randomness independent of
 its own. How a server drew cannot be observed from here, so the guarantee depends on the mode:
@@ -104,12 +104,12 @@ class RemoteDrafter:
         if not places:
             return Draft.empty(len(rows), CPU)
         generation = self.link.generation
-        gone = self._follow(rows) if generation else []
-        found = self._answer(context, places, wanted, (generation, gone)) if generation else Missed("disconnected")
-        if isinstance(found, Missed):
-            self._missed = [(ref(rows[place]), found.reason) for place in places]
+        closing = self._follow(rows) if generation else []
+        answer = self._answer(context, places, wanted, (generation, closing)) if generation else Missed("disconnected")
+        if isinstance(answer, Missed):
+            self._missed = [(ref(rows[place]), answer.reason) for place in places]
             return Draft.empty(len(rows), CPU)
-        return self._draft(rows, dict(zip(places, found, strict=True)))
+        return self._draft(rows, dict(zip(places, answer, strict=True)))
 
     def observe(self, round: Round) -> None:
         """Count the reasons for missing drafts, and close ended rows; the next request sends what was accepted."""
@@ -190,6 +190,7 @@ class RemoteDrafter:
         ]
 
     def _open(self, row: Row, held: Held) -> Frame:
+        """Return the frame that opens a row at the server, with seed and key only if its draws are coupled."""
         request = row.request
         shared = held.mode == Mode.COUPLED
         source = request.source if isinstance(request.source, tuple) else ()
@@ -217,21 +218,21 @@ class RemoteDrafter:
                     raise FrameError("a token is not the one that its law gives")
         return drafts
 
-    def _draft(self, rows: Sequence[Row], found: dict[int, DraftRow]) -> Draft:
+    def _draft(self, rows: Sequence[Row], drafts: dict[int, DraftRow]) -> Draft:
         """Join the rows' drafts to one; guesses are cut where the row's grammar or the end of its text forbids them."""
         texts = list[list[int]]()
         for place, row in enumerate(rows):
-            draft = found.get(place)
+            draft = drafts.get(place)
             row_tokens = list(draft.tokens) if draft else []
             texts.append(row_tokens if draft and draft.laws else ended(row_tokens, row))
         tokens, lengths = padded(texts, CPU), tuple(map(len, texts))
         if not any(lengths):
             return Draft.empty(len(rows), CPU)
-        if not any(draft.laws for draft in found.values()):
+        if not any(draft.laws for draft in drafts.values()):
             return Draft(tokens, Law(tokens=tokens), lengths)
         probs = torch.zeros(*tokens.shape, self.vocab)
         probs.scatter_(-1, tokens.unsqueeze(-1), 1)
-        for place, draft in found.items():
+        for place, draft in drafts.items():
             for position, sent in enumerate(draft.laws):
                 probs[place, position] = 0
                 probs[place, position, torch.from_numpy(sent.ids.astype("int64"))] = torch.tensor(sent.weights)
@@ -273,8 +274,8 @@ def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
 
 def _chances(context: Context, key: Key, positions: int) -> list[list[float] | None]:
     """Return the random numbers of every row, or None for rows without any; in one call if all rows have some."""
-    if (found := context.rng.chances(key, positions)) is not None:
-        return list(found)
+    if (chances := context.rng.chances(key, positions)) is not None:
+        return list(chances)
     alone = [context.rng.select([place]).chances(key.select([place]), positions) for place in range(len(context.rows))]
     return [None if each is None else each[0] for each in alone]
 

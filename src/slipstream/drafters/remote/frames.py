@@ -136,18 +136,19 @@ def decode_body(kind: Kind, sequence: int, body: bytes) -> Frame:
 
 
 def _arrays(announced: Sequence[Any], data: memoryview) -> list[np.ndarray]:
-    found = list[np.ndarray]()
+    """Read the arrays that a frame announces. Raises FrameError unless they fill its data exactly."""
+    arrays = list[np.ndarray]()
     if len(announced) > MOST_ARRAYS:
         raise FrameError(f"a frame has {len(announced)} arrays: {MOST_ARRAYS} are allowed")
     for entry in announced:
         fits = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int
         if not fits or entry[0] not in CODES or not 0 <= entry[1] <= LARGEST:
-            raise FrameError("a frame announces an array that cannot be")
+            raise FrameError("a frame announces an array of an impossible type or size")
         dtype, count = CODES[entry[0]], entry[1]
         if dtype.itemsize * count > len(data):
             raise FrameError("an array is cut off")
-        found.append(np.frombuffer(data[: dtype.itemsize * count], dtype))
+        arrays.append(np.frombuffer(data[: dtype.itemsize * count], dtype))
         data = data[dtype.itemsize * count :]
     if len(data):
         raise FrameError("a frame is longer than what it announces")
-    return found
+    return arrays

@@ -182,6 +182,7 @@ class Connection:
         self._end()
 
     def _send(self, generation: int, frames: Sequence[Frame]) -> bool:
+        """Queue frames for the connection `generation` -> whether that was possible."""
         try:
             data = b"".join(map(encode, frames))
             self._loop.call_soon_threadsafe(self._task.write, generation, data)
@@ -199,6 +200,7 @@ def _run(loop: asyncio.AbstractEventLoop, task: _Task) -> None:
 
 
 def _stop(loop: asyncio.AbstractEventLoop, task: _Task, thread: threading.Thread) -> None:
+    """End the task and wait for its thread; runs when a connection is closed or garbage collected."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(task.end)
     if thread is not threading.current_thread():
@@ -282,6 +284,7 @@ class _Task:
             raise Refused(str(error)) from None
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Exchange greetings and proofs of the key, and compare vocabularies -> the name of the server's draft."""
         hello = await read_frame(reader, GREETING)
         nonces = [hello.text("nonce", 64), nonce()]
         writer.write(encode(vouch(Kind.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
@@ -339,6 +342,7 @@ class _Task:
 
 
 def _why(error: Exception) -> str:
+    """Return the reason for a lost connection, as a part of a sentence."""
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection ended in the middle of a frame" if error.partial else "the server closed the connection"
     if isinstance(error, TimeoutError):

@@ -103,12 +103,12 @@ class OpenRow:
 
 def settings_of(sampler: Sampler) -> dict[str, Any]:
     """Return the settings of a sampler that are sent to the server."""
-    found = {name: getattr(sampler, name, None) for name in ("temperature", *SETTINGS)}
-    found = {name: value for name, value in found.items() if value is not None}
+    settings = {name: getattr(sampler, name, None) for name in ("temperature", *SETTINGS)}
+    settings = {name: value for name, value in settings.items() if value is not None}
     bias: Mapping[int, float] = getattr(sampler, "logit_bias", {})
-    found["logit_bias"] = [[int(token), float(value)] for token, value in bias.items() if is_finite(value)]
-    found["eos"] = sorted(getattr(sampler, "eos", ()))
-    return found
+    settings["logit_bias"] = [[int(token), float(value)] for token, value in bias.items() if is_finite(value)]
+    settings["eos"] = sorted(getattr(sampler, "eos", ()))
+    return settings
 
 
 @dataclass(frozen=True)
@@ -224,16 +224,16 @@ def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
     laws = [SentLaw(array("i", i), array("f", w)) for i, w in zip(ids, weights, strict=True)]
     for law in laws:
         _check_law(law, vocab)
-    found, start = list[DraftRow](), 0
+    drafts, start = list[DraftRow](), 0
     if len(per_row) != len(rows) or int(per_row.sum()) != len(laws) or (per_row < 0).any():
         raise FrameError("laws do not fit their tokens")
     for row, drafted, count in zip(rows, tokens, per_row.tolist(), strict=True):
         _ids(np.array(drafted, dtype=np.int64), vocab)
         if count not in (0, len(drafted)):
             raise FrameError("laws do not fit their tokens")
-        found.append(DraftRow(row, drafted, tuple(laws[start : start + count])))
+        drafts.append(DraftRow(row, drafted, tuple(laws[start : start + count])))
         start += count
-    return found
+    return drafts
 
 
 def _check_law(law: SentLaw, vocab: int) -> None:
