@@ -216,7 +216,7 @@ def test_a_file_that_is_no_use_is_made_anew(spoil: Any, place: Path) -> None:
     first, _ = twin_of(model)
     (file,) = set(place.iterdir()) - {others}
     spoil(file, others)
-    with pytest.warns(RuntimeWarning, match=r"the codes are chosen anew\.$"):
+    with pytest.warns(RuntimeWarning, match=r"the codes are chosen again\.$"):
         again, chosen = twin_of(model)
     assert chosen and same(first, again)
     kept, chosen = twin_of(model)

@@ -57,16 +57,16 @@ def calibrated_codes(
 @torch.inference_mode()
 def input_products(model: PreTrainedModel, names: Sequence[str], text: Tensor) -> dict[str, Tensor]:
     """Return the sum of x x^T (inputs, inputs) over the tokens of a text, for the inputs x of each named layer."""
-    found: dict[str, Tensor] = {}
+    products: dict[str, Tensor] = {}
     last: list[Any] = [None, ""]
 
     def watched(name: str) -> Callable[..., None]:
         def watch(layer: Any, inputs: tuple[Tensor, ...]) -> None:
             if inputs[0] is last[0]:
-                found[name] = found[last[1]]
+                products[name] = products[last[1]]
                 return
             seen = inputs[0].flatten(0, -2).float()
-            found[name] = found.get(name, 0) + seen.T @ seen
+            products[name] = products.get(name, 0) + seen.T @ seen
             last[:] = inputs[0], name
 
         return watch
@@ -79,7 +79,7 @@ def input_products(model: PreTrainedModel, names: Sequence[str], text: Tensor) -
         for hook in hooks:
             hook.remove()
     size = {name: plain_weight(model.get_submodule(name)).shape[1] for name in names}
-    return {name: found.get(name, torch.zeros(size[name], size[name])) for name in names}
+    return {name: products.get(name, torch.zeros(size[name], size[name])) for name in names}
 
 
 def _portions(model: PreTrainedModel, names: Sequence[str]) -> Iterator[list[str]]:

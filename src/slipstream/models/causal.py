@@ -300,6 +300,7 @@ class CausalScorer:
 
     @torch.inference_mode()
     def _prefill(self, texts: Sequence[Sequence[int]], first: int) -> None:
+        """Feed texts in passes of at most PREFILL_TOKENS columns, one text to each row from `first` on."""
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             parts = [text[start : start + PREFILL_TOKENS] for text in texts]
             counts = [len(part) for part in parts]

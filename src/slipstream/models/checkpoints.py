@@ -37,9 +37,9 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str,
     Raises ValueError if there is no such checkpoint, or it is damaged.
     """
     index = read_record(source, INDEX)
-    found = {file for name, file in (index or {}).get("weight_map", {}).items() if wanted(name)}
+    files = {file for name, file in (index or {}).get("weight_map", {}).items() if wanted(name)}
     tensors: dict[str, Tensor] = {}
-    for name in sorted(found) if index else [WEIGHTS]:
+    for name in sorted(files) if index else [WEIGHTS]:
         with _opened(source, name) as weights:
             tensors |= {key: weights.get_tensor(key) for key in filter(wanted, weights.keys())}
     return tensors
@@ -64,10 +64,10 @@ def _file(source: str | Path, name: str) -> Path | None:
         file = Path(source) / name
         return file if file.is_file() else None
     try:
-        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise ValueError(f"cannot find {name} of {str(source)!r}: {first_sentence(error)}.") from error
-    return Path(found) if found else None
+    return Path(path) if path else None
 
 
 def tensor_names(source: str | Path) -> list[str]:

@@ -25,11 +25,11 @@ class DraftChains:
         texts, sources = self._memory.texts, self._memory.sources
         texts.reserve(self._room(wish), 0, len(wish.fed))
         cross = sources.cross(texts.part, None) if sources else None
-        found = self.draft_graphs.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
-        if found is not None:
+        drafted = self.draft_graphs.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
+        if drafted is not None:
             fed = zip(wish.fed, wish.gammas, strict=True)
             texts.advance([len(tokens) + max(gamma, 1) - 1 if tokens else 0 for tokens, gamma in fed])
-        return found
+        return drafted
 
     def _room(self, wish: Wish) -> int:
         """Return the number of slots of each row that the graphs may write to."""

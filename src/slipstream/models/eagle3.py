@@ -99,6 +99,7 @@ class FirstLayer(nn.Module):
         self._norm_before_residual = settings.norm_before_residual
 
     def forward(self, embeds: Tensor, hidden: Tensor, **attention_inputs: Any) -> Tensor:
+        """Run the layer on embeddings and hidden states (rows, n, width) -> states (rows, n, width)."""
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         attended, _ = self.self_attn(
@@ -185,7 +186,7 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
     net = Eagle3(settings, settings.places(config.num_hidden_layers))
     _fill(net, tensors, source, target)
     net.to(target.device, target.dtype)
-    net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, whatever the dtype of the weights
+    net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, for weights of any dtype
     return net.eval()
 
 

@@ -236,10 +236,10 @@ class Sources:
         first = len(self._rows.lengths)
         self._rows.add(rows)
         self._known.clear()
-        found = self._reader(*self._decoder.inputs(cut_sources))
-        longest = found[0][0].shape[2]
+        states = self._reader(*self._decoder.inputs(cut_sources))
+        longest = states[0][0].shape[2]
         self._rows.reserve(longest, first)
-        for layer, (keys, values) in enumerate(found):
+        for layer, (keys, values) in enumerate(states):
             self._rows.update(layer, keys, values)
         self._rows.advance([len(source) if isinstance(source, tuple) else longest for source in cut_sources])
 
@@ -261,6 +261,7 @@ class Sources:
         return replace(self._known[name], back=back)
 
     def _cross(self, part: slice) -> Cross:
+        """Make the inputs of cross-attention for these rows, with a mask over the padding of shorter sources."""
         self._rows.reserve(0, part.start, part.stop)
         ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.taking_part
         keys = stores[0][0]
@@ -290,16 +291,16 @@ def source_form(model: PreTrainedModel) -> SourceForm:
 
 def _projections(decoder: nn.Module) -> list[_Projections]:
     """Return the cross-attention of every layer. Raises ValueError unless it is written like T5's or BART's."""
-    found: list[_Projections] = []
+    projections: list[_Projections] = []
     for name, attention in decoder.named_modules():
         parts: Any = attention
         if name.endswith(".EncDecAttention"):
-            found.append(_Projections(parts.k, parts.v, parts.key_value_proj_dim))
+            projections.append(_Projections(parts.k, parts.v, parts.key_value_proj_dim))
         elif name.endswith(".encoder_attn"):
-            found.append(_Projections(parts.k_proj, parts.v_proj, parts.head_dim))
-    if not found:
+            projections.append(_Projections(parts.k_proj, parts.v_proj, parts.head_dim))
+    if not projections:
         raise ValueError(
             f"{type(decoder).__name__} has no cross-attention like T5's (EncDecAttention) or BART's (encoder_attn), "
             "and no other kind is supported."
         )
-    return found
+    return projections

@@ -50,7 +50,7 @@ class ModelFacts:
 
     @property
     def looks_at_distance(self) -> bool:
-        """Whether masks depend on how far back a token lies, by a relative bias or a limited window."""
+        """Whether masks depend on the distance between tokens: by a relative bias, or by a limited window."""
         return self.relative or any(sight.limited for sight in self.kinds.values())
 
 

@@ -68,9 +68,9 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError in one sentence for models that are known not to work."""
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    alien = sorted(map(str, types - LENGTH_LAYERS))
-    if alien:
-        raise ValueError(f"{name} has layers of type {', '.join(alien)}, which {STATEFUL}; use another model.")
+    unsupported = sorted(map(str, types - LENGTH_LAYERS))
+    if unsupported:
+        raise ValueError(f"{name} has layers of type {', '.join(unsupported)}, which {STATEFUL}; use another model.")
     # transformers marks whole families, also models without such a layer; so the list of layer types decides, if given.
     if getattr(model, "_is_stateful", False) and not types:
         raise ValueError(f"{name} ({config.model_type}) {STATEFUL}; use another model.")

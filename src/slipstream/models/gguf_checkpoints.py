@@ -89,9 +89,9 @@ class GgufWeights:
 
     def complete(self) -> bool:
         """Whether every weight of the model was found."""
-        found = {*self.tensors, *(f"{name}.weight" for name in self.stored)}
+        loaded = {*self.tensors, *(f"{name}.weight" for name in self.stored)}
         tied = set(getattr(self.skeleton, "all_tied_weights_keys", None) or ())
-        return not {name for name, _ in self.skeleton.named_parameters()} - found - tied
+        return not {name for name, _ in self.skeleton.named_parameters()} - loaded - tied
 
     def _linear_layers(self) -> set[str]:
         return {name for name, module in self.skeleton.named_modules() if type(module) is nn.Linear}
@@ -99,19 +99,20 @@ class GgufWeights:
     def _order_of_rows(self, tensor: Any) -> Tensor | None:
         """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
         rows = np.arange(tensor.data.shape[0], dtype=np.float64)[:, None]
-        found = self.processor.process(weights=rows, name=tensor.name, **self._processor_arguments())
-        if found.name != tensor.name or found.weights.shape != rows.shape:
+        processed = self.processor.process(weights=rows, name=tensor.name, **self._processor_arguments())
+        if processed.name != tensor.name or processed.weights.shape != rows.shape:
             return None
-        order = torch.from_numpy(np.ascontiguousarray(found.weights[:, 0])).long()
+        order = torch.from_numpy(np.ascontiguousarray(processed.weights[:, 0])).long()
         return order if torch.equal(order.sort().values, torch.arange(len(rows))) else None
 
     def _take_numbers(self, tensor: Any) -> None:
+        """Add a tensor of the file as plain numbers, under the name and in the order of transformers."""
         from gguf import dequantize
 
         weights = dequantize(tensor.data, tensor.tensor_type)
-        found = self.processor.process(weights=weights, name=tensor.name, **self._processor_arguments())
-        if found.name in self.names:
-            self.tensors[self.names[found.name]] = torch.from_numpy(np.array(found.weights))
+        processed = self.processor.process(weights=weights, name=tensor.name, **self._processor_arguments())
+        if processed.name in self.names:
+            self.tensors[self.names[processed.name]] = torch.from_numpy(np.array(processed.weights))
 
     def _processor_arguments(self) -> dict[str, Any]:
         """Return the arguments of the processors of experts, which put their tensors among the others themselves."""
@@ -143,8 +144,8 @@ def _codes(data: NDArray[np.uint8], kind: Any, form: BlockFormat) -> tuple[Tenso
         return dequantize(blocks.reshape(len(data), -1), kind).reshape(len(data), -1, form.group)
 
     blocks = np.array(data).reshape(len(data), -1, GGML_QUANT_SIZES[kind][1])
-    found = weights(blocks)
-    offsets = np.zeros_like(found[..., :1])
+    values = weights(blocks)
+    offsets = np.zeros_like(values[..., :1])
     if form.offsets:
         for first, end, _ in form.ones:
             blocks[..., first:end] = 0
@@ -152,7 +153,7 @@ def _codes(data: NDArray[np.uint8], kind: Any, form: BlockFormat) -> tuple[Tenso
     for first, end, one in form.ones:
         blocks[..., first:end] = one
     scales = weights(blocks)[..., :1] - offsets
-    steps = np.divide(found - offsets, scales, out=np.zeros_like(found), where=scales != 0)
+    steps = np.divide(values - offsets, scales, out=np.zeros_like(values), where=scales != 0)
     middle = 0 if form.offsets else 1 << (form.bits - 1)
     codes = torch.from_numpy(np.rint(steps + middle).astype(np.uint8))
     scale, offset = (torch.from_numpy(each).bfloat16().squeeze(2) for each in (scales, offsets))

@@ -44,7 +44,9 @@ class OneLayer(Protocol):
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, n, vocabulary of the target) of the next tokens; see `head_scorer.Head`."""
+        ...
 
 
 @dataclass(frozen=True)

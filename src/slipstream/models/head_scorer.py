@@ -31,16 +31,20 @@ PREFILL_TOKENS = 512
 
 
 class Head(Protocol):
-    """A network of `depth` layers that take turns: each drafts a token from the previous layer's states.
+    """A network of `depth` layers that take turns: each drafts one token from the previous layer's states.
 
     For tokens after those, the last layer goes on with its own states. `places` are those of `HiddenStates`.
     """
 
     @property
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """The number of its layers."""
+        ...
 
     @property
-    def places(self) -> tuple[int, ...]: ...
+    def places(self) -> tuple[int, ...]:
+        """The places of the target's hidden states that it reads."""
+        ...
 
     @property
     def vocab(self) -> int:
@@ -65,7 +69,9 @@ class RecordsStates(Protocol):
     """A target that can record its hidden states for drafts."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device that takes the tokens."""
+        ...
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places of every token, as long as the result lives."""
@@ -124,9 +130,9 @@ class HeadScorer:
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
-        gone = set(rows)
+        freed = set(rows)
         self._memory.free(rows)
-        self._sure = [sure for row, sure in enumerate(self._sure) if row not in gone]
+        self._sure = [sure for row, sure in enumerate(self._sure) if row not in freed]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop everything after `lengths[r]` tokens of the first rows, and all that was drafted before that."""
@@ -246,14 +252,14 @@ class HeadScorer:
         rows, width = len(wish.fed), graphs.width(wish)
         slots = texts.place(width + sum(graphs.steps(wish)), 0, rows)[:, :width].to(self.device)
         room = Room(texts.lengths[:rows], texts.end, texts.taking_part, None, self._target_states(slots))
-        if (found := graphs.run(wish, room)) is None:
+        if (drafted := graphs.run(wish, room)) is None:
             return None
         read = [have + len(fed) for have, fed in zip(texts.lengths, wish.fed, strict=False)]
         self._sure[:rows] = [have if fed else sure for have, fed, sure in zip(read, wish.fed, self._sure, strict=False)]
         texts.advance(
             [len(fed) + max(gamma, 1) - 1 if fed else 0 for fed, gamma in zip(wish.fed, wish.gammas, strict=True)]
         )
-        return found
+        return drafted
 
     def _target_states(self, slots: Tensor) -> Tensor:
         """Return the head's input at slots (rows, n): the combined target's states of the tokens before."""

@@ -62,12 +62,13 @@ class HiddenStates:
                 hook.remove()
 
     def _hook(self, place: int, seen: dict[int, Tensor]) -> Any:
+        """Register a hook that stores the hidden states at a place in `seen` -> its handle."""
         def into(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen[place] = args[0] if args else kwargs["hidden_states"]
 
         def out(module: nn.Module, args: Any, output: Any) -> None:
-            found = getattr(output, "last_hidden_state", output)
-            seen[place] = found if isinstance(found, Tensor) else found[0]
+            states = getattr(output, "last_hidden_state", output)
+            seen[place] = states if isinstance(states, Tensor) else states[0]
 
         if place == 0:
             return self._layers[0].register_forward_pre_hook(into, with_kwargs=True)
@@ -76,8 +77,8 @@ class HiddenStates:
 
     def joined(self, seen: Mapping[int, Tensor]) -> Tensor:
         """Join the states of a pass, given by place, side by side: (rows, n, width)."""
-        found = [seen[place] for place in self.places]
-        return torch.cat([states.to(found[0].device) for states in found], -1)
+        by_place = [seen[place] for place in self.places]
+        return torch.cat([states.to(by_place[0].device) for states in by_place], -1)
 
     def store(self, states: Tensor) -> None:
         """Store states (rows, n, width) for the tokens of the memory's present pass."""
@@ -99,8 +100,8 @@ class HiddenStates:
         States of tokens that a row does not hold are meaningless.
         """
         lengths = torch.tensor(self.lengths[: len(tokens)], device=tokens.device)[:, None]
-        found = self.memory.texts.look(self._number, tokens.minimum(lengths - 1).clamp(min=0))
-        return torch.zeros(*tokens.shape, self._width, device=tokens.device) if found is None else found
+        states = self.memory.texts.look(self._number, tokens.minimum(lengths - 1).clamp(min=0))
+        return torch.zeros(*tokens.shape, self._width, device=tokens.device) if states is None else states
 
 
 class Records:
@@ -139,7 +140,7 @@ class Records:
             states.memory.texts.rollback(lengths)
 
     def forget(self) -> None:
-        """Drop the states of passes that ran so far, because some of them read again what rows held."""
+        """Drop the states of all passes so far: some of them may have read again tokens whose states are stored."""
         for states in self._kept:
             states.passed.clear()
 
@@ -149,8 +150,8 @@ class Records:
         with ExitStack() as watched:
             seen = [(states, watched.enter_context(states.watching())) for states in self._kept]
             yield
-        for states, found in seen:
-            states.passed.append(states.joined(found))
+        for states, by_place in seen:
+            states.passed.append(states.joined(by_place))
 
     def store(self, rows: Sequence[int]) -> None:
         """Store the states of the passes since `forget`, one after the other, for the tokens of these rows."""

@@ -25,7 +25,7 @@ from slipstream.models.calibration import LENGTH, ROWS, calibrated_codes, own_te
 
 PLACE = "SLIPSTREAM_CODES"  # the environment variable with the folder; "off" keeps nothing
 MOST_FILES = 16  # of half a byte or a byte for each weight; the least recently used are deleted first
-KIND = Kind("codes of rounded weights", "slipstream rounded codes", "1", "the codes are chosen anew")
+KIND = Kind("codes of rounded weights", "slipstream rounded codes", "1", "the codes are chosen again")
 
 
 def codes_of(
@@ -38,7 +38,7 @@ def codes_of(
     """Yield the calibrated codes of the named layers, in their order: those that were kept for these weights, or new
     ones, which are then kept.
 
-    `progress` is told which. Raises ValueError for a model that cannot be calibrated.
+    `progress` is called with a line that says which. Raises ValueError for a model that cannot be calibrated.
     """
     file = file_for(model, precision)
     if file and (kept := find(file, layers)) is not None:

@@ -205,11 +205,11 @@ Found = tuple[Any, list[Tensor], list[Tensor], list[list[list[Tensor]]]]
 
 @dataclass
 class _Kind:
-    """The layers of one kind, and their graphs by the calls that they serve."""
+    """The layers of one kind, which share graphs, and these graphs by the calls that they serve."""
 
     template: nn.Module
     names: list[str]
-    said: Callable[[str], object] | None
+    progress: Callable[[str], object] | None
     name: str
     graphs: dict[Any, Frozen] = field(default_factory=dict)
 
@@ -222,11 +222,11 @@ class _Kind:
         if key not in self.graphs:
             sizes = _varying(call.tensors, held, rows, count)
             vary(_sizes(sizes, call.tensors, held))
-            on_graph = graph_progress(self.said, f"{self.name} for {served}")
+            on_graph = graph_progress(self.progress, f"{self.name} for {served}")
             function = _function(self.template, self.names, call, sizes)
             self.graphs[key] = Frozen(function, ("weights", "tensors", "held"), on_graph)
-        found: Found = self.graphs[key](weights, call.tensors, list(held))
-        return found
+        outputs: Found = self.graphs[key](weights, call.tensors, list(held))
+        return outputs
 
 
 Varying = list[tuple[int, dict[int, str]]]
@@ -239,20 +239,21 @@ def _varying(tensors: Sequence[Tensor], held: Held, rows: int, count: int) -> Va
     Rows are the first dimension of all inputs; new tokens the second, or the third if there is one for heads; the last
     one of masks is the tokens that are attended to. Rows and new tokens of size one are constant.
     """
-    found: Varying = []
+    varying: Varying = []
     for number, tensor in enumerate(tensors):
         place = 2 if tensor.dim() == 4 else 1
         named = {0: "rows"} if tensor.shape[0] == rows > 1 else {}
         if tensor.dim() > place and tensor.shape[place] == count > 1:
             named[place] = "new"
-        found.append((number, named | ({3: "end"} if tensor.dim() == 4 else {})))
+        varying.append((number, named | ({3: "end"} if tensor.dim() == 4 else {})))
     first = {0: "rows"} if rows > 1 else {}
     states = len(held.convolved) + len(held.recurrent)
-    found += [(len(tensors) + number, dict(first)) for number in range(states)]
-    return found + [(len(tensors) + states + number, {**first, 2: "past"}) for number in range(len(held.attended))]
+    varying += [(len(tensors) + number, dict(first)) for number in range(states)]
+    return varying + [(len(tensors) + states + number, {**first, 2: "past"}) for number in range(len(held.attended))]
 
 
 def _sizes(varying: Varying, tensors: Sequence[Tensor], held: Held) -> list[tuple[Tensor, dict[int, str]]]:
+    """Return a graph's inputs with the names of their varying dimensions."""
     inputs = [*tensors, *held.convolved, *held.recurrent, *held.attended]
     return [(inputs[number], named) for number, named in varying]
 
@@ -272,9 +273,9 @@ def _function(layer: nn.Module, names: Sequence[str], call: Call, varying: Varyi
         cache = _LayerCache(parts)
         rest = iter(tensors)
         args, kwargs = _filled(placed, rest, cache), dict(_filled(named, rest, cache))
-        with recording() as found:
+        with recording() as recurrences:
             returned = torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), args, kwargs)
-        by_kind = [[_copies(each.read()) for each in found if type(each) is kind] for kind in KINDS]
+        by_kind = [[_copies(each.read()) for each in recurrences if type(each) is kind] for kind in KINDS]
         return returned, cache.convolved, cache.attended, by_kind
 
     return function
@@ -327,17 +328,17 @@ class LayerGraphs:
     def _sorted(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Module, _Layer]]:
         """Return every layer with the callable that replaces it. Raises Unserved if there are too many kinds."""
         kinds: dict[Any, _Kind] = {}
-        found = list[tuple[nn.Module, _Layer]]()
+        replaced = list[tuple[nn.Module, _Layer]]()
         for layer in layers:
             weights, likeness = _weights(layer), _likeness(layer)
             if likeness not in kinds:
-                said = f"layers of {self._name} like number {len(found)}"
-                kinds[likeness] = _Kind(_template(layer), list(weights), self._progress, said)
+                name = f"layers of {self._name} like number {len(replaced)}"
+                kinds[likeness] = _Kind(_template(layer), list(weights), self._progress, name)
             numbers: list[Any] = [part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")]
-            found.append((layer, _Layer(numbers[0], kinds[likeness], list(weights.values()))))
+            replaced.append((layer, _Layer(numbers[0], kinds[likeness], list(weights.values()))))
         if len(kinds) > MOST_KINDS:
-            raise Unserved(f"its {len(found)} layers are of {len(kinds)} kinds")
-        return found
+            raise Unserved(f"its {len(replaced)} layers are of {len(kinds)} kinds")
+        return replaced
 
     def run(self, rows: int, count: int, known: int, once: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         """Return the result of `once`, an output with logits and a further value, run by graphs if possible.
@@ -351,14 +352,14 @@ class LayerGraphs:
         try:
             eager = None if served in self._compared else once()
             with self._in_place():
-                found = once()
+                result = once()
             if eager:
-                compare(eager[0].logits, found[0].logits)
+                compare(eager[0].logits, result[0].logits)
         except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._give_up(error)
             return once()
         self._compared.add(served)
-        return found
+        return result
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

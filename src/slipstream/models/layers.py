@@ -83,16 +83,16 @@ def find_layers(model: nn.Module, name: str) -> tuple[list[str], nn.ModuleList]:
     if _text_config(model).is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder: only causal models can draft with some of their layers.")
     count = getattr(_text_config(model), "num_hidden_layers", None)
-    found = [
+    lists = [
         (path.split("."), module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count and _attends(module)
     ]
-    if len(found) != 1:
+    if len(lists) != 1:
         raise ValueError(
             f"{name} does not keep its {count} layers in one list, as Llama does: it cannot draft with some of them."
         )
-    return found[0]
+    return lists[0]
 
 
 def _attends(layers: nn.ModuleList) -> bool:

@@ -139,7 +139,7 @@ class Part:
 
 
 class LeadingScorer:
-    """A model that lies on several ranks, on rank 0 (see `core.protocols.Scorer` for the contract and the shapes).
+    """A model divided among several ranks, on rank 0 (see `core.protocols.Scorer` for the contract and the shapes).
 
     Every method may raise RankLost; after that, all methods that run a pass raise it.
     """
@@ -157,7 +157,7 @@ class LeadingScorer:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the model lies on."""
+        """The number of ranks that the model is divided among."""
         return self._ranks.size
 
     @property
@@ -261,9 +261,9 @@ class LeadingScorer:
         """Make a call without communication at once, and send it to the other ranks with the next pass."""
         with self._lock:
             call = Call(method, arguments)
-            found = call.on(self._part)
+            result = call.on(self._part)
             self._waiting.append(call)
-            return found
+            return result
 
     def _together(self, method: str, *arguments: Any) -> Any:
         """Make a call in which the ranks exchange results of layers, after sending it and those that wait."""

@@ -57,6 +57,7 @@ def refuse_missing(source: str | Path) -> None:
 
 
 def _missing(path: Path) -> str | None:
+    """Return why no model can be loaded from a path, as a part of a sentence; None if nothing is missing."""
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return "the folder may not be read: change its permissions"
     if path.is_file():
@@ -157,11 +158,12 @@ def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
 def _forbidden(source: str | Path) -> str | None:
     """Return a message for an unreadable file of a folder, which libraries report as missing or damaged; else None."""
     files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
-    found = next((file.name for file in files if not os.access(file, os.R_OK)), None)
-    return found and f"its {found} may not be read: change its permissions"
+    unreadable = next((file.name for file in files if not os.access(file, os.R_OK)), None)
+    return unreadable and f"its {unreadable} may not be read: change its permissions"
 
 
 def _no_object(path: Path) -> str | None:
+    """Return what is wrong with a file that should hold a JSON object; None if it holds one."""
     try:
         return None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
     except UnicodeDecodeError:

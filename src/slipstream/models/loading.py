@@ -97,10 +97,10 @@ def _read(kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dty
             return loaded
     except UnreadFormat as unread:
         leave_to_transformers(origin, unread)
-    found: Loaded = kind.from_pretrained(
+    loaded_plain: Loaded = kind.from_pretrained(
         origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options
     )
-    return found
+    return loaded_plain
 
 
 AnyScorer = CausalScorer | StateScorer
@@ -249,6 +249,7 @@ def vocabulary(source: str | Path) -> int:
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Return the torch dtype of this name; "auto" and a torch dtype are returned as they are. Raises ValueError."""
     if dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -39,21 +39,21 @@ def modalities_of(model: Any) -> frozenset[Modality]:
     config = model.config
     if config.is_encoder_decoder:
         return frozenset()
-    found = set()
+    kinds = set()
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        found.add(Modality.IMAGE)
+        kinds.add(Modality.IMAGE)
     # transformers lists models for text and sound under either of these names
     if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        found |= {each for each in Modality if _placeholder(each, config) is not None}
-    return frozenset(found)
+        kinds |= {each for each in Modality if _placeholder(each, config) is not None}
+    return frozenset(kinds)
 
 
 def _placeholder(modality: Modality, *places: Any) -> int | None:
     """Return the id of a modality's placeholder token, from the first configuration or processor that has one."""
     name = PLACEHOLDERS[modality]
     parts = [getattr(place, part, None) for place in places for part in ("audio_config", "vision_config")]
-    found = (getattr(place, f"{name}_{end}", None) for place in (*places, *parts) for end in ("id", "index"))
-    return next((token for token in found if isinstance(token, int)), None)
+    ids = (getattr(place, f"{name}_{end}", None) for place in (*places, *parts) for end in ("id", "index"))
+    return next((token for token in ids if isinstance(token, int)), None)
 
 
 def run_with_media(model: Any, text: Sequence[int], media: Media, **options: Any) -> tuple[Any, int]:
@@ -68,8 +68,8 @@ def run_with_media(model: Any, text: Sequence[int], media: Media, **options: Any
     tokens = torch.tensor([text], device=device)
     arguments = media.arguments(len(text), device, model.dtype)
     out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **arguments, **options)
-    found = next((part.rope_deltas for part in counting if part.rope_deltas is not None), None)
-    return out, 0 if found is None else int(found.flatten()[0])
+    delta = next((part.rope_deltas for part in counting if part.rope_deltas is not None), None)
+    return out, 0 if delta is None else int(delta.flatten()[0])
 
 
 @torch.inference_mode()
@@ -108,19 +108,19 @@ class MediaProcessor:
             reason = " ".join(str(error).split())
             raise ValueError(f"its processor cannot be loaded: {reason[:300]}") from error
         if not hasattr(processor, "tokenizer"):
-            raise ValueError("no processor lies with it")
+            raise ValueError("no processor is stored with it")
         return MediaProcessor.with_processor(processor, model)
 
     @staticmethod
     def with_processor(processor: Any, model: Any) -> MediaProcessor:
         """Return a `MediaProcessor` that uses a given processor of transformers."""
-        parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _ears(processor)}
-        found = {
+        parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _sound_part(processor)}
+        placeholders = {
             each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
             for each in modalities_of(model)
             if parts[each] is not None
         }
-        return MediaProcessor(processor, model.config, found)
+        return MediaProcessor(processor, model.config, placeholders)
 
     @property
     def modalities(self) -> frozenset[Modality]:
@@ -135,7 +135,7 @@ class MediaProcessor:
     @property
     def rate(self) -> int:
         """The sampling rate, in Hz, of the sound that the model reads; 0 for a model that reads no sound."""
-        return _ears(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
+        return _sound_part(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
 
     @property
     def chats(self) -> bool:
@@ -179,8 +179,8 @@ class MediaProcessor:
     def _around(self, modality: Modality) -> tuple[str, str]:
         """Return the texts of the tokens that go before and after a placeholder, empty where there are none."""
         name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
-        found = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
-        start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in found)
+        ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
+        start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
         return start, end
 
     def _read(self, made: Any) -> TokensAndMedia:
@@ -196,6 +196,6 @@ class MediaProcessor:
         return ids, Media.of(inputs, along, named or self.placeholders)
 
 
-def _ears(processor: Any) -> Any:
+def _sound_part(processor: Any) -> Any:
     """Return the part of a processor that reads sound; None if it has none."""
     return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)

@@ -88,9 +88,9 @@ class Memory:
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         self.texts.free(rows)
-        gone = set(rows)
-        self.media = [each for row, each in enumerate(self.media) if row not in gone]
-        self.shifts = [each for row, each in enumerate(self.shifts) if row not in gone]
+        freed = set(rows)
+        self.media = [each for row, each in enumerate(self.media) if row not in freed]
+        self.shifts = [each for row, each in enumerate(self.shifts) if row not in freed]
         if self.sources and rows:
             self.sources.free(rows)
 

@@ -135,8 +135,8 @@ class _Described:
 
 def _numbers(names: Sequence[str], pattern: str, least: int = 0) -> set[int]:
     """Return the numbers, of at least `least`, that a pattern finds in names."""
-    found = (re.match(pattern, name) for name in names)
-    return {number for match in found if match and (number := int(match[1])) >= least}
+    matches = (re.match(pattern, name) for name in names)
+    return {number for match in matches if match and (number := int(match[1])) >= least}
 
 
 @contextmanager

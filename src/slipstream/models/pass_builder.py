@@ -41,6 +41,7 @@ class PassBuilder:
         return positions + torch.tensor(shifts, device=positions.device)[:, None]
 
     def _pass_masks(self, slots: Tensor, tree: Tree | None) -> PassMasks:
+        """Return the masks of a pass at slots (rows, n): of a tree, of a single token per row, or of chains."""
         texts = self._memory.texts
         if tree is not None:
             return PassMasks.tree(slots, texts.end, tree)

@@ -39,11 +39,11 @@ class PassRunner:
         """Return the logits (rows, n, vocab) of a pass, in the model's dtype."""
         if self.execution and not self._memory.texts.part.start:
             places = tuple(sorted({place for states in self.recorded for place in states.places}))
-            found = self.execution.run(work, self._memory.texts.taking_part, places)
-            if found is not None:
+            result = self.execution.run(work, self._memory.texts.taking_part, places)
+            if result is not None:
                 for states in self.recorded:
-                    states.store(states.joined(found.states))
-                return found.logits
+                    states.store(states.joined(result.states))
+                return result.logits
         return self._eager(work, keep=0)
 
     def feed(self, work: Pass) -> None:
@@ -66,6 +66,6 @@ class PassRunner:
                 **work.cross_arguments,
                 **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
             )
-        for states, found in seen:
-            states.store(states.joined(found))
+        for states, by_place in seen:
+            states.store(states.joined(by_place))
         return out.logits

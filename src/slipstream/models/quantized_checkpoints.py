@@ -78,7 +78,7 @@ def load_quantized(
     quantized = [name.removesuffix(f".{form.mark}") for name in tensors if name.endswith(f".{form.mark}")]
     stored = {name: _read(form, tensors, name) for name in quantized}
     if not stored:
-        raise ValueError("its config.json speaks of quantized weights, but none are stored: the files do not fit")
+        raise ValueError("its config.json describes quantized weights, but none are stored: the files do not fit")
     with torch.device("meta"):
         model_class = type(kind.from_config(config))
     model, about = assembled(model_class, config, tensors, stored, wanted, options)
@@ -152,9 +152,9 @@ def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear]) -> None:
     columns, places = Columns(), [name for name, each in model.named_modules() if type(each) is nn.Linear]
     for name in places:
         layer: Any = model.get_submodule(name)
-        found = stored.pop(layer.weight.data_ptr(), None)
-        if found is not None:
-            model.set_submodule(name, QuantizedLinear(found.codes, layer, columns, order=found.order))
+        codes = stored.pop(layer.weight.data_ptr(), None)
+        if codes is not None:
+            model.set_submodule(name, QuantizedLinear(codes.codes, layer, columns, order=codes.order))
     if stored:
         raise ValueError(
             f"{len(stored)} of its quantized layers are merged with others by transformers, as experts are: take an "

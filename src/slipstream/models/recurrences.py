@@ -172,7 +172,7 @@ KINDS: tuple[type[GatedDeltaRule] | type[StateSpace], ...] = (GatedDeltaRule, St
 class _Recorders(threading.local):
     """The recurrences of the pass that a thread runs, in their order; None while the thread records nothing."""
 
-    found: list[Recurrence] | None = None
+    recurrences: list[Recurrence] | None = None
 
 
 _recorders = _Recorders()
@@ -182,8 +182,8 @@ ACTIVATIONS = {None, "silu", "swish"}
 
 def record(recurrence: Recurrence) -> None:
     """Append a recurrence to those that this thread records."""
-    assert _recorders.found is not None, "nothing is recorded"
-    _recorders.found.append(recurrence)
+    assert _recorders.recurrences is not None, "nothing is recorded"
+    _recorders.recurrences.append(recurrence)
 
 
 def _gated_delta_rule(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -255,10 +255,10 @@ def _convolution(function: Callable[..., Any], arguments: dict[str, Any]) -> Ten
     inputs, weight, activation = arguments["hidden_states"], arguments["weight"], arguments.get("activation")
     fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
     if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or not _built():
-        found: Tensor = function(**arguments)
-        return found
-    found = short_convolution(inputs, weight, arguments.get("bias"))
-    return silu(found) if activation else found
+        outputs: Tensor = function(**arguments)
+        return outputs
+    outputs = short_convolution(inputs, weight, arguments.get("bias"))
+    return silu(outputs) if activation else outputs
 
 
 class Recorded(NamedTuple):
@@ -293,7 +293,7 @@ class Observed:
         self._function, self._recorded = function, recorded
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if _recorders.found is None:
+        if _recorders.recurrences is None:
             return self._function(*arguments, **named)
         first = dict(zip(self._recorded.names, arguments, strict=False))
         return self._recorded.compute(self._function, {**first, **named})
@@ -314,9 +314,9 @@ def recording() -> Iterator[list[Recurrence]]:
 
     A recording around this one receives none of them.
     """
-    found: list[Recurrence] = []
-    before, _recorders.found = _recorders.found, found
+    recurrences: list[Recurrence] = []
+    before, _recorders.recurrences = _recorders.recurrences, recurrences
     try:
-        yield found
+        yield recurrences
     finally:
-        _recorders.found = before
+        _recorders.recurrences = before

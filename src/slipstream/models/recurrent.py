@@ -177,11 +177,11 @@ class StateScorer:
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
-        gone = set(rows)
+        freed = set(rows)
         self._cache.free(rows)
         self._records.free(rows)
-        self._texts = [text for row, text in enumerate(self._texts) if row not in gone]
-        self._extra_inputs = [each for row, each in enumerate(self._extra_inputs) if row not in gone]
+        self._texts = [text for row, text in enumerate(self._texts) if row not in freed]
+        self._extra_inputs = [each for row, each in enumerate(self._extra_inputs) if row not in freed]
 
     def attach(self, row: int, media: Media) -> None:
         """Store the media of an empty row's text, which is then read in one piece."""
@@ -252,11 +252,11 @@ class StateScorer:
         if tree is not None:
             raise ValueError(f"{self.name} keeps a state, which follows one line of tokens: draft chains, not trees.")
         fed = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
-        found = self._feed(fed, first, keep=0)
-        if not found:
+        by_place = self._feed(fed, first, keep=0)
+        if not by_place:
             return torch.zeros(*tokens.shape, self.vocab, dtype=self.model.dtype, device=self.device)
-        logits = next(iter(found.values())).new_zeros(*tokens.shape, self.vocab)
-        for place, some in found.items():
+        logits = next(iter(by_place.values())).new_zeros(*tokens.shape, self.vocab)
+        for place, some in by_place.items():
             logits[place, : some.shape[0]] = some
         return logits
 
@@ -282,7 +282,7 @@ class StateScorer:
             if tokens:
                 self._bring_forward(first + place)
         self._cache.reserve(max(map(len, fed), default=0), first, first + len(fed))
-        found: dict[int, Tensor] = {}
+        by_place: dict[int, Tensor] = {}
         for places in self._groups(fed, first):
             rows = [first + place for place in places]
             states, known = self._states(rows), self._cache.known(rows[0])
@@ -293,9 +293,9 @@ class StateScorer:
             for place, row, state, some in zip(places, rows, behind, logits, strict=True):
                 self._cache.write(row, state)
                 self._texts[row] += fed[place]
-                found[place] = some
+                by_place[place] = some
         self._cache.advance([len(tokens) for tokens in fed])
-        return found
+        return by_place
 
     def _bring_forward(self, row: int) -> None:
         """Read again the accepted tokens of a row that its state lost in a rollback."""

@@ -22,6 +22,7 @@ def response_parser(
 
 
 def _of_family(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any] | None:
+    """Return the form of answers that transformers keeps for the model's family; None if it keeps none."""
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:  # an older version of transformers, or one without the packages of its server

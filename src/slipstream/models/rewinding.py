@@ -41,10 +41,10 @@ class Rewind:
         for place, recurrence in self.recurrences.items():
             number, each = place
             if count == self.count and place in self.ends:
-                found = self.ends[place][row : row + 1]
+                new = self.ends[place][row : row + 1]
             else:
-                found = recurrence.state_after(row, count)
-            state.layers[number].recurrent_states[each] = found.to(recurrence.start.dtype)
+                new = recurrence.state_after(row, count)
+            state.layers[number].recurrent_states[each] = new.to(recurrence.start.dtype)
         return state
 
 
@@ -120,16 +120,16 @@ def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> 
 
     state.update_recurrent_state, state.update_conv_state = keep, extend
     try:
-        with recording() as found:
+        with recording() as recurrences:
             returned = run(state)
     finally:
         del state.update_recurrent_state, state.update_conv_state
-    return returned, Rewind(state, count, _placed(state, found), ends)
+    return returned, Rewind(state, count, _placed(state, recurrences), ends)
 
 
-def _placed(state: Any, found: Sequence[Recurrence]) -> dict[Place, Recurrence]:
+def _placed(state: Any, recurrences: Sequence[Recurrence]) -> dict[Place, Recurrence]:
     """Return the recurrences by the places of their start states. Raises ValueError for a state without one."""
-    by_start = {id(recurrence.start): recurrence for recurrence in found}
+    by_start = {id(recurrence.start): recurrence for recurrence in recurrences}
     places = {
         (number, each): start
         for number, layer in enumerate(state.layers)

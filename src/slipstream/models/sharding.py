@@ -51,6 +51,7 @@ def shard(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
 
 
 def _settings(plan: Plan) -> Any:
+    """Return a tensor-parallel plan in the form that `from_pretrained` takes. Raises ValueError if impossible."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:

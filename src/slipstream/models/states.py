@@ -61,8 +61,8 @@ def _rebuilt(same: Sequence[Any], tensors: Callable[[Sequence[Tensor]], Tensor])
 
 def _has_parts(thing: Any) -> bool:
     """Whether this is an object of a transformers cache, not of a model, a configuration or Python itself."""
-    alien = isinstance(thing, nn.Module | PreTrainedConfig | type) or callable(thing)
-    return not alien and hasattr(thing, "__dict__") and type(thing).__module__.startswith("transformers")
+    excluded = isinstance(thing, nn.Module | PreTrainedConfig | type) or callable(thing)
+    return not excluded and hasattr(thing, "__dict__") and type(thing).__module__.startswith("transformers")
 
 
 def size(state: Any) -> int:
@@ -71,6 +71,7 @@ def size(state: Any) -> int:
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:
+    """Yield all tensors inside a state: in dictionaries, lists, tuples and objects of transformers."""
     parts: Iterable[Any] = ()
     if isinstance(thing, Tensor):
         yield thing

@@ -148,6 +148,7 @@ def tiny_config(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfi
 
 
 def _small(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return small values for the settings that a configuration class has, and for those of its parts."""
     default = kind()
     default_values, known = default.to_dict(), {**SIZES, **SETTINGS}
     small = {
