@@ -104,12 +104,13 @@ class Shelf:
         return list(self._walk(text, self._roots[salt])) if salt in self._roots else []
 
     def _walk(self, text: Sequence[int], block: _Block) -> Iterator[_Block]:
+        """Yield the stored blocks that a text begins with, after the block `block`."""
         size = self._cache.block
         for start in range(0, len(text) - size + 1, size):
-            found = block.following.get(tuple(text[start : start + size]))
-            if found is None:
+            following = block.following.get(tuple(text[start : start + size]))
+            if following is None:
                 return
-            yield (block := found)
+            yield (block := following)
 
     def _root(self, salt: str) -> _Block:
         """Return the root of a salt's texts; making a new one drops salts without blocks."""

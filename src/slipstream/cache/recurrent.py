@@ -63,8 +63,8 @@ class StateCache(Generic[State]):
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others move up and keep their order."""
-        gone = set(rows)
-        self._rows = [each for row, each in enumerate(self._rows) if row not in gone]
+        freed = set(rows)
+        self._rows = [each for row, each in enumerate(self._rows) if row not in freed]
 
     # ---- one pass ----
 

@@ -60,8 +60,8 @@ class RowCache:
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others move up and keep their order."""
-        gone = set(rows)
-        kept = [row for row in range(len(self.lengths)) if row not in gone]
+        freed = set(rows)
+        kept = [row for row in range(len(self.lengths)) if row not in freed]
         start = next((i for i, row in enumerate(kept) if i != row), len(kept))
         for keys, values in self._layers.values():
             for i in range(start, len(kept)):  # ascending, so nothing is overwritten before it has moved
@@ -159,6 +159,7 @@ class RowCache:
         return self._of(self.part)
 
     def _of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Return views of keys and values of these rows, by layer."""
         if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
             # Hidden states are stored behind the layers and take no part in passes.
             layers = [self._layers[layer] for layer in sorted(self._layers) if layer < INDEXER]
@@ -206,6 +207,7 @@ class RowCache:
         return self.update(INDEXER + layer, single, single[..., :0])[0][:, 0]
 
     def _write(self, store: Tensor, new: Tensor) -> None:
+        """Write new entries (rows, heads, count, width) to the slots after the text of every row of this pass."""
         starts = self._lengths
         if len(set(starts)) == 1:
             store[:, :, starts[0] : starts[0] + self._count] = new

@@ -73,11 +73,12 @@ class Captured:
         return PassResult(logits, dict(zip(places, states, strict=True)))
 
     def _capture(self, work: Pass, stores: Stores, places: Places) -> Graph:
+        """Capture a pass of this shape as a graph."""
         if self.progress:
             rows, width, end = *work.tokens.shape, next(iter(work.masks.values())).shape[-1]
             self.progress(f"capturing {self.name} for {rows} x {width} tokens and {end} slots")
-        found, replay = record(lambda: forward_showing(self.model, work, stores, places))
-        return Graph(work, found, replay)
+        outputs, replay = record(lambda: forward_showing(self.model, work, stores, places))
+        return Graph(work, outputs, replay)
 
 
 def record(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -91,8 +92,8 @@ def record(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = function()
-    return found, graph.replay
+        outputs = function()
+    return outputs, graph.replay
 
 
 def _widened(work: Pass, end: int) -> Pass:

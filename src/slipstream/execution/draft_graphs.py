@@ -236,6 +236,7 @@ class DraftGraphs:
         )
 
     def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:
+        """Return the graph of this kind, which is made for inputs of these shapes if there is none yet."""
         if kind not in self._graphs:
             vary(_sizes(inputs), {"rows"} if kind.single else ())
 
@@ -308,8 +309,8 @@ class DraftsInGraphs(Protocol):
 
 def _describe(kind: GraphKind) -> str:
     """Return a description of a graph's drafts in words."""
-    how, whom = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
-    return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {whom}, {kind.width} fed"
+    how, served = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
+    return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {served}, {kind.width} fed"
 
 
 def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:

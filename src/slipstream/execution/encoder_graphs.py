@@ -43,6 +43,7 @@ class CompiledReader:
             return self.eager(inputs, mask)
 
     def _make(self, single: bool, inputs: Tensor, mask: Tensor) -> Stores:
+        """Make the graph for one source or for batches, compare it with the eager reader, and return its result."""
         eager = self.eager
 
         def function(inputs: Tensor, mask: Tensor) -> Stores:
@@ -51,9 +52,9 @@ class CompiledReader:
         vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (inputs, mask)], {"rows"} if single else ())
         on_graph = graph_progress(self.progress, f"{self.name} for {'one source' if single else 'batches of sources'}")
         graph = Frozen(function, ["inputs", "mask"], on_graph)
-        found = graph(inputs, mask)
-        for layer, same in zip(self.eager(inputs, mask), found, strict=True):
+        stores = graph(inputs, mask)
+        for layer, same in zip(self.eager(inputs, mask), stores, strict=True):
             for expected, made in zip(layer, same, strict=True):
                 compare(expected, made, "keys and values")
         self._graphs[single] = graph
-        return found
+        return stores

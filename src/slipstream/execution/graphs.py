@@ -77,6 +77,7 @@ class Frozen:
             return None
 
     def _make(self, structure: Structure | None, inputs: Sequence[Any]) -> Any:
+        """Compile the graph at its first call, store it for other processes if possible, and return its result."""
         GRAPHS.compiled += 1
         self._on_graph(True)
         recorder = kept_graphs.Recorder()
@@ -90,11 +91,11 @@ class Frozen:
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             warnings.catch_warnings(action="ignore"),
         ):
-            found = graph(*inputs)
+            result = graph(*inputs)
             if structure:
-                self._stored = kept_graphs.keep(structure, recorder, self._named(inputs), found)
+                self._stored = kept_graphs.keep(structure, recorder, self._named(inputs), result)
         self._graph = graph
-        return found
+        return result
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
         return {self._inputs[0]: inputs} if self._starred else dict(zip(self._inputs, inputs, strict=True))
@@ -137,10 +138,10 @@ def equate(sizes: Sizes) -> None:
 
     Python passes every symbol at every call, and a model's cache alone has two for each of its layers' tensors.
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for tensor, counted in sizes:
         for dim, what in counted.items():
-            torch._check(tensor.shape[dim] == found.setdefault(what, tensor.shape[dim]))
+            torch._check(tensor.shape[dim] == by_name.setdefault(what, tensor.shape[dim]))
 
 
 def graph_progress(progress: Callable[[str], object] | None, what: str) -> OnGraph:

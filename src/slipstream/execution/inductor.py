@@ -68,6 +68,7 @@ class Compiled:
         return Compiled(model, name, self.progress)
 
     def _make(self, served: str, work: Pass, stores: Stores, places: Places) -> PassResult | None:
+        """Make a graph for such passes and compare it with the eager pass -> the outputs; None: run eagerly."""
         try:
             eager = forward_showing(self.model, work, stores, places)
         except (AttributeError, IndexError, TypeError) as error:
@@ -81,23 +82,23 @@ class Compiled:
         try:
             constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
             vary(_sizes(work, stores), constant)
-            found = graph(*_inputs(work, stores))
-            for what, made, expected in zip(("logits", *["hidden states"] * len(places)), found, eager, strict=True):
+            outputs = graph(*_inputs(work, stores))
+            for what, made, expected in zip(("logits", *["hidden states"] * len(places)), outputs, eager, strict=True):
                 compare(expected, made, what)
         except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._give_up(error)
             return _result(places, eager)
         self._graphs[served, places] = graph
-        return _result(places, found)
+        return _result(places, outputs)
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
         warn(self.name, f"runs {EAGERLY}", error)
 
 
-def _result(places: Places, found: list[Tensor]) -> PassResult:
+def _result(places: Places, outputs: list[Tensor]) -> PassResult:
     """Return the outputs of a graph as a `PassResult`."""
-    return PassResult(found[0], dict(zip(places, found[1:], strict=True)))
+    return PassResult(outputs[0], dict(zip(places, outputs[1:], strict=True)))
 
 
 def _inputs(work: Pass, stores: Stores) -> tuple[Any, ...]:

@@ -72,13 +72,13 @@ class BoundGraph:
 KINDS: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {"list": list, "tuple": tuple}
 
 
-def _form(found: Any) -> Any:
+def _form(result: Any) -> Any:
     """Return the form of a result without its tensors. Raises NotKept for other types than lists and tuples."""
-    if found is None or isinstance(found, Tensor):
-        return found is not None
-    if type(found) not in KINDS.values():
-        raise NotKept(f"it returns a {type(found).__name__}")
-    return [type(found).__name__, *map(_form, found)]
+    if result is None or isinstance(result, Tensor):
+        return result is not None
+    if type(result) not in KINDS.values():
+        raise NotKept(f"it returns a {type(result).__name__}")
+    return [type(result).__name__, *map(_form, result)]
 
 
 def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
@@ -128,7 +128,7 @@ class Recorder:
         return compile_fx(graph, inputs, inner_compile=inner)
 
     def recipe(self, weights: Sequence[Tensor], found: Any) -> Recipe:
-        """Return the recipe of the one graph that was made, whose result was `found`. Raises NotKept if it has none."""
+        """Return the recipe of the one graph that was made, which returned `found`. Raises NotKept if it has none."""
         if len(self.made) != 1:
             raise NotKept(f"{len(self.made)} graphs were made")
         read, examples, held, traced, made = self.made[0]
@@ -217,12 +217,12 @@ def find(structure: Structure) -> BoundGraph | None:
         digest, _, body = path.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
             return None
-        found = json.loads(body)
-        if (found.pop("form"), found.pop("key")) != (FORM, structure.key):
+        record = json.loads(body)
+        if (record.pop("form"), record.pop("key")) != (FORM, structure.key):
             return None
         os.utime(path)
-        return Recipe(**found).bind(structure.weights)
-    except Exception:  # whatever is wrong with the file or its contents: the graph is made again
+        return Recipe(**record).bind(structure.weights)
+    except Exception:  # the file or its contents are damaged in some way: the graph is made again
         return None
 
 
@@ -245,10 +245,11 @@ def keep(structure: Structure, recorder: Recorder, inputs: dict[str, Any], found
     return graph
 
 
-def _try(graph: BoundGraph, inputs: dict[str, Any], found: Any) -> None:
+def _try(graph: BoundGraph, inputs: dict[str, Any], expected: Any) -> None:
+    """Raise NotKept unless a stored graph gives the same bits as the one that was just made."""
     arguments = graph.arguments(inputs)
     if arguments is None:
         raise NotKept("it does not take the inputs it was made for")
-    for kept, made in zip(tree_leaves(graph.run(arguments)), tree_leaves(found), strict=True):
+    for kept, made in zip(tree_leaves(graph.run(arguments)), tree_leaves(expected), strict=True):
         if kept is not made and not torch.equal(kept, made):
-            raise NotKept("it gives something else")
+            raise NotKept("it gives other results")

@@ -1,8 +1,8 @@
 """Processes that run one model together, as torchrun starts them: rank 0 leads, and the others follow its messages.
 
 The model's own tensors go through torch.distributed (NCCL between GPUs, gloo between processors). Rank 0 sends its
-decisions through a connection of its own to each of the others, so that a rank that ends is noticed at once, whatever
-the others are doing: in a pass, between two, or waiting for work.
+decisions through a connection of its own to each of the others, so that a rank that ends is noticed at once, no matter
+what the others are doing: in a pass, between two, or waiting for work.
 """
 
 from __future__ import annotations
@@ -103,17 +103,18 @@ def _lead(size: int) -> dict[int, Connection]:
         listener = Listener((host, 0), backlog=size, authkey=key)
     except OSError:  # the others reach us by this address, but it is not one of this machine's own
         listener = Listener(("", 0), backlog=size, authkey=key)
-    found: dict[int, Connection] = {}
+    connections: dict[int, Connection] = {}
     with listener:
         dist.broadcast_object_list([(host, listener.address[1], key)], src=0)
-        while len(found) < size - 1:
+        while len(connections) < size - 1:
             with suppress(AuthenticationError, EOFError, OSError):  # a connection that is not from a rank
                 connection = _at_once(listener.accept())
-                found[int.from_bytes(connection.recv_bytes())] = connection
-    return dict(sorted(found.items()))
+                connections[int.from_bytes(connection.recv_bytes())] = connection
+    return dict(sorted(connections.items()))
 
 
 def _follow(rank: int) -> dict[int, Connection]:
+    """Connect with rank 0, at the address and with the key that it sends through torch.distributed."""
     offer: list[Any] = [None]
     dist.broadcast_object_list(offer, src=0)
     host, port, key = offer[0]
@@ -178,6 +179,7 @@ class Ranks:
         return self._send(message)
 
     def _send(self, message: object) -> int:
+        """Send a message to all connected ranks -> its number. Raises RankLost if one of them is gone."""
         content = _written(message)
         for connection in self._connections.values():
             try:
@@ -215,10 +217,10 @@ class Ranks:
         `seconds` is the longest wait (None: no limit). Raises RankLost, from its `cause`, if one of them is gone before
         it answers, or does not answer in time.
         """
-        end, found = None if seconds is None else monotonic() + seconds, dict(self._failures)
+        end, faults = None if seconds is None else monotonic() + seconds, dict(self._failures)
         self._failures = {}
         for rank, connection in self._connections.items():
-            while rank not in found:
+            while rank not in faults:
                 try:
                     with self._reading:
                         if end is not None and not connection.poll(max(0.0, end - monotonic())):
@@ -227,8 +229,8 @@ class Ranks:
                 except (EOFError, OSError) as error:
                     self.end(cause or error)
                 if answered >= number:
-                    found[rank] = fault
-        return found
+                    faults[rank] = fault
+        return faults
 
     def agree(self, number: int, message: object, error: Exception) -> None:
         """After an error with message `number` here, check that every rank had one, so that all are in step again.
@@ -266,6 +268,7 @@ class Ranks:
         raise RankLost(self._lost) from cause
 
     def _why(self, gone: Sequence[int], cause: BaseException | None) -> str:
+        """Return a sentence that says why the ranks cannot go on, with their own faults if they reported any."""
         if self._reads_failures():
             return "; ".join(f"rank {rank} has failed: {text}" for rank, text in sorted(self._failures.items()))
         lines = [] if cause is None or isinstance(cause, EOFError) else str(cause).strip().splitlines()

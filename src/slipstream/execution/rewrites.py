@@ -39,6 +39,7 @@ def _under_tanh(node: Node) -> Node | None:
 
 
 def _replace(graph: Graph, node: Node, x: Node) -> None:
+    """Replace a node of the graph, which computes 1 + tanh(x), by 2 sigmoid(2 x)."""
     value = node.meta["val"]
     with graph.inserting_before(node):
         for function, *factor in ((aten.mul.Tensor, 2), (aten.sigmoid.default,), (aten.mul.Tensor, 2)):

@@ -48,6 +48,7 @@ class Structure:
         self.key = digest.hexdigest()[:40]
 
     def _words(self, thing: Any) -> Iterator[str]:
+        """Yield the words of the key for an object; one that was met before is named by its number."""
         if isinstance(thing, PLAIN):
             yield f"{type(thing).__qualname__} {thing!r}"
         elif id(thing) in self._seen:
@@ -56,11 +57,12 @@ class Structure:
             self._seen[id(thing)] = len(self._held)
             self._held.append(thing)
             if len(self._held) > MOST:
-                raise Unknown("too much")
+                raise Unknown(f"more than {MOST} objects")
             yield f"{type(thing).__module__}.{type(thing).__qualname__}"
             yield from self._parts(thing)
 
     def _parts(self, thing: Any) -> Iterator[str]:
+        """Yield the words of the key for what an object holds. Raises Unknown for one of a kind without a key."""
         if isinstance(thing, Tensor):
             yield self._tensor(thing)
         elif isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType)) and not _bound(thing):
@@ -127,13 +129,14 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 def _origin(thing: Any) -> str:
     """Return the name of code, with a digest of its file if no version stands for it."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or "builtins"
-    stands = name.partition(".")[0] in KNOWN or name in sys.builtin_module_names
-    digest = "" if stands else _file(name)
+    versioned = name.partition(".")[0] in KNOWN or name in sys.builtin_module_names
+    digest = "" if versioned else _file(name)
     return f"{name}.{getattr(thing, '__qualname__', '')} {digest}"
 
 
 @cache
 def _file(module: str) -> str:
+    """Return a digest of a module's file. Raises Unknown if it has none."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         raise Unknown(module)
@@ -143,10 +146,10 @@ def _file(module: str) -> str:
 @cache
 def _sources() -> str:
     """Return a digest of our own code, which changes more often than its version."""
-    found = importlib.util.find_spec("slipstream")
-    assert found is not None and found.origin is not None
+    package = importlib.util.find_spec("slipstream")
+    assert package is not None and package.origin is not None
     digest = hashlib.sha256()
-    for path in sorted(Path(found.origin).parent.rglob("*")):
+    for path in sorted(Path(package.origin).parent.rglob("*")):
         if path.suffix in {".py", ".cpp", ".h"}:
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -163,6 +166,7 @@ def _processor() -> str:
 
 
 def _surroundings() -> tuple[Any, ...]:
+    """Return what all graphs depend on: versions, our own code, processor, kernels and settings of torch."""
     versions = (__version__, _sources(), torch.__version__, torch.version.git_version, version("transformers"))
     kernels = [hasattr(torch.ops.slipstream, name) for name in ("linear", "attend", "quantized_linear")]
     numbers = (torch.get_num_threads(), torch.get_default_dtype(), torch.backends.mkldnn.is_available())

@@ -14,7 +14,7 @@ from slipstream.kernels.quantization import Codes, Precision, quantize
 
 ALGORITHM = 1
 """The version of the codes that come out, which changes with this file and with `models/calibration`: codes that were
-kept by another version are chosen anew."""
+kept by another version are chosen again."""
 DAMPING = 0.01
 """The number added to each input's product with itself, as a part of their mean, since no text shows all inputs."""
 

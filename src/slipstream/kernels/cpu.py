@@ -65,8 +65,8 @@ def kernel_missing() -> str | None:
 
 def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
     """Multiply (..., inputs) by a packed weight -> (..., features): sums in float32, in one order for every row."""
-    found: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
-    return found
+    outputs: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
+    return outputs
 
 
 def quantized_linear(inputs: Tensor, panels: QuantizedPanels, bias: Tensor | None, features: int, bits: int) -> Tensor:
@@ -75,20 +75,20 @@ def quantized_linear(inputs: Tensor, panels: QuantizedPanels, bias: Tensor | Non
     Inputs become whole numbers of 8 bits, group by group; the sums of groups are added in float32, in the same order
     for every row.
     """
-    found: Tensor = torch.ops.slipstream.quantized_linear(inputs.contiguous(), *panels, bias, features, bits)
-    return found
+    outputs: Tensor = torch.ops.slipstream.quantized_linear(inputs.contiguous(), *panels, bias, features, bits)
+    return outputs
 
 
 def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
     """Attend with queries (rows, heads, n, width) to keys and values (rows, as many or fewer heads, slots, width).
 
     `added`, (rows or 1, heads or 1, n or 1, slots), is added to their scaled products -> (rows, n, heads, width). A
-    token's output does not depend on the tokens beside it, nor on slots that no token sees, whatever they contain.
+    token's output depends neither on the other new tokens nor on the contents of slots that no token sees.
     """
     inputs = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
     added = added if added is None or added.stride(-1) == 1 else added.contiguous()
-    found: Tensor = torch.ops.slipstream.attend(*inputs, added, scale)
-    return found
+    outputs: Tensor = torch.ops.slipstream.attend(*inputs, added, scale)
+    return outputs
 
 
 def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
@@ -196,7 +196,7 @@ def _check() -> None:
         pairs = [(product, inputs.double() @ weight.double().T), (seen, exact), *laws.samples(), *recurrences.samples()]
         for bits, group in GROUP.items():
             codes = quantize(weight, Precision(bits, group))
-            found = quantized_linear(inputs, codes.into_panels(), None, len(weight), bits)
-            pairs.append((found, inputs.double() @ codes.weight().double().T))
-        if not all((found - right).double().norm() <= 0.02 * right.double().norm() for found, right in pairs):
+            outputs = quantized_linear(inputs, codes.into_panels(), None, len(weight), bits)
+            pairs.append((outputs, inputs.double() @ codes.weight().double().T))
+        if not all((outputs - right).double().norm() <= 0.02 * right.double().norm() for outputs, right in pairs):
             raise ValueError(f"the kernel for {dtype} computes something else on this processor")

@@ -1,7 +1,7 @@
-"""What a round asks of laws over a whole vocabulary, by our kernel: each in one reading, without copies.
+"""Computations of a round on laws over a whole vocabulary, by our kernel: each in one reading, without copies.
 
 The kernel serves float32 on CPUs once it is loaded, as it is for packed weights; `laws_fit` tells whether it does. A
-position's results do not depend on the rows and positions beside it.
+position's results do not depend on other rows and positions.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ def laws_fit(*laws: Tensor) -> bool:
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
     """Return sum_v min(p(v), q(v)) (rows, n) of laws p (rows, n or more, vocab) and q (rows, n, vocab)."""
-    found: Tensor = torch.ops.slipstream.overlap(p, q)
-    return found
+    shared: Tensor = torch.ops.slipstream.overlap(p, q)
+    return shared
 
 
 def block_tests(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the tests of block verification for `lengths` (rows,) of tokens (rows, n), drafted by q (rows, n, vocab).
 
     Returns b_0..b_n (rows, n + 1) and the weights (rows, n, 2) of the coins for "the first i stand" and "they do not",
-    in float64, and sum_v min(p(v), q(v)) (rows, n) in float32. Behind a row's length no coin falls for the tokens.
+    in float64, and sum_v min(p(v), q(v)) (rows, n) in float32. At positions after
+    the end of a row's draft the coin always says "they do not".
     """
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.slipstream.block_tests(p, q, tokens.contiguous(), lengths)
-    return found
+    tests: tuple[Tensor, Tensor, Tensor] = torch.ops.slipstream.block_tests(p, q, tokens.contiguous(), lengths)
+    return tests
 
 
 def following(p: Tensor, q: Tensor, accepted: Tensor, refused: Tensor, weights: Tensor) -> Tensor:
@@ -41,8 +42,8 @@ def following(p: Tensor, q: Tensor, accepted: Tensor, refused: Tensor, weights: 
     It is p there, or in rows that are `refused` (rows,) the residual norm(max(w p - q, 0)) with weights w (rows,) in
     float64, and p again where the residual is nothing.
     """
-    found: Tensor = torch.ops.slipstream.following(p, q, accepted, refused, weights.contiguous())
-    return found
+    law: Tensor = torch.ops.slipstream.following(p, q, accepted, refused, weights.contiguous())
+    return law
 
 
 def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,8 +51,8 @@ def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     It is NaN if any of them is.
     """
-    found: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
-    return found
+    values_and_indices: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
+    return values_and_indices
 
 
 # ---- registration and the check of the kernels ----------------------------------------------------------------------

@@ -82,9 +82,9 @@ class PackedLinear(nn.Module):
         real = self.columns.real
         if real is None or inputs.shape[:-1] != self.columns.shape:
             return self.multiply(inputs)
-        found = inputs.new_zeros(inputs.shape[:-1].numel(), self.out_features)
-        found.index_copy_(0, real, self.multiply(inputs.flatten(0, 1).index_select(0, real)))
-        return found.view(*inputs.shape[:-1], self.out_features)
+        outputs = inputs.new_zeros(inputs.shape[:-1].numel(), self.out_features)
+        outputs.index_copy_(0, real, self.multiply(inputs.flatten(0, 1).index_select(0, real)))
+        return outputs.view(*inputs.shape[:-1], self.out_features)
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """Multiply all tokens by the packed weight."""
@@ -277,8 +277,8 @@ def layer_bytes(model: nn.Module) -> int:
 
 def lowest_bits(model: nn.Module) -> int | None:
     """Return the fewest bits of a model's quantized weights; None if none are quantized."""
-    found = (layer.precision.bits for layer in model.modules() if isinstance(layer, QuantizedLinear))
-    return min(found, default=None)
+    bits = (layer.precision.bits for layer in model.modules() if isinstance(layer, QuantizedLinear))
+    return min(bits, default=None)
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:

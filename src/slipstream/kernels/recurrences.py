@@ -25,18 +25,18 @@ def gated_delta_rule(
     heads), and the state before them (rows, heads, size, width), all in float32 -> outputs (rows, n, heads, width).
     Queries and keys are normalized to length 1 here, and outputs divided by the square root of the size.
     """
-    found: Tensor = torch.ops.slipstream.gated_delta_rule(
+    outputs: Tensor = torch.ops.slipstream.gated_delta_rule(
         _dense(queries), _dense(keys), _dense(values), decays, strengths, state.contiguous()
     )
-    return found
+    return outputs
 
 
 def gated_delta_state(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor) -> Tensor:
     """Return the state (rows, heads, size, width) after the tokens, with arguments as for `gated_delta_rule`."""
-    found: Tensor = torch.ops.slipstream.gated_delta_state(
+    after: Tensor = torch.ops.slipstream.gated_delta_state(
         _dense(keys), _dense(values), decays, strengths, state.contiguous()
     )
-    return found
+    return after
 
 
 def state_space(
@@ -47,18 +47,18 @@ def state_space(
     Inputs x (rows, n, heads, width), steps d and d A (rows, n, heads), B and C (rows, n, heads or fewer, size), D
     (heads,), and the state before them (rows, heads, width, size), all in float32 -> outputs (rows, n, heads, width).
     """
-    found: Tensor = torch.ops.slipstream.state_space(
+    outputs: Tensor = torch.ops.slipstream.state_space(
         _dense(inputs), steps, decays, _dense(into), _dense(out_of), skip, state.contiguous()
     )
-    return found
+    return outputs
 
 
 def state_space_state(inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, state: Tensor) -> Tensor:
     """Return the state (rows, heads, width, size) after the tokens, with arguments as for `state_space`."""
-    found: Tensor = torch.ops.slipstream.state_space_state(
+    after: Tensor = torch.ops.slipstream.state_space_state(
         _dense(inputs), steps, decays, _dense(into), state.contiguous()
     )
-    return found
+    return after
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,8 +67,8 @@ def short_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     The weight is (channels, taps), the result (rows, channels, places - taps + 1). In memory the channels of a place
     are contiguous.
     """
-    found: Tensor = torch.ops.slipstream.short_convolution(inputs, weight.contiguous(), bias)
-    return found.mT
+    outputs: Tensor = torch.ops.slipstream.short_convolution(inputs, weight.contiguous(), bias)
+    return outputs.mT
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -91,9 +91,9 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredFormat:
     kind, schemes = settings.get("format"), list((settings.get("config_groups") or {}).values())
     _refuse_unless(kind == "pack-quantized", f"its weights are compressed as {kind!r}", "pack-quantized")
     weights = [scheme.get("weights") or {} for scheme in schemes]
-    found = {(each.get("num_bits"), each.get("group_size"), each.get("type", "int")) for each in weights}
-    _refuse_unless(len(found) == 1, f"its layers are quantized in {len(found)} ways", "one way")
-    bits, group_size, numbers = found.pop()
+    ways = {(each.get("num_bits"), each.get("group_size"), each.get("type", "int")) for each in weights}
+    _refuse_unless(len(ways) == 1, f"its layers are quantized in {len(ways)} ways", "one way")
+    bits, group_size, numbers = ways.pop()
     _refuse_unless(numbers == "int", f"its codes are of the type {numbers!r}", "int")
     size = _inputs_of_group(group_size)
 

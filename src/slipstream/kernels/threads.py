@@ -16,8 +16,8 @@ def release_threads() -> None:
     """End the threads that GNU's OpenMP keeps for the calling thread.
 
     Its next computation starts them again (in some 50 microseconds). Every thread that computes has helper threads of
-    its own. As soon as all of them are more than the processor has cores, none waits actively any more, and whatever
-    runs then takes about twice as long. So a thread that has finished computing releases its helpers. Nothing happens
+    its own. As soon as all of them are more than the processor has cores, none waits actively any more, and all
+    computations take about twice as long. So a thread that has finished computing releases its helpers. Nothing happens
     where another OpenMP is in use.
     """
     for pause in _pauses():
@@ -31,5 +31,5 @@ def _pauses() -> tuple[Callable[[int], int], ...]:
     if not LOADED.exists():
         return ()
     libraries = sorted(set(re.findall(r"/\S*libgomp\S*\.so\S*", LOADED.read_text())))
-    found = (getattr(ctypes.CDLL(library), "omp_pause_resource_all", None) for library in libraries)
-    return tuple(pause for pause in found if pause)
+    functions = (getattr(ctypes.CDLL(library), "omp_pause_resource_all", None) for library in libraries)
+    return tuple(pause for pause in functions if pause)
