@@ -37,18 +37,18 @@ class Application(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI description, with stream chunks and request ids, without 422 (we answer 400)."""
-        found = super().openapi()
-        for path in found["paths"].values():
+        description = super().openapi()
+        for path in description["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
                 for response in operation["responses"].values():
                     response.setdefault("headers", {})["X-Request-Id"] = {"schema": {"type": "string"}}
-        schemas = found["components"]["schemas"]
+        schemas = description["components"]["schemas"]
         _, chunks = models_json_schema([(model, "serialization") for model in CHUNKS], ref_template=REFERENCE)
         schemas |= chunks["$defs"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        return found
+        return description
 
 
 def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
@@ -86,16 +86,16 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     """Answer 400 with the first error of a body and the name of its field."""
     assert isinstance(error, RequestValidationError)
-    found = _most_telling(error.errors())
-    path = [part for part in found["loc"] if part != "body"]
+    fault = _most_telling(error.errors())
+    path = [part for part in fault["loc"] if part != "body"]
     field = next((str(part) for part in path if isinstance(part, str)), None)
     where = ".".join(map(str, path))
-    if found["type"] == "extra_forbidden":
+    if fault["type"] == "extra_forbidden":
         message = f"{where} is not a field that this server knows: leave it out."
-    elif found["type"] == "json_invalid":
-        message, field = f"the body is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}.", None
+    elif fault["type"] == "json_invalid":
+        message, field = f"the body is not valid JSON: {fault.get('ctx', {}).get('error', fault['msg'])}.", None
     else:
-        message = f"{where}: {found['msg']}." if where else f"{found['msg']}: send a JSON object."
+        message = f"{where}: {fault['msg']}." if where else f"{fault['msg']}: send a JSON object."
     return JSONResponse(error_body(message, "invalid_request_error", field), 400)
 
 

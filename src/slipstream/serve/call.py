@@ -71,10 +71,10 @@ class Call:
 
     async def collect(self) -> list[list[Piece]]:
         """Wait for the end -> the pieces of each ticket, the last of which has the completion."""
-        found: list[list[Piece]] = [[] for _ in self.tickets]
+        per_ticket: list[list[Piece]] = [[] for _ in self.tickets]
         async for place, pieces in self.rounds():
-            found[place] += pieces
-        return found
+            per_ticket[place] += pieces
+        return per_ticket
 
     async def rounds(self) -> AsyncIterator[tuple[int, list[Piece]]]:
         """Yield what every round gives to a ticket, with the ticket's place; ending the iteration cancels all tickets.
@@ -190,16 +190,16 @@ class SearchCall:
 
     def log_fields(self, texts: bool) -> dict[str, Any]:
         """Return the search's fields of the access log: counts, and with `texts` also prompts and answers."""
-        found = self.search.completions
+        completions = self.search.completions
         fields: dict[str, Any] = {
             "prompt_tokens": self.search.texts.prompt_tokens,
-            "completion_tokens": sum(len(each.tokens) for each in found),
+            "completion_tokens": sum(len(each.tokens) for each in completions),
             "cached_tokens": 0,  # a search reads its prompts itself
             "finish_reasons": self.search.finish_reasons,
         }
         if texts:
             fields["prompts"] = [self.engine.decode(prompt) for prompt in self.search.texts.prompts]
-            fields["answers"] = [each.text for each in found]
+            fields["answers"] = [each.text for each in completions]
         return fields
 
 

@@ -127,12 +127,12 @@ class ByNumbers:
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         """Draw tokens (1, positions)."""
-        found = list[int]()
+        tokens = list[int]()
         for place in range(law.positions):
             sent = _sent(law, place, self.served.opened.top)
             number = self.served.number(key.positions[0] + place)
-            found.append(sent.best if number is None else sent.draw(number))
-        return torch.tensor([found], device=law.device)
+            tokens.append(sent.best if number is None else sent.draw(number))
+        return torch.tensor([tokens], device=law.device)
 
     def chances(self, key: Key, positions: int) -> None:
         """Return None, so that no compiled graph draws: laws are cut before tokens are drawn; see `Rng`."""
@@ -232,6 +232,7 @@ class DraftRows:
 
     @torch.inference_mode()
     def _propose(self, gammas: Sequence[int]) -> None:
+        """Draft up to `gammas[r]` more tokens for every row in one call, and append them to its text."""
         every = list(self.rows.values())
         context = Context(tuple(each.row for each in every), RowByRow.of([_rng(each) for each in every]))
         draft = self.drafter.propose(context, gammas)

@@ -79,13 +79,14 @@ class Desk:
         """Return all queued letters, drafting ahead while there are none; None when the thread should end."""
         while self.letters.empty() and self._ahead():
             pass
-        found = [self.letters.get()]
+        letters = [self.letters.get()]
         with suppress(queue.Empty):
             while True:
-                found.append(self.letters.get_nowait())
-        return None if None in found else [letter for letter in found if letter]
+                letters.append(self.letters.get_nowait())
+        return None if None in letters else [letter for letter in letters if letter]
 
     def _ahead(self) -> bool:
+        """Draft one token ahead -> whether there was one to draft; an error removes all rows."""
         try:
             return self.rows.go_ahead()
         except Exception as error:  # models may raise any error; clients then open their rows again
@@ -167,6 +168,7 @@ class Client:
             self.loop.call_soon_threadsafe(self._write, encode(frame))
 
     def _write(self, data: bytes) -> None:
+        """Write to the socket; a client that leaves too many bytes unread is disconnected."""
         transport = self.writer.transport
         if transport.get_write_buffer_size() > self.unsent:  # a client that sends requests and reads no answers
             transport.abort()
@@ -204,6 +206,7 @@ class DraftServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _serve(self) -> None:
+        """Accept clients until `stop`, then close all connections."""
         server = await asyncio.start_server(self._meet, sock=self.listener, ssl=self.tls)
         await self._stopping.wait()
         # asyncio leaves sockets open that it has accepted, but not yet begun to serve, when the server is closed.

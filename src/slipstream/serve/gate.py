@@ -87,6 +87,7 @@ class Gate:
             self.log.write(**times, **about, tenant=state.get("tenant", ""), **details)
 
     def _tenant(self, path: str, headers: Headers) -> str:
+        """Return the tenant whose key a request has; "" where no key is needed. Raises WrongKey."""
         if not self.settings.keys or path in OPEN:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -34,6 +34,7 @@ def tool_constraint(tools: Tools, state: ServerState) -> dict[str, Any]:
 
 
 def _made(field: str, make: Callable[[Grammars], Grammar], state: ServerState) -> dict[str, Any]:
+    """Return the option for the grammar that `make` makes. Raises BadRequest, which names the field, if it fails."""
     try:
         return {"grammar": make(state.grammars)}
     except ValueError as error:
@@ -41,6 +42,7 @@ def _made(field: str, make: Callable[[Grammars], Grammar], state: ServerState) -
 
 
 def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
+    """Make the grammar of a `response_format`."""
     if form.type == "json_object":
         return grammars.json_object()
     if form.json_schema is None or form.json_schema.schema_ is None:
@@ -49,6 +51,7 @@ def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
 
 
 def _by_outputs(outputs: StructuredOutputs, grammars: Grammars) -> Grammar:
+    """Make the grammar of `structured_outputs`. Raises ValueError unless exactly one form is given."""
     forms = {name: value for name, value in vars(outputs).items() if value is not None}
     if len(forms) != 1:
         raise ValueError(f"structured_outputs has {len(forms)} forms: give one of json, regex, choice and grammar.")

@@ -38,6 +38,7 @@ def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> l
 
 
 def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
+    """Return a message with the images and sounds in its content opened."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -62,6 +63,7 @@ def _sound(data: bytes, state: ServerState) -> Any:
 
 
 def _image(url: str, state: ServerState) -> Any:
+    """Open an image from a `data:` URL or an allowed host. Raises ValueError for any other."""
     settings = state.settings
     if url.startswith("data:"):
         content = data_url(url, "an image of messages")

@@ -95,10 +95,10 @@ class Metrics:
 
     def on_search(self, search: Search, now: float) -> None:
         """Count a beam search: its texts as requests that ended, and what was drafted and accepted on the way."""
-        found = search.completions
-        stats = sum((each.stats for each in found), Stats())
+        completions = search.completions
+        stats = sum((each.stats for each in completions), Stats())
         self.read.inc(search.texts.prompt_tokens)
-        self.generated.inc(sum(len(each.tokens) for each in found))
+        self.generated.inc(sum(len(each.tokens) for each in completions))
         self.drafts.inc(bool(stats.drafted) * stats.target_calls)
         self.drafted.inc(stats.drafted)
         self.accepted.inc(stats.accepted)

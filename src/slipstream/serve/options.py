@@ -68,21 +68,22 @@ def check_limits(body: Decoding, limits: Limits) -> None:
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
     """Return biases by token id; as in OpenAI's interface, -100 forbids a token. Raises BadRequest for other keys."""
-    found = {}
+    by_id = {}
     for token, bias in biases.items():
         if not token.isascii() or not token.isdecimal():
             raise BadRequest(f"logit_bias has the key {token!r}, but a token id is a whole number.", "logit_bias")
-        found[int(token)] = float("-inf") if bias == -100 else bias
-    return found
+        by_id[int(token)] = float("-inf") if bias == -100 else bias
+    return by_id
 
 
 def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:
+    """Return the options for the rule and the gamma of a request."""
     asked = speculation(body)
-    found: dict[str, Any] = {"lossless": settings.lossless or bool(asked.lossless)}
+    options: dict[str, Any] = {"lossless": settings.lossless or bool(asked.lossless)}
     if asked.gamma is not None:
-        found["gamma"] = asked.gamma
+        options["gamma"] = asked.gamma
     if asked.verify is not None:
-        found["verify"] = asked.verify
+        options["verify"] = asked.verify
     elif body.seed is not None:
-        found["verify"] = COUPLED
-    return found
+        options["verify"] = COUPLED
+    return options

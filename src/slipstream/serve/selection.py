@@ -37,11 +37,11 @@ def most_probable(completions: Sequence[Completion], written: int, asked: int) -
     Of every `written` texts, these are the `asked` ones with the highest mean log-probability of their tokens. Texts
     that failed come last.
     """
-    found = list[int]()
+    chosen = list[int]()
     for start in range(0, len(completions), written):
         places = range(start, start + written)
-        found += sorted(places, key=lambda place: mean_logprob(completions[place]), reverse=True)[:asked]
-    return found
+        chosen += sorted(places, key=lambda place: mean_logprob(completions[place]), reverse=True)[:asked]
+    return chosen
 
 
 def mean_logprob(completion: Completion) -> float:

@@ -54,7 +54,7 @@ class ServeSettings:
     """How a server treats its clients.
 
     `names` are the names clients may use for the model; answers have the first. `keys` maps each bearer key to the name
-    of its tenant; one must be sent (empty: no key is required). `max_queue` requests may wait beside those that run.
+    of its tenant; one must be sent (empty: no key is required). `max_queue` requests may wait besides those that run.
     `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts and answers to the
     access log, which omits them otherwise. Images are fetched from `image_hosts` (names, or name:port) and from nowhere
     else.
@@ -76,8 +76,8 @@ class ServeSettings:
 
     def tenant(self, key: str) -> str | None:
         """Return the tenant of a bearer key; None for an unknown key. All keys are compared, each in constant time."""
-        found = [name for known, name in self.keys.items() if secrets.compare_digest(known.encode(), key.encode())]
-        return found[0] if found else None
+        tenants = [name for known, name in self.keys.items() if secrets.compare_digest(known.encode(), key.encode())]
+        return tenants[0] if tenants else None
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
@@ -86,16 +86,16 @@ def read_keys(path: str | Path) -> dict[str, str]:
     A line is a key, or a tenant's name and a key with a space between; blank lines and those that begin with # are
     skipped. Raises ValueError for other lines, for a key that is given twice, and for a file without keys.
     """
-    found: dict[str, str] = {}
+    tenants: dict[str, str] = {}
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         words = line.split()
         if not words or line.lstrip().startswith("#"):
             continue
         if len(words) > 2:
             raise ValueError(f"{path}, line {number}: a line is a key, or a tenant's name and a key.")
-        if words[-1] in found:
+        if words[-1] in tenants:
             raise ValueError(f"{path}, line {number}: this key stands there twice.")
-        found[words[-1]] = words[0] if len(words) == 2 else f"key {len(found) + 1}"
-    if not found:
+        tenants[words[-1]] = words[0] if len(words) == 2 else f"key {len(tenants) + 1}"
+    if not tenants:
         raise ValueError(f"{path} holds no key: write one per line.")
-    return found
+    return tenants

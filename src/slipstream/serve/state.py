@@ -134,7 +134,8 @@ class ServerState:
     ) -> list[Completion]:
         """Search with beams for a request's prompts -> `num_return_sequences` texts of each, side by side.
 
-        `field` is the one that errors about prompts name. Raises a ServeError for whatever cannot be.
+        `field` is the one that errors about prompts name. Raises a ServeError for a search
+        that is refused.
         """
         self.worker.check()
         try:
@@ -166,8 +167,8 @@ def _field_of(message: str, names: Sequence[str]) -> str | None:
     """Return the name of the field that an error message begins with; None if it begins with no field."""
     if message.startswith(("prompt ", "the prompt ", "messages of ", "the chat template ")):
         return names[-1]
-    found = next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
-    return FIELDS.get(found, found) if found else None
+    option = next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
+    return FIELDS.get(option, option) if option else None
 
 
 def state_of(request: Request) -> ServerState:

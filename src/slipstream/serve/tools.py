@@ -60,13 +60,14 @@ class ManyCalls:
     def read(self, piece: Piece) -> list[answers.Delta]:
         """Return the calls that became complete. If the text was cut before the first, the message has no call."""
         self._text += piece.text
-        found = []
+        calls = []
         while (call := self._next()) is not None:
-            found.append(_call(call["name"], json_text(call["parameters"]), self._count))
+            calls.append(_call(call["name"], json_text(call["parameters"]), self._count))
             self._count += 1
-        return [answers.Delta(tool_calls=found)] if found else []
+        return [answers.Delta(tool_calls=calls)] if calls else []
 
     def _next(self) -> dict[str, Any] | None:
+        """Take the next complete call from the text read so far; None if there is none."""
         rest = self._text.lstrip(" \t\r\n[,")
         try:
             call, end = json.JSONDecoder().raw_decode(rest)
@@ -95,6 +96,7 @@ class ByFamily:
         return [delta for event in events if (delta := self._delta(event))]
 
     def _delta(self, event: dict[str, Any]) -> answers.Delta | None:
+        """Return what an event of the family's parser adds to the message; None for nothing."""
         field = event.get("field")
         if event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
@@ -172,13 +174,13 @@ class Tools:
 
 def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
     """Merge contents that follow each other into one delta, so that fewer are sent."""
-    found: list[answers.Delta] = []
+    merged: list[answers.Delta] = []
     for delta in deltas:
-        if found and delta.content is not None and found[-1].content is not None:
-            found[-1] = answers.Delta(content=found[-1].content + delta.content)
+        if merged and delta.content is not None and merged[-1].content is not None:
+            merged[-1] = answers.Delta(content=merged[-1].content + delta.content)
         else:
-            found.append(delta)
-    return found
+            merged.append(delta)
+    return merged
 
 
 def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:

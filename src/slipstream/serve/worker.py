@@ -265,6 +265,7 @@ class Worker:
     # ---- in the thread ----
 
     def _new_scheduler(self) -> Scheduler:
+        """Make the scheduler of the shared batch, with a prefix cache, a memory limit and chunked prefill as set."""
         prefixes = PrefixCache(self.room.cache_bytes) if self.room.cache_bytes else None
         decoder = self.engine.shared_decoder
         chunk, growth = self.room.prefill_chunk or PREFILL_CHUNK, 1
@@ -273,6 +274,7 @@ class Worker:
         return Scheduler(decoder, chunk, prefixes, self.room.memory, growth)
 
     def _run(self) -> None:
+        """Warm up, then run searches and rounds until the server ends; an error ends all requests."""
         try:
             batches = (1, 2) if self.engine.decoder.batch_size > 1 else (1,)
             self.engine.warm_up(batches, EVERY_KIND)  # so that no graph is compiled while requests wait
@@ -312,7 +314,7 @@ class Worker:
             self._call(partial(self._searches.popleft().fail, why))
 
     def _ranks(self) -> LiesOnRanks | None:
-        """Return the target if it lies on several processes, so that a loss is noticed between requests; else None."""
+        """Return the target if it is divided among processes, to notice their loss between requests; else None."""
         target = self.engine.decoder.target
         if not isinstance(target, LiesOnRanks):
             return None
@@ -320,22 +322,24 @@ class Worker:
         return target
 
     def _play(self, round: Round | None) -> None:
+        """Deliver the pieces of a round to the calls, and wait for new requests if there is nothing to do."""
         now = monotonic()
-        found: list[tuple[Ticket, list[Piece]]] = []
+        deliveries: list[tuple[Ticket, list[Piece]]] = []
         for row in [*self._scheduler.running, *self._scheduler.reading]:
             times = self._tickets[row.index].times
             times.started = times.started or now
         if round is not None:
-            found = [self._follow(round, place, now) for place in range(len(round.rows))]
+            deliveries = [self._follow(round, place, now) for place in range(len(round.rows))]
             for listener in self.listeners:
                 listener.on_round(round, self)
-        found += self._aborted(now)
-        if found:
-            self._send(found)
+        deliveries += self._aborted(now)
+        if deliveries:
+            self._send(deliveries)
         if round is None and not self._scheduler.busy and not self._searches:
             self._wake.wait()
 
     def _follow(self, round: Round, place: int, now: float) -> tuple[Ticket, list[Piece]]:
+        """Return the ticket of a row and its pieces of a round, after updating its times."""
         row = round.rows[place]
         ticket = self._tickets[row.index]
         ticket.generation.row = row
@@ -351,21 +355,21 @@ class Worker:
 
     def _aborted(self, now: float) -> list[tuple[Ticket, list[Piece]]]:
         """Return the last pieces of requests that were aborted, including those that never ran."""
-        gone = [(number, ticket) for number, ticket in list(self._tickets.items()) if ticket.ended]
-        for number, _ in gone:
+        aborted = [(number, ticket) for number, ticket in list(self._tickets.items()) if ticket.ended]
+        for number, _ in aborted:
             self._end(number, now)
-        return [(ticket, [ticket.generation.end()]) for _, ticket in gone]
+        return [(ticket, [ticket.generation.end()]) for _, ticket in aborted]
 
     def _end(self, number: int, now: float) -> None:
         ticket = self._tickets.pop(number)
         for listener in self.listeners:
             listener.on_end(ticket, now)
 
-    def _send(self, found: Sequence[tuple[Ticket, list[Piece]]]) -> None:
+    def _send(self, deliveries: Sequence[tuple[Ticket, list[Piece]]]) -> None:
         """Put pieces into the queues of their calls, in the event loop, all of a round at once."""
 
         def deliver() -> None:
-            for ticket, pieces in found:
+            for ticket, pieces in deliveries:
                 ticket.deliveries.put_nowait((ticket.place, pieces))
 
         self._call(deliver)
@@ -376,6 +380,7 @@ class Worker:
         self._loop.call_soon_threadsafe(function)
 
     def _die(self, error: BaseException) -> None:
+        """Fail all requests after an error of the thread, which cannot be recovered from."""
         self.failure, self.ready = error, False
         why = Unavailable("the thread that runs the models has failed: the server has to be started again.")
         self._drop_searches(why)

@@ -65,8 +65,8 @@ class Cluster:
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # the progress bar is ours
         ray.data.DataContext.get_current().enable_progress_bars = False
-        found = ray.cluster_resources()
-        gpus, cpus = int(found.get("GPU", 0)), found.get("CPU", 1)
+        resources = ray.cluster_resources()
+        gpus, cpus = int(resources.get("GPU", 0)), resources.get("CPU", 1)
         actors = self.actors or gpus or len(ray.nodes())
         tasks = -(-2 * recipe.room.rows // BLOCK)
         pool = ray.data.ActorPoolStrategy(

@@ -89,8 +89,8 @@ class PlainForm:
             return {**head, "error": answer.error}
         usage = answer.body["usage"]
         samples = [_sample(choice) for choice in answer.body["choices"]]
-        found = {**head, **samples[0], **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")}}
-        return {**found, "samples": samples} if len(samples) > 1 else found
+        record = {**head, **samples[0], **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")}}
+        return {**record, "samples": samples} if len(samples) > 1 else record
 
 
 class OpenAIForm:

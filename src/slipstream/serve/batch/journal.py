@@ -61,7 +61,7 @@ class Printed:
 
 
 class Journal:
-    """Keeps answers in a journal beside the file `out`, and writes that file when all are there.
+    """Keeps answers in a journal next to the file `out`, and writes that file when all are there.
 
     The journal, OUT.partial, is a line with the digests of the batch (`facts`) and then a line per answer, each on the
     disk before `write` returns; an unfinished last line, left by a killed process, is cut off. `finish` writes OUT in
@@ -87,6 +87,7 @@ class Journal:
             raise
 
     def _open(self, anew: bool) -> None:
+        """Lock the journal, check that it is of this batch, and cut off an unfinished last line."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -151,15 +152,15 @@ class Journal:
             header = file.readline()
         if not header.endswith(b"\n") and self._header.startswith(header[:size]):
             return  # empty, or killed while writing the first line
-        found = _parsed(header)
-        if found.get(MARK) != VERSION:
+        facts = _parsed(header)
+        if facts.get(MARK) != VERSION:
             raise ValueError(
                 f"{self.path} is no journal of a batch: move it away, or name another file for the answers."
             )
         if not anew and header.rstrip(b"\n") != self._header:
             expected = json.loads(self._header)
             other = (
-                " and ".join(name for name in ("settings", "prompts") if found.get(name) != expected[name]) or "version"
+                " and ".join(name for name in ("settings", "prompts") if facts.get(name) != expected[name]) or "version"
             )
             raise ValueError(
                 f"{self.path} was begun with other {other}: give the same to go on, or begin anew with --force."
@@ -205,9 +206,10 @@ def write_table(path: Path, records: Iterator[dict[str, Any]], columns: Mapping[
 
 
 def _row(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    found = {name: record.get(name) for name in columns}
-    texts = {name: value for name, value in found.items() if columns[name] == "string" and value is not None}
-    return found | {name: _sound(value if isinstance(value, str) else _text(value)) for name, value in texts.items()}
+    """Return a record as the row of a table; in columns of text other values are written as JSON."""
+    row = {name: record.get(name) for name in columns}
+    texts = {name: value for name, value in row.items() if columns[name] == "string" and value is not None}
+    return row | {name: _sound(value if isinstance(value, str) else _text(value)) for name, value in texts.items()}
 
 
 def _sound(text: str) -> str:
@@ -220,11 +222,12 @@ def _text(value: Any) -> str:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line; an empty one if it holds none."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -107,6 +107,7 @@ def fingerprint(values: Iterable[Any]) -> str:
 
 
 def _text_records(name: str) -> Iterator[dict[str, Any] | ValueError]:
+    """Yield the record of every line of a text file, or the error of a line that cannot be read."""
     data, name = read_unpacked(name)
     lines = [line for line in data.splitlines() if line.strip()]
     is_json = name.endswith((".jsonl", ".json", ".ndjson")) or bool(lines and lines[0].lstrip().startswith(b"{"))
@@ -122,6 +123,7 @@ def _decode(line: bytes) -> dict[str, Any] | ValueError:
 
 
 def _parse(line: bytes) -> dict[str, Any] | ValueError:
+    """Return the JSON object of a line, or an error."""
     try:
         record = json.loads(line, parse_constant=_refuse_constant)
     except _NoJson as error:
@@ -163,6 +165,7 @@ def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> Line:
+    """Make a line of a record, in our own format or OpenAI's; an error becomes part of the line."""
     if isinstance(record, ValueError):
         return Line(index, error=str(record))
     openai = "custom_id" in record
@@ -179,6 +182,7 @@ def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> Line:
 
 
 def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return path and body of a record in OpenAI's batch format. Raises ValueError for an impossible one."""
     if record.get("method", "POST") != "POST":
         raise ValueError(f"the method is {json_text(record['method'])}, but only POST is possible.")
     if record.get("url") not in URLS:

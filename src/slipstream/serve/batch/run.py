@@ -91,6 +91,7 @@ class Local:
 async def _answer_all(
     state: ServerState, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
 ) -> None:
+    """Answer the lines that the sink lacks, twice as many at a time as the models batch."""
     left = iter([line for line in lines if line.index not in sink.answered])
     async with Asker.of(state) as asker:
         tasks = [asyncio.create_task(_answer(left, asker, sink, on_answer)) for _ in range(2 * state.worker.room.rows)]

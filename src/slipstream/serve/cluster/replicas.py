@@ -158,12 +158,13 @@ class Front:
             return _refusal(error)
 
     async def _body(self, request: Request) -> bytes:
-        found = bytearray()
+        """Return the whole body of a request. Raises TooLarge as soon as it exceeds the limit."""
+        body = bytearray()
         async for piece in request.stream():
-            found += piece
-            if len(found) > self.limits.body_bytes:
+            body += piece
+            if len(body) > self.limits.body_bytes:
                 raise TooLarge(f"the body is longer than the {self.limits.body_bytes} bytes that are taken.")
-        return bytes(found)
+        return bytes(body)
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> Response:
         """Send a request to a replica and return its answer: complete, or a stream whose first piece has arrived.
@@ -203,6 +204,7 @@ async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
 
 
 def _response(response: Response, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
+    """Give a response the status and the headers of a replica's, with its own length."""
     response.status_code = status
     length = [each for each in response.raw_headers if each[0] == b"content-length"]
     response.raw_headers = [each for each in headers if each[0].lower() != b"content-length"] + length

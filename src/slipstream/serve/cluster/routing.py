@@ -34,6 +34,7 @@ def routing_key(body: bytes) -> str:
 
 
 def _beginning(prompt: Any) -> Any:
+    """Return the part of a prompt that selects the replica; of a chat, all up to the first message of the user."""
     if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], dict):
         return prompt and prompt[:BEGINNING]
     questions = (place for place, message in enumerate(prompt) if message.get("role") == "user")

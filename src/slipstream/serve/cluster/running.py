@@ -50,11 +50,11 @@ class Cluster:
 
         try:
             ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR)
-            found = ray.cluster_resources()
-            if scale.gpus is None and found.get("GPU"):
+            resources = ray.cluster_resources()
+            if scale.gpus is None and resources.get("GPU"):
                 scale = replace(scale, gpus=1)
             if scale.cpus is None and not scale.gpus:
-                scale = replace(scale, cpus=max(1, found.get("CPU", 1) // scale.most))
+                scale = replace(scale, cpus=max(1, resources.get("CPU", 1) // scale.most))
             serve.start(http_options={"host": self.host, "port": self.port})
             serve.run(application(recipe, scale), name=NAME, route_prefix="/")
         except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:

@@ -65,6 +65,7 @@ async def translations(request: Request, form: Asked) -> Response:
 
 
 async def _written(request: Request, form: AudioForm, task: str) -> Response:
+    """Read the sound of a request, transcribe or translate it, and return the answer."""
     state = state_of(request)
     state.check_model(form.model)
     transcriber, stamped = _transcriber(state), form.response_format in STAMPED
@@ -85,13 +86,13 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
     return _answer(transcriber.transcript(done, samples, stamped), form, task)
 
 
-def _answer(found: Transcript, form: AudioForm, task: str) -> Response:
+def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:
     """Return a transcript in the requested format."""
-    texts = {"text": lambda: found.text, "srt": found.srt, "vtt": found.vtt}
+    texts = {"text": lambda: transcript.text, "srt": transcript.srt, "vtt": transcript.vtt}
     if form.response_format in texts:
         return Response(texts[form.response_format](), media_type="text/plain")
     if form.response_format == "json":
-        return answered(answers.Transcription(text=found.text))
+        return answered(answers.Transcription(text=transcript.text))
     segments = [
         answers.TranscriptionSegment(
             id=number,
@@ -101,17 +102,18 @@ def _answer(found: Transcript, form: AudioForm, task: str) -> Response:
             tokens=list(each.tokens),
             temperature=form.temperature,
         )
-        for number, each in enumerate(found.segments)
+        for number, each in enumerate(transcript.segments)
     ]
     language = form.language or "en"
     return answered(
         answers.VerboseTranscription(
-            task=task, language=language, duration=found.duration, text=found.text, segments=segments
+            task=task, language=language, duration=transcript.duration, text=transcript.text, segments=segments
         )
     )
 
 
 def _transcriber(state: ServerState) -> Transcriber:
+    """Return the transcriber of the served model. Raises BadRequest if it reads no sound."""
     try:
         return _of(state.engine)
     except ValueError as error:

@@ -53,6 +53,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:
+    """Return the engine's options for a chat. Raises BadRequest for fields that do not go together."""
     options = engine_options(body, state.settings, tenant)
     if body.max_completion_tokens is not None:
         if body.max_tokens is not None:
@@ -111,9 +112,10 @@ class _Answer:
         yield LAST
 
     def _event(self, choices: list[answers.ChatChunkChoice], usage: bool = False, ended: bool = False) -> str:
+        """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
         about = self.call.about(speculation(self.body)) if usage or ended else {}
-        found = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
-        return event(answers.ChatChunk(**self.heading.fields, choices=choices, **found))
+        further = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
+        return event(answers.ChatChunk(**self.heading.fields, choices=choices, **further))
 
     def _read(self, index: int, piece: Piece) -> list[answers.Delta]:
         deltas = self.readers[index].read(piece)
@@ -121,6 +123,7 @@ class _Answer:
         return deltas
 
     def _chunks(self, index: int, pieces: Sequence[Piece]) -> list[answers.ChatChunkChoice]:
+        """Return the parts that the pieces of a round add to one of the answers."""
         deltas = joined([delta for piece in pieces for delta in self._read(index, piece)])
         completion = pieces[-1].completion
         reason = self._reason(index, completion) if completion else None
@@ -138,5 +141,5 @@ class _Answer:
         reason = finish_reason(completion)
         return "tool_calls" if reason == "stop" and self.called[index] else reason
 
-    def _logprobs(self, found: tuple[TokenLogprobs, ...] | None) -> answers.ChatLogprobs | None:
-        return for_chat(found, self.state.spell) if found is not None and self.body.logprobs else None
+    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...] | None) -> answers.ChatLogprobs | None:
+        return for_chat(logprobs, self.state.spell) if logprobs is not None and self.body.logprobs else None

@@ -64,12 +64,13 @@ async def _searched(state: ServerState, body: CompletionRequest, request: Reques
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     options |= _for_texts(body, state.settings.limits)
     heading = Heading.new("cmpl", state.model)
-    found = await state.search(request, _prompts(body, state.settings.limits), options, "prompt")
-    choices, usage = beam_choices(found, list(map(finish_reason, found))), beam_usage(found, body.n or 1)
+    texts = await state.search(request, _prompts(body, state.settings.limits), options, "prompt")
+    choices, usage = beam_choices(texts, list(map(finish_reason, texts))), beam_usage(texts, body.n or 1)
     return answers.CompletionAnswer(**heading.fields, choices=choices, usage=usage)
 
 
 def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
+    """Return the prompts of a request as texts and tuples of token ids. Raises BadRequest for too many."""
     value: Any = body.prompt
     prompts = [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
     if not 1 <= len(prompts) <= limits.prompts:
@@ -78,6 +79,7 @@ def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
 
 
 def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:
+    """Return the engine's options for a completion request."""
     options = engine_options(body, state.settings, tenant)
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     if (written := count_written(body, state.settings)) > (body.n or 1):
@@ -87,12 +89,12 @@ def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[s
 
 def _for_texts(body: CompletionRequest, limits: Limits) -> dict[str, Any]:
     """Return the options that only completions have: echo and logprobs. Raises BadRequest for too many logprobs."""
-    found: dict[str, Any] = {"echo": True} if body.echo else {}
+    options: dict[str, Any] = {"echo": True} if body.echo else {}
     if body.logprobs is None:
-        return found
+        return options
     if body.logprobs > limits.logprobs:
         raise BadRequest(f"logprobs={body.logprobs} is above the {limits.logprobs} that this server gives.", "logprobs")
-    return found | {"logprobs": body.logprobs}
+    return options | {"logprobs": body.logprobs}
 
 
 class _Answer:
@@ -106,11 +108,11 @@ class _Answer:
 
     async def whole(self) -> answers.CompletionAnswer:
         """Wait for all completions, and return the answer."""
-        found, choices = await self.call.collect(), []
+        texts, choices = await self.call.collect(), []
         written, asked = self.call.samples, self.body.n or 1
-        places = most_probable(list(map(completed, found)), written, asked) if written > asked else range(len(found))
+        places = most_probable(list(map(completed, texts)), written, asked) if written > asked else range(len(texts))
         for index, place in enumerate(places):
-            pieces = found[place]
+            pieces = texts[place]
             completion = completed(pieces)
             choices.append(
                 answers.TextChoice(
@@ -136,11 +138,13 @@ class _Answer:
         yield LAST
 
     def _event(self, choices: list[answers.TextChoice], usage: bool, ended: bool) -> str:
+        """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
         about = self.call.about(speculation(self.body)) if usage or ended else {}
-        found = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
-        return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **found))
+        further = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
+        return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **further))
 
     def _chunk(self, index: int, pieces: Sequence[Piece]) -> answers.TextChoice:
+        """Return the part that the pieces of a round add to one of the answers."""
         completion = pieces[-1].completion
         logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
         choice = answers.TextChoice(
@@ -153,7 +157,7 @@ class _Answer:
         self.offsets[index] += len(choice.text)
         return choice
 
-    def _logprobs(self, index: int, found: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:
-        if found is None or self.body.logprobs is None:
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:
+        if logprobs is None or self.body.logprobs is None:
             return None
-        return for_text(found, self.state.spell, self.offsets[index], self.body.logprobs)
+        return for_text(logprobs, self.state.spell, self.offsets[index], self.body.logprobs)

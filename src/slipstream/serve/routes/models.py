@@ -74,6 +74,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+    """Return the token ids of a text, or of a chat in the chat template. Raises BadRequest."""
     if body.messages is None:
         return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
     messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)

@@ -91,6 +91,7 @@ class _Answer:
         return self._done(completed(pieces))
 
     def _done(self, completion: Completion) -> ResponseAnswer:
+        """Return the complete response, with usage and times."""
         cut = finish_reason(completion) == "length"
         status = "incomplete" if cut else "completed"
         about, usage = self.call.about(speculation(_decoding(self.body))), self.call.usage
@@ -110,6 +111,7 @@ class _Answer:
         )
 
     def _response(self, status: str, **fields: Any) -> ResponseAnswer:
+        """Return a response of this status, with the fields of the request that it repeats."""
         body = self.body
         return ResponseAnswer(
             id=self.heading.id,
