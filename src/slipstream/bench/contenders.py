@@ -59,6 +59,7 @@ def _plain(side: Side) -> Contender:
 
 
 def _speculative(side: Side, chosen: Rule, gamma: int) -> Contender:
+    """Make the contender of one draft, rule and gamma."""
     decoder = replace(_ruled(side.engine.decoder, chosen), controller=Fixed(gamma))
     contender = ours(SPECULATIVE, decoder, gamma)
     return replace(contender, draft=side.draft, rule=chosen.name, execution=side.execution)

@@ -35,6 +35,8 @@ def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
 
 
 def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> Contender:
+    """Make a contender of assisted generation; `settings` are those of the draft model."""
+
     def run(task: BenchTask) -> Output:
         # These are read from the assistant's own configuration, which arguments of `generate` do not reach. It is a new
         # one for every call, as some schedules write into it.

@@ -62,8 +62,8 @@ def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetiti
     """Return the row of a contender, with ratios to the first plain contenders, Slipstream's and transformers'."""
 
     def runs_of(name: str) -> list[Output]:
-        found = next((each for each in repetitions[0] if each.name == name), None)
-        return [outputs[found] for outputs in repetitions] if found else []
+        contender = next((each for each in repetitions[0] if each.name == name), None)
+        return [outputs[contender] for outputs in repetitions] if contender else []
 
     runs, plain, generate = [outputs[contender] for outputs in repetitions], runs_of(PLAIN), runs_of(GENERATE)
     return Result(

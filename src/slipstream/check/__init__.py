@@ -42,13 +42,13 @@ def check(
     start = perf_counter()
     settings, temperatures, warpers = _read(options)
     case = _case(engine, prompts, settings, on_progress or (lambda *_: None))
-    found = {}
+    halves = {}
     for temperature in temperatures:
         sampler = Sampling(temperature=temperature, eos=engine.eos, **warpers)
         half = parts.greedy if sampler.greedy else parts.sampling
-        found[half.__name__] = half(case, sampler)
+        halves[half.__name__] = half(case, sampler)
     about = _environment(case, {**warpers, "temperature": " and ".join(f"{each:g}" for each in temperatures)})
-    return CheckReport(found.get("greedy"), found.get("sampling"), about, perf_counter() - start)
+    return CheckReport(halves.get("greedy"), halves.get("sampling"), about, perf_counter() - start)
 
 
 def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], dict[str, Any]]:
@@ -64,6 +64,7 @@ def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], di
 
 
 def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, listener: Listener) -> Case:
+    """Return what is checked. Raises ValueError without a draft or a prompt."""
     if isinstance(engine.decoder.drafter, NoDraft):
         raise ValueError("there is no draft, so there is nothing to check: give a draft model.")
     texts = tuple(dict.fromkeys(engine.encode(prompt) for prompt in prompts))
@@ -107,5 +108,5 @@ def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
         **({"dtype": str(dtype).removeprefix("torch.")} if dtype else {}),
         "device": str(target.device),
         "torch": torch.__version__,
-        **{name: found.version for name in ("slipstream", "transformers") for found in distributions(name=name)},
+        **{name: package.version for name in ("slipstream", "transformers") for package in distributions(name=name)},
     }

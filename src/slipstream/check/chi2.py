@@ -30,7 +30,7 @@ def critical(false_alarm: float, freedom: int, shift: float = 0.0) -> float:
 def detectable(count: int, freedom: int, false_alarm: float, power: float, shift: float = 0.0) -> float:
     """Return the least bias that a test of `count` tokens detects with chance `power`, in total variation of cells.
 
-    A mean bias of total variation d shifts the statistic by at least 4 count d^2, whatever its direction.
+    A mean bias of total variation d shifts the statistic by at least 4 count d^2, in any direction.
     """
     bar = critical(false_alarm, freedom, shift)
     return min(1.0, math.sqrt(_solve(lambda more: tail(bar, freedom, more) > power) / (4 * count)))

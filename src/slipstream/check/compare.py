@@ -69,6 +69,7 @@ class Rounding:
 
 
 def _farthest(left: Tensor, right: Tensor) -> float:
+    """Return the largest absolute difference of two tensors; infinite if one has NaN."""
     gap = (left.double() - right.double()).abs()
     gap[left == right] = 0  # both minus infinity
     return float(gap.nan_to_num(nan=math.inf).max())
@@ -100,25 +101,25 @@ def compare(
     on_text: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
     """Replay every text through the target and compare its choices: greedy ones always, sampled ones with an rng."""
-    found = Comparison()
+    comparison = Comparison()
     for prompt, text in enumerate(texts):
         on_text(prompt, len(texts))
         plain = []
         for place, rows, scores, law in replay(target, [text.row.request], [text.tokens]):
             emission = text.emissions[place]
             used = plain_law(rows, emission.scores[None, None], target.name)
-            found.rounding.see(scores[0, 0], emission.scores)
-            found.moved += float(distance(law, used))
+            comparison.rounding.see(scores[0, 0], emission.scores)
+            comparison.moved += float(distance(law, used))
             choice = _choice(law, rows[0], emission, rng)
-            found.unforced += _choice(used, rows[0], emission, rng) not in (None, emission.token)
+            comparison.unforced += _choice(used, rows[0], emission, rng) not in (None, emission.token)
             if choice is not None and choice != emission.token:
                 gap = _greedy_gap(law, emission) if law.point else _coupled_gap((law, used), rows[0], emission, rng)
                 where = emission.token, *gap, emission.round, emission.source
-                found.differences.append(Difference(prompt, place, choice, *where))
+                comparison.differences.append(Difference(prompt, place, choice, *where))
             plain.append(scores[0, 0])
-        found.tokens += len(plain)
-        found.rounding.see_whole(target, text, plain)
-    return found
+        comparison.tokens += len(plain)
+        comparison.rounding.see_whole(target, text, plain)
+    return comparison
 
 
 def _choice(law: Law, row: Row, emission: Emission, rng: Rng | None) -> int | None:
@@ -139,6 +140,7 @@ Scores = tuple[float, float, float]
 
 
 def _greedy_gap(law: Law, emission: Emission) -> Scores:
+    """Return the scores of the chosen and of the emitted token, and the gap between them."""
     assert law.scores is not None
     best, ours = float(law.scores.max()), float(law.scores[0, 0, emission.token])
     return best, ours, best - ours
@@ -157,10 +159,10 @@ def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng |
         middle = (low + high) / 2
         ahead = ours.clone()
         ahead[0, 0, emission.token] += middle
-        won = int(rng(Law(probs=ahead.softmax(-1)), _key(row, emission))) == emission.token
-        low, high = (low, middle) if won else (middle, high)
-    heat = float(getattr(row.request.sampler, "temperature", 1.0))
-    return best, float(ours[0, 0, emission.token]), high * heat
+        chosen = int(rng(Law(probs=ahead.softmax(-1)), _key(row, emission))) == emission.token
+        low, high = (low, middle) if chosen else (middle, high)
+    temperature = float(getattr(row.request.sampler, "temperature", 1.0))
+    return best, float(ours[0, 0, emission.token]), high * temperature
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------
@@ -194,15 +196,16 @@ def _cut(text: Text) -> Request | None:
 
 
 def _faults(row: Row, target: Scorer) -> list[str]:
+    """Return what is wrong with the end of a text, in a sentence; [] if nothing is."""
     request, output = row.request, row.output
-    who = f"text {row.index + 1}"
+    text = f"text {row.index + 1}"
     full = target.context is not None and len(row.tokens) >= target.context
     if any(token in request.eos for token in output[:-1]):
-        return [f"{who} goes on after its end token"]
+        return [f"{text} goes on after its end token"]
     if len(output) > request.max_new_tokens:
-        return [f"{who} has {len(output)} tokens, {request.max_new_tokens} were asked for"]
+        return [f"{text} has {len(output)} tokens, {request.max_new_tokens} were asked for"]
     if (output[-1] in request.eos) != (row.finish_reason == "stop"):
-        return [f"{who} says {row.finish_reason!r} after token {output[-1]}"]
+        return [f"{text} says {row.finish_reason!r} after token {output[-1]}"]
     if output[-1] not in request.eos and len(output) < request.max_new_tokens and not full:
-        return [f"{who} ends after {len(output)} tokens without an end token"]
+        return [f"{text} ends after {len(output)} tokens without an end token"]
     return []

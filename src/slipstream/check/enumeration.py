@@ -216,6 +216,7 @@ class Replay:
         return tokens
 
     def _pick(self, size: int) -> int:
+        """Return the next choice among `size` outcomes: a given one, or the first. Raises TooMany."""
         if size > CHOICES:
             raise TooMany
         if len(self.sizes) == len(self.choices):
@@ -257,7 +258,7 @@ def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Dista
     shapes = [(wide(pair), form.shallow) for pair in wide_pairs(pairs, form)]
     starts = range(0, len(pairs), form.every)
     shapes += [(deep([*pairs[start:], *pairs[:start]], form.deep), form.bushy) for start in starts]
-    found = []
+    results = []
     for process, parents in shapes:
         try:
             law, want = rule_law(verify, process, parents, form.replacement), process.law
@@ -265,8 +266,8 @@ def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Dista
             continue
         later = tuple(range(1, law.dim()))
         first = total_variation(law.sum(later), want.sum(later))
-        found.append(Distance(float(first), float(total_variation(law.flatten(), want.flatten()))))
-    return found
+        results.append(Distance(float(first), float(total_variation(law.flatten(), want.flatten()))))
+    return results
 
 
 def wide_pairs(pairs: Sequence[Pair], form: Form) -> list[Pair]:

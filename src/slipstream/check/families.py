@@ -92,7 +92,7 @@ def architectures(names: Sequence[str] = ()) -> list[Architecture]:
 
     Raises ValueError for unknown names.
     """
-    found = []
+    listed = []
     for encoder, vision, mapping in (
         (False, False, MODEL_FOR_CAUSAL_LM_MAPPING),
         (True, False, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
@@ -100,15 +100,15 @@ def architectures(names: Sequence[str] = ()) -> list[Architecture]:
     ):
         for config, kinds in mapping.items():
             some = kinds if isinstance(kinds, tuple) else (kinds,)
-            found += [Architecture(config, kind, encoder, vision) for kind in some]
-    known = {name.lower() for each in found for name in (each.family, each.name)}
+            listed += [Architecture(config, kind, encoder, vision) for kind in some]
+    known = {name.lower() for each in listed for name in (each.family, each.name)}
     if unknown := [name for name in names if name.lower() not in known]:
         raise ValueError(
             f"{', '.join(unknown)}: transformers has no such model for texts; name a type, such as qwen3_next, or a "
             "class, such as LlamaForCausalLM."
         )
     wanted = {name.lower() for name in names}
-    return [each for each in found if not wanted or {each.family.lower(), each.name.lower()} & wanted]
+    return [each for each in listed if not wanted or {each.family.lower(), each.name.lower()} & wanted]
 
 
 def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[Outcome]:
@@ -131,6 +131,7 @@ def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterat
 
 
 def _send(architecture: Architecture, answers: Connection) -> None:
+    """Try an architecture, and send the outcome to the process that started this one."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print to stdout
     with warnings.catch_warnings():

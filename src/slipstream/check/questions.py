@@ -33,21 +33,22 @@ def greedy(case: Case, sampler: Sampling) -> Part:
     """Check greedy decoding: decode, compare the texts with plain decoding, and do the same with broken rules."""
     case.listener("greedy: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
-    found = compare(case.decoder.target, observed.texts, on_text=case.at("greedy: following the texts"))
+    comparison = compare(case.decoder.target, observed.texts, on_text=case.at("greedy: following the texts"))
     tests = (
-        about_choices("tokens", case, found),
-        about_scores(found),
+        about_choices("tokens", case, comparison),
+        about_scores(comparison),
         about_wiring(observed),
         about_endings(endings(case.decoder, observed.texts)),
     )
     controls = tuple(_greedy_control(case, sampler, rule) for rule in broken(case.rule, greedy=True))
-    return Part("greedy, temperature 0", tests, controls, named(case, found), needed=("tokens",))
+    return Part("greedy, temperature 0", tests, controls, named(case, comparison), needed=("tokens",))
 
 
 def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
+    """Check greedy decoding by a broken rule -> the tests that noticed it."""
     texts = watch(case.under(rule), _control_requests(case, sampler)).texts
-    found = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
-    return Control(rule.name, () if about_choices("tokens", case, found).passed else ("tokens",))
+    comparison = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
+    return Control(rule.name, () if about_choices("tokens", case, comparison).passed else ("tokens",))
 
 
 # ---- sampling ----
@@ -59,11 +60,11 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     observed = watch(case.decoder, case.requests(sampler))
     coupled = case.rule.rng.coupled
     rng = case.rule.rng if coupled else None
-    found = compare(case.decoder.target, observed.texts, rng, case.at("sampling: following the texts"))
-    moved = found.moved / max(1, found.tokens)
+    comparison = compare(case.decoder.target, observed.texts, rng, case.at("sampling: following the texts"))
+    moved = comparison.moved / max(1, comparison.tokens)
     tests = [about_rule(case.rule, observed), about_samples(_samples(case, sampler, case.rule, moved))]
-    tests += [about_choices("same seed", case, found)] if coupled else []
-    tests += [about_scores(found), about_wiring(observed), about_endings(endings(case.decoder, observed.texts))]
+    tests += [about_choices("same seed", case, comparison)] if coupled else []
+    tests += [about_scores(comparison), about_wiring(observed), about_endings(endings(case.decoder, observed.texts))]
     sampled = any(not pair.copied for pair in observed.pairs)
     cut = any(pair.lacking > LACKING and not pair.copied for pair in wide_pairs(observed.pairs, observed.form))
     wrong = broken(case.rule, greedy=False, sampled=sampled, cut=cut)
@@ -71,19 +72,19 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
     name = f"sampling, temperature {sampler.temperature:g}"
     enough = max(CheckSettings.samples, 4 * case.settings.samples)
-    return Part(name, tuple(tests), controls, named(case, found), needed, enough)
+    return Part(name, tuple(tests), controls, named(case, comparison), needed, enough)
 
 
 def about_rule(rule: Rule, observed: Observations) -> Answer:
     """Answer whether the rule's exact law is the target's, on laws met while decoding."""
-    found = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
-    farthest = max((distance.joint for distance in found), default=0.0)
-    mean = sum(distance.token for distance in found) / max(1, len(found))
-    says = f"its exact law is at most {farthest:.2g} (total variation) from the target's on {len(found)} processes "
+    measured = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
+    farthest = max((distance.joint for distance in measured), default=0.0)
+    mean = sum(distance.token for distance in measured) / max(1, len(measured))
+    says = f"its exact law is at most {farthest:.2g} (total variation) from the target's on {len(measured)} processes "
     says += "made of laws met in these texts"
     if farthest > SAME:
         says += f", {mean:.2g} for one token on average; {SAME:g} is the limit"
-    figures = {"processes": len(found), "farthest": farthest, "mean_per_token": mean, "limit": SAME}
+    figures = {"processes": len(measured), "farthest": farthest, "mean_per_token": mean, "limit": SAME}
     return Answer("rule", farthest <= SAME, says, figures)
 
 
@@ -117,6 +118,7 @@ def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: b
 
 
 def _sampling_control(case: Case, sampler: Sampling, rule: Rule, observed: Observations) -> Control:
+    """Check sampling by a broken rule -> the tests that noticed it."""
     tests = [about_rule(rule, observed), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
     if case.rule.rng.coupled:
         texts = watch(case.under(rule), _control_requests(case, sampler)).texts

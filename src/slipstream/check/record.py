@@ -207,9 +207,9 @@ class _View:
         observed.p = _worst(observed.p, distance(plain, used))
         drawn = self.tap.draws((), Purpose.NEXT)[-1].tokens
         assert drawn is not None
-        stands = [*(self.tokens[node] for node in self.path), int(drawn[self.place, 0])]
-        observed.astray += sum(a != b for a, b in zip(self.emitted, stands, strict=False))
-        observed.astray += max(0, len(self.emitted) - len(stands))
+        expected = [*(self.tokens[node] for node in self.path), int(drawn[self.place, 0])]
+        observed.astray += sum(a != b for a, b in zip(self.emitted, expected, strict=False))
+        observed.astray += max(0, len(self.emitted) - len(expected))
         observed.drafted += len(self.nodes)
 
     def emit(self, text: Text) -> None:

@@ -118,14 +118,15 @@ class Part:
         """Return lines of text: the tests, the controls, the differences."""
         lines = [f"{self.name}: {self.verdict.upper()}"]
         lines += [f"  {'ok  ' if test.passed else 'FAIL'} {test.name}: {test.says}" for test in self.tests]
-        caught = [control.name for control in self.controls if control.caught_by]
-        if caught:
-            lines.append(f"  ok   controls: noticed, as they must be: {', '.join(caught)}")
+        noticed = [control.name for control in self.controls if control.caught_by]
+        if noticed:
+            lines.append(f"  ok   controls: noticed, as they must be: {', '.join(noticed)}")
         lines += [f"  ???  controls: {reason}" for reason in self.blind]
         return lines + [_line(difference) for difference in self.differences]
 
 
 def _line(it: Difference) -> str:
+    """Return a difference as a line of text; prompts and tokens are counted from 1."""
     kind = "near-tie" if it.near_tie else "DIFFERENCE"
     plain, emitted = (
         f"{text!r} ({token})" for text, token in ((it.plain_text, it.plain), (it.emitted_text, it.emitted))
@@ -159,8 +160,8 @@ class CheckReport:
     @property
     def remedy(self) -> str | None:
         """A sentence about what to do if the check cannot judge; None otherwise."""
-        found = sorted({remedy for part in self.parts for remedy in part.remedies})  # --samples come first
-        return f"To judge, give {' and '.join(found)}." if self.verdict == UNSURE else None
+        remedies = sorted({remedy for part in self.parts for remedy in part.remedies})  # --samples come first
+        return f"To judge, give {' and '.join(remedies)}." if self.verdict == UNSURE else None
 
     @property
     def controls(self) -> list[Control]:
@@ -169,7 +170,7 @@ class CheckReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, without tuples or infinities."""
-        found = {
+        record = {
             "verdict": self.verdict,
             "remedy": self.remedy,
             "greedy": self.greedy and self.greedy.as_dict(),
@@ -178,7 +179,7 @@ class CheckReport:
             "environment": self.environment,
             "seconds": self.seconds,
         }
-        return json.loads(json_text(found))
+        return json.loads(json_text(record))
 
     def text(self) -> str:
         """Return the report as text: the verdict, its parts, and at the end the remedy if it cannot judge."""

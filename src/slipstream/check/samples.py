@@ -63,8 +63,8 @@ class Samples:
     @property
     def statistic(self) -> tuple[float, int]:
         """The chi-squared statistic and its degrees of freedom."""
-        found = [tally.test() for tally in self.tallies]
-        return sum(x for x, _ in found), sum(freedom for _, freedom in found)
+        results = [tally.test() for tally in self.tallies]
+        return sum(x for x, _ in results), sum(freedom for _, freedom in results)
 
     @property
     def p_value(self) -> float:
@@ -104,6 +104,7 @@ def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: 
 
 
 def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
+    """Count the cell of every token of a batch, replayed by plain decoding, by the draft's law before it."""
     asked: list[Draft] = []
 
     def ask(place: int, rows: Sequence[Row]) -> None:
@@ -123,7 +124,7 @@ def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outp
 
 
 def _cells(p: Tensor, q: Tensor) -> Tensor:
-    """Return the cell of every token (rows, vocab). It depends on the text alone, as q is drafted anew for it."""
+    """Return the cell of every token (rows, vocab). It depends on the text alone, as q is drafted again for it."""
     ratio = torch.bucketize((q / p).nan_to_num(nan=1.0), torch.tensor(RATIOS, device=p.device, dtype=p.dtype))
     size = torch.bucketize(p, torch.tensor(SIZES, device=p.device, dtype=p.dtype))
     return ratio * (len(SIZES) + 1) + size
@@ -142,6 +143,7 @@ def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:
 
 
 def _moved(before: Law | None, after: Law | None) -> bool:
+    """Return whether a draft has changed its law for the same texts, since it learned from them."""
     if before is None or after is None:
         return before is not after
     return bool(distance(before, after).max() > LEARNED)

@@ -59,8 +59,8 @@ class Commands(TyperGroup):
 
 def _is_memory(error: Exception) -> bool:
     """Return whether an error means too little memory, on the CPU or an accelerator; torch has errors of its own."""
-    torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-    return torchs or isinstance(error, MemoryError)
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return of_torch or isinstance(error, MemoryError)
 
 
 class LostOutput(Exception):
@@ -87,6 +87,7 @@ class _Output:
 
 @contextmanager
 def _saying_so() -> Iterator[None]:
+    """Turn errors of writing to standard output into `LostOutput`, except a closed pipe."""
     try:
         yield
     except BrokenPipeError:

@@ -188,6 +188,7 @@ def _show(report: BenchReport, screen: Console) -> None:
 
 
 def _warnings(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield sentences on facts of the machine that make the figures unreliable."""
     load = (facts["load_average"] or [0])[0] / (facts["cores"] or 1)
     if load > 0.5:
         yield f"The machine was busy before (load {load:.1f} per core): the figures mean little."
@@ -196,6 +197,7 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
+    """Make a table of cells by row name; `names` are the heads of its columns."""
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column(no_wrap=True)
     for name in names:
@@ -223,6 +225,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _speed(row: Result) -> list[str]:
+    """Return the cells of a contender in the table of speeds."""
     speed = row.tokens_per_second
     ratios = [_number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
     same = ["-" if same is None else str(same) for same in (row.matches_plain, row.matches_transformers)]
@@ -231,6 +234,7 @@ def _speed(row: Result) -> list[str]:
 
 
 def _round(row: Result) -> list[str]:
+    """Return the cells of a contender in the table of rounds."""
     figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
     if row.milliseconds is None:
         return [*figures, _number((row.milliseconds_per_call or {}).get("median"), 1), "-"]

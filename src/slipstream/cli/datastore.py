@@ -104,12 +104,12 @@ def forget(folder: Folder, namespace: Name, as_json: Json = False) -> None:
     _show(folder, as_json)
 
 
-def _encoded(found: Iterator[tuple[str, Document]], tokenizer: Any, status: Any) -> Iterator[Any]:
+def _encoded(documents: Iterator[tuple[str, Document]], tokenizer: Any, status: Any) -> Iterator[Any]:
     """Yield the token ids of documents, and show their number in `status`."""
     from slipstream.drafters.datastore.corpus import as_ids
 
     total = 0
-    for number, (where, document) in enumerate(found, 1):
+    for number, (where, document) in enumerate(documents, 1):
         if isinstance(document, str):
             document = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         ids = as_ids(document)

@@ -262,7 +262,7 @@ def _train(distiller: Distiller) -> None:
     with bar(console(stderr=True)) as show:
         distiller.train(
             lambda progress, loss: show(progress.steps, total, f"loss {loss:.3f}"),
-            lambda found: say(_measurement_line(found, total)),
+            lambda measurement: say(_measurement_line(measurement, total)),
         )
 
 
@@ -302,14 +302,14 @@ def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list
     return lines
 
 
-def _measurement_line(found: Measurement, total: int) -> str:
+def _measurement_line(measurement: Measurement, total: int) -> str:
     """Return one measurement as a line of text."""
     parts = list[str]()
-    columns = zip((0, 1), found.alpha, found.kept, found.gammas, found.gains, strict=True)
+    columns = zip((0, 1), measurement.alpha, measurement.kept, measurement.gammas, measurement.gains, strict=True)
     for temperature, alpha, shares, gamma, gain in columns:
         kept = " ".join(f"{share:.2f}" for share in shares)
         parts.append(f"T={temperature} alpha {alpha:.3f}, kept {kept}, {gain:.2f}x at gamma {gamma}")
-    return f"step {found.steps}/{total}: {'; '.join(parts)}"
+    return f"step {measurement.steps}/{total}: {'; '.join(parts)}"
 
 
 def _summary(out: Path, about: Distilled) -> str:

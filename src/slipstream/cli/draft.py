@@ -56,19 +56,19 @@ def offered(
         source, chosen = embedded(target, dtype)
         engine = load(source, dtype=chosen, device=device)
         context = BuildContext(engine.decoder.target, engine.tokenizer, chosen, device)
-        found = list(offers(context, drafts or ()))
-    print(json_text([asdict(offer) for offer in found], ensure_ascii=False) if as_json else _lines(found))
-    if not any(offer.usable for offer in found):
+        tried = list(offers(context, drafts or ()))
+    print(json_text([asdict(offer) for offer in tried], ensure_ascii=False) if as_json else _lines(tried))
+    if not any(offer.usable for offer in tried):
         raise typer.Exit(NONE_WORKS)
 
 
-def _lines(found: Sequence[Offer]) -> str:
+def _lines(offers: Sequence[Offer]) -> str:
     """Return the offers as lines of text: drafts that were tried, then those that need a name or a file."""
-    width = max(len(offer.draft) for offer in found)
+    width = max(len(offer.draft) for offer in offers)
     tried = [
         f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}"
-        for offer in found
+        for offer in offers
         if offer.usable is not None
     ]
-    others = [f"     {offer.draft:{width}}  {offer.says}" for offer in found if offer.usable is None]
+    others = [f"     {offer.draft:{width}}  {offer.says}" for offer in offers if offer.usable is None]
     return "\n".join([*tried, *(["with a name of yours:"] if others else []), *others])

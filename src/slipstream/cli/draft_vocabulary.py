@@ -100,12 +100,12 @@ def count(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     try:
         with progress(console(stderr=True), len(items), max_new_tokens) as on_round:
-            found = engine.generate([item.prompt for item in items], on_round=on_round, **options)
+            completions = engine.generate([item.prompt for item in items], on_round=on_round, **options)
     except (Interrupted, KeyboardInterrupt):
         say("interrupted: no counts were written.")
         raise typer.Exit(INTERRUPTED) from None
     scorer, tokenizer = engine.decoder.target, engine.tokenizer
-    counts = TokenCounts.of([each.tokens for each in found], scorer.vocab, scorer.name, tokenizer)
+    counts = TokenCounts.of([each.tokens for each in completions], scorer.vocab, scorer.name, tokenizer)
     place = Path(out) if out else kept_counts(scorer.name, scorer.vocab, tokenizer)
     place.parent.mkdir(parents=True, exist_ok=True)
     counts.save(place)

@@ -63,15 +63,15 @@ def exits(
     try:
         with busy(screen, "measuring"):
             choices = first_layers(scorer) if first else None
-            found = search_exit(engine.decoder, requests, choices, gamma, screen.print)
+            search = search_exit(engine.decoder, requests, choices, gamma, screen.print)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    print(json_text(found.as_dict()) if as_json else _table(found))
+    print(json_text(search.as_dict()) if as_json else _table(search))
 
 
-def _table(found: Search) -> str:
+def _table(search: Search) -> str:
     """Return a table of every choice, and the recommended options."""
-    shown = found.as_dict()
+    shown = search.as_dict()
     rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]
     for trial in shown["trials"]:
         figures = (trial["alpha"], trial["mean_acceptance_length"], trial["tokens_per_second"])
@@ -82,7 +82,7 @@ def _table(found: Search) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.append(f"plain decoding: {found.plain:.1f} tokens/s")
+    lines.append(f"plain decoding: {search.plain:.1f} tokens/s")
     for finish in shown["race"]:
         speed = f"{finish['tokens_per_second']:.1f} tokens/s, {finish['over_plain']:.2f} x plain"
         lines.append(f"exit:{finish['layers']} with gamma {finish['gamma']}: {speed}")

@@ -113,9 +113,9 @@ def read_texts(paths: Sequence[Path], skipped: list[Path]) -> list[str]:
     texts = list[str]()
     for path in paths:
         if path.is_dir():
-            found = {file: _text(file) for file in sorted(path.rglob("*")) if file.is_file()}
-            skipped += [file for file, text in found.items() if text is None]
-            texts += filter(None, found.values())
+            by_file = {file: _text(file) for file in sorted(path.rglob("*")) if file.is_file()}
+            skipped += [file for file, text in by_file.items() if text is None]
+            texts += filter(None, by_file.values())
         elif (text := _text(path)) is None:
             raise ValueError(f"{path} is no text in UTF-8.")
         else:

@@ -105,7 +105,7 @@ def info(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = F
 
 
 def _tokens(
-    found: Iterable[tuple[str, Document]], tokenizer: Any, counted: Counter[str], bar: Progress
+    documents: Iterable[tuple[str, Document]], tokenizer: Any, counted: Counter[str], bar: Progress
 ) -> Iterator[Any]:
     """Yield the token ids of every document; several texts are tokenized at once, which is faster."""
     import numpy as np
@@ -115,7 +115,7 @@ def _tokens(
         yield from (np.asarray(one, np.int32) for one in encoded)
 
     task, waiting, size = bar.add_task("reading", total=None), list[str](), 0
-    for _, document in found:
+    for _, document in documents:
         counted["documents"] += 1
         if not isinstance(document, str):
             yield document
@@ -138,6 +138,7 @@ def _bar() -> Progress:
 
 
 def _facts(file: str, model: Any) -> dict[str, Any]:
+    """Return the figures of an n-gram model for a report."""
     grams = [model.vocab, *(len(table.tokens) for table in model.tables)]
     return {
         "file": file,
@@ -149,6 +150,7 @@ def _facts(file: str, model: Any) -> dict[str, Any]:
 
 
 def _tell(facts: dict[str, Any], as_json: bool) -> None:
+    """Print the figures of an n-gram model, as text or as JSON."""
     if as_json:
         print(json_text(facts))
         return

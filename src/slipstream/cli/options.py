@@ -43,12 +43,12 @@ def parse_device_map(text: Any) -> Any:
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:
-        found = json.loads(text)
+        devices = json.loads(text)
     except json.JSONDecodeError as error:
         raise typer.BadParameter(f'{text!r} is no JSON object ({error.msg}): write {{"model": 0, ...}}.') from None
-    if not all(isinstance(place, str | int) for place in found.values()):
+    if not all(isinstance(place, str | int) for place in devices.values()):
         raise typer.BadParameter(f"{text!r}: a device is a number, or a name as cuda:1, cpu or disk.")
-    return found
+    return devices
 
 
 def parse_precision(text: str) -> str:
@@ -87,7 +87,7 @@ Verify = Annotated[
     ),
 ]
 PlanFile = Annotated[
-    str | None, _option(MODELS, "FILE", "A plan of `slipstream plan`; what is given beside it comes first.", "--plan")
+    str | None, _option(MODELS, "FILE", "A plan of `slipstream plan`; options given here come first.", "--plan")
 ]
 Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output law.", "--lossless")]
 ExactShape = Annotated[
@@ -226,7 +226,7 @@ class SamplingOptions:
 
 
 class TargetOptions:
-    """The options for loading the target, beside its dtype and device."""
+    """The options for loading the target, besides its dtype and device."""
 
     quantize: Quantize = None
     device_map: DeviceMap = None
@@ -291,8 +291,8 @@ def parse_tree(text: str | None) -> tuple[int, ...] | None:
 
 def placed(context: typer.Context) -> dict[str, Any]:
     """Return the arguments of `load` for the options in `TargetOptions` that were given; others are left out."""
-    found = {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
-    return {**found, "tp_plan": "auto"} if found.pop("tensor_parallel", False) else found
+    arguments = {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
+    return {**arguments, "tp_plan": "auto"} if arguments.pop("tensor_parallel", False) else arguments
 
 
 def shaped(context: typer.Context) -> dict[str, Any]:
@@ -305,13 +305,13 @@ def shaped(context: typer.Context) -> dict[str, Any]:
 
 def written_parameters(context: typer.Context) -> dict[str, str]:
     """Return the parameters that the user gave, with their spelling: {"top_k": "--top-k", "prompts": "PROMPT"}."""
-    found = {}
+    written = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name and source and source.name not in {"DEFAULT", "DEFAULT_MAP"}:
             is_option = parameter.param_type_name == "option"
-            found[parameter.name] = parameter.opts[0] if is_option else str(parameter.metavar or parameter.name)
-    return found
+            written[parameter.name] = parameter.opts[0] if is_option else str(parameter.metavar or parameter.name)
+    return written
 
 
 def refuse_others(context: typer.Context, allowed: Collection[str], mode: str) -> None:

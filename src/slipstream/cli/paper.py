@@ -106,6 +106,7 @@ def paper(
 
 
 def _names(what: Sequence[str]) -> list[str]:
+    """Return the tables and figures to make, each once. Raises ValueError for an unknown name."""
     from slipstream.paper.catalogue import ALL, MAKERS
 
     unknown = [name for name in what if name not in (*MAKERS, ALL)]
@@ -132,6 +133,7 @@ def _folder(out: str | None, names: Sequence[str], force: bool) -> Path | None:
 
 
 def _made(names: Sequence[str], lab: Lab, as_json: bool) -> list[Sheet]:
+    """Make the sheets, and print each as soon as it is made unless the output is JSON."""
     from slipstream.paper.catalogue import make
 
     sheets = []
@@ -143,6 +145,7 @@ def _made(names: Sequence[str], lab: Lab, as_json: bool) -> list[Sheet]:
 
 
 def _show(sheet: Sheet) -> None:
+    """Print a sheet: title, table, text and notes."""
     screen = console()
     screen.print(f"\n{sheet.title}{' (quick: tiny models, few texts)' if sheet.quick else ''}", style="bold")
     heads, cells = [column.name for column in sheet.columns], sheet.cells()

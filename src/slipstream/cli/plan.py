@@ -228,6 +228,7 @@ def _load(
 
 
 def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> PlanReport:
+    """Measure and predict with a progress bar -> the report. Ends the command at Ctrl-C."""
     from slipstream.plan.planner import make
 
     try:
@@ -239,6 +240,7 @@ def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any]
 
 
 def _write(made: Plan, report: PlanReport, save: str | None, plot: str | None) -> None:
+    """Save the plan and the plot, if files are given for them."""
     if save:
         made.save(save)
     if plot:
@@ -248,6 +250,7 @@ def _write(made: Plan, report: PlanReport, save: str | None, plot: str | None) -
 
 
 def _export(made: Plan, engines: Sequence[str]) -> None:
+    """Print the plan for other engines."""
     from slipstream.plan.exports import export
 
     for engine in engines:
@@ -279,8 +282,8 @@ LEGEND = (
 def _show(report: PlanReport, screen: Console) -> None:
     """Print a table per number of rows and draft, the choice, its verification, and the machine it was measured on."""
     settings, (least, longest) = report.settings, report.prompt_tokens
-    for rows, found in report.outlooks.items():
-        for name, outlook in found.items():
+    for rows, by_draft in report.outlooks.items():
+        for name, outlook in by_draft.items():
             head = f"\ndraft {name}, {rows} {'rows' if rows > 1 else 'row'}, temperature "
             screen.print(f"{head}{settings.sampling.temperature:g}", style="bold")
             _show_outlook(outlook, screen)
@@ -299,6 +302,7 @@ def _show(report: PlanReport, screen: Console) -> None:
 
 
 def _show_outlook(outlook: Outlook, screen: Console) -> None:
+    """Print the acceptance of a draft and a table of its predictions by gamma."""
     from slipstream.plan.predict import spread
 
     _, low, high = spread(outlook.alphas).values()
@@ -316,6 +320,7 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
 
 
 def _show_memory(report: PlanReport, screen: Console) -> None:
+    """Print the memory that target and draft take: weights and KV cache."""
     table = plan_table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
         table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))

@@ -52,29 +52,32 @@ def from_figures(params: dict[str, Any]) -> None:
     if (network is None) != (step is None):
         raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
     delay = None if network is None else network / step  # to the draft and back, in target steps
-    found = promise(alpha, cost, params["operations_cost"], params["gamma"] or [], points, delay)
+    figures = promise(alpha, cost, params["operations_cost"], params["gamma"] or [], points, delay)
     if params["as_json"]:
-        print(json_text(asdict(found)))
+        print(json_text(asdict(figures)))
     else:
-        _show(found, bool(points), step, console())
+        _show(figures, bool(points), step, console())
 
 
-def _show(found: Figures, curved: bool, step: float | None, screen: Console) -> None:
+def _show(figures: Figures, curved: bool, step: float | None, screen: Console) -> None:
+    """Print a table by gamma, the best gamma, and how far a draft on another machine may be."""
     table = plan_table("gamma", "tokens per call", "x plain", "operations x plain")
-    for line in found.lines:
-        mark = "*" if line.gamma == found.best.gamma else " "
+    for line in figures.lines:
+        mark = "*" if line.gamma == figures.best.gamma else " "
         cells = (f"{line.tokens_per_call:.2f}", f"{line.walltime_factor:.2f}", f"{line.operations_factor:.2f}")
         table.add_row(f"{mark} {line.gamma}", *cells)
     screen.print(table)
-    if not found.best.gamma:
+    if not figures.best.gamma:
         screen.print("\ndo not speculate: no gamma is faster than plain decoding with these figures.", style="bold")
     else:
-        best = f"gamma {found.best.gamma}: {found.best.walltime_factor:.2f} x plain"
+        best = f"gamma {figures.best.gamma}: {figures.best.walltime_factor:.2f} x plain"
         screen.print(f"\nbest: {best} if rounds are alike (Theorem 3.8).", style="bold")
-    if found.delay is not None and found.longest_delay is not None and step is not None:
-        screen.print(about_distance(found.delay * step, found.longest_delay * step))
-    elif found.best.gamma and not curved:
-        rest = f"At least {found.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {found.oracle:.2f}."
+    if figures.delay is not None and figures.longest_delay is not None and step is not None:
+        screen.print(about_distance(figures.delay * step, figures.longest_delay * step))
+    elif figures.best.gamma and not curved:
+        rest = (
+            f"At least {figures.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {figures.oracle:.2f}."
+        )
         screen.print(f"{rest}\nA pass over gamma + 1 tokens is taken to cost one step; give --curve if it does not.")
 
 

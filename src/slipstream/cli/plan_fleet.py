@@ -54,43 +54,46 @@ def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
         raise ValueError("--replicas needs a load curve: name a CSV file with --trace.")
     known = paces(plan)
     arrivals = multiplied(read_trace(params["trace"]), params["load"], params["seed"])
-    found: dict[int, dict[str, Service]] = {}
+    fleets: dict[int, dict[str, Service]] = {}
     try:
         with steps(console(stderr=True)) as show:
             for replicas in sorted(set(params["replicas"])):
-                found[replicas] = {}
+                fleets[replicas] = {}
                 for name, pace in known.items():
 
                     def on_step(number: int, name: str = f"{replicas} replicas, {name}") -> None:
                         if number % EVERY == 0:
                             show(number, len(arrivals), name)
 
-                    found[replicas][name] = simulate(pace, replicas, arrivals, params["seed"], on_step)
+                    fleets[replicas][name] = simulate(pace, replicas, arrivals, params["seed"], on_step)
     except KeyboardInterrupt:
         say("interrupted: the simulation did not come to its end.")
         raise SystemExit(INTERRUPTED) from None
     price, rows = params["price"], known["plain"].rows[-1]
     if params["as_json"]:
-        print(json_text(_as_dict(found, price, rows, plan)))
+        print(json_text(_as_dict(fleets, price, rows, plan)))
     else:
-        _show(found, price, rows, plan)
+        _show(fleets, price, rows, plan)
 
 
-def _as_dict(found: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> dict[str, Any]:
+def _as_dict(by_replicas: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> dict[str, Any]:
+    """Return the figures of all fleets as an object for JSON; `rows` is the most rows of a replica."""
+
     def one(service: Service) -> dict[str, Any]:
         cost = {} if price is None else {"cost_per_million_tokens": service.cost(price)}
         return {**service.as_dict(), **cost}
 
-    fleets = [{name: one(service) for name, service in kinds.items()} for kinds in found.values()]
+    fleets = [{name: one(service) for name, service in kinds.items()} for kinds in by_replicas.values()]
     return {"measured": dict(plan.machine), "rows_per_replica": rows, "simulated": fleets}
 
 
-def _show(found: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> None:
+def _show(by_replicas: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> None:
+    """Print a table with a row per fleet, and what its columns mean."""
     screen, table = console(), Table(box=None, pad_edge=False, header_style="")
     heads = ("replicas", "decoding", "busy", "tokens/s", "first p50", "p99", "gap p99", "behind")
     for number, name in enumerate((*heads, *(() if price is None else ("cost/M",)))):
         table.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
-    for replicas, kinds in found.items():
+    for replicas, kinds in by_replicas.items():
         for name, each in kinds.items():
             first, between = each.first_token, each.between["p99"]
             cells = (
@@ -102,7 +105,7 @@ def _show(found: dict[int, dict[str, Service]], price: float | None, rows: int, 
             more = () if price is None else (f"{each.cost(price):.2f}",)
             table.add_row(str(replicas), name, *cells, f"{1000 * between:.0f} ms", f"{each.behind:.0f} s", *more)
     screen.print(table)
-    count = next(iter(next(iter(found.values())).values())).requests
+    count = next(iter(next(iter(by_replicas.values())).values())).requests
     facts = (str(plan.machine[name])[:40] for name in ("cpu", "date") if name in plan.machine)
     place = ", ".join(facts) or "it is not said where"
     measured = f"Measured: the pace of a replica with up to {rows} rows, and of reading prompts ({place})."

@@ -189,11 +189,11 @@ def served_models(context: typer.Context) -> dict[str, Any]:
     """Return the arguments of `slipstream.load` for a command's options, for models that serve many requests."""
     params = context.params
     names = ("target", "draft", "verify", "dtype", "device", "compile", "task", "plan")
-    found = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
+    arguments = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
     if params["plan"]:  # the plan sets what was not given
         sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
-        found |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
-    return found
+        arguments |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
+    return arguments
 
 
 def _log(path: str | None) -> Any:
@@ -211,7 +211,7 @@ def needed(command: str = "the server") -> None:
 
 def parse_bytes(name: str, text: str) -> int:
     """Parse a number of bytes: "512M" -> 536870912; K, M and G are powers of 1024. Raises ValueError otherwise."""
-    found = re.fullmatch(r"(\d{1,15})([KMG]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d{1,15})([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if not match:
         raise ValueError(f"{name} {text!r} is no number of bytes: write it as 16777216, 512M or 4G.")
-    return int(found[1]) << 10 * " KMG".index(found[2].upper() or " ")
+    return int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")

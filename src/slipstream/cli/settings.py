@@ -81,17 +81,17 @@ def _text(file: Path) -> str:
 
 def _biases(texts: Sequence[str]) -> dict[int, float]:
     """Return biases by token id, such as {42: -inf} for "42=-inf". Raises ValueError for other texts."""
-    found: dict[int, float] = {}
+    by_id: dict[int, float] = {}
     for text in texts:
         token, _, bias = text.partition("=")
         try:
             number, value = int(token), float(bias)
         except ValueError:
             raise ValueError(f"--logit-bias {text!r} is not possible: write a token id and a number, 42=-5.") from None
-        if number in found:
+        if number in by_id:
             raise ValueError(f"--logit-bias names the token {number} twice: give it one bias.")
-        found[number] = value
-    return found
+        by_id[number] = value
+    return by_id
 
 
 def _unescape(text: str) -> str:
@@ -105,9 +105,9 @@ def answer_as_dict(completion: Completion) -> dict[str, Any]:
     """Return an answer as the object of a JSON line."""
     names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
     error = {"error": completion.error} if completion.error else {}
-    found = {**error, **{name: getattr(completion, name) for name in names}}
+    record = {**error, **{name: getattr(completion, name) for name in names}}
     if completion.logprobs is not None:
-        found["logprobs"] = [asdict(each) for each in completion.logprobs]
+        record["logprobs"] = [asdict(each) for each in completion.logprobs]
     if completion.score is not None:
-        found["score"] = completion.score
-    return {**found, "stats": completion.stats.as_dict()}
+        record["score"] = completion.score
+    return {**record, "stats": completion.stats.as_dict()}

@@ -81,19 +81,21 @@ def transcribe(
     form = Form.JSON if as_json else form
     task, timestamps = "translate" if translate else "transcribe", form is not Form.TEXT
     for sound in sounds:
-        found = engine.transcribe(
+        transcript = engine.transcribe(
             sound, language=language, task=task, timestamps=timestamps, temperature=temperature, plain=plain
         )
-        print(_printed(found, sound, form), flush=True)
+        print(_printed(transcript, sound, form), flush=True)
 
 
-def _printed(found: Transcript, sound: Path, form: Form) -> str:
+def _printed(transcript: Transcript, sound: Path, form: Form) -> str:
     """Return a transcript in the requested format."""
     if form is Form.SRT:
-        return found.srt().rstrip("\n") + "\n"
+        return transcript.srt().rstrip("\n") + "\n"
     if form is Form.VTT:
-        return found.vtt().rstrip("\n") + "\n"
+        return transcript.vtt().rstrip("\n") + "\n"
     if form is Form.TEXT:
-        return found.text
-    segments = [asdict(segment) for segment in found.segments]
-    return json_text({"file": str(sound), "text": found.text, "duration": found.duration, "segments": segments})
+        return transcript.text
+    segments = [asdict(segment) for segment in transcript.segments]
+    return json_text(
+        {"file": str(sound), "text": transcript.text, "duration": transcript.duration, "segments": segments}
+    )

@@ -51,10 +51,10 @@ def paces(plan: Plan) -> dict[str, Pace]:
     try:
         figures = plan.figures
         name, reading = figures["draft"], figures["reading"]["seconds"] / figures["reading"]["tokens"]
-        found = {int(rows): outlook[name] for rows, outlook in figures["outlooks"].items()}
-        rows = tuple(sorted(found))
-        plain = tuple(found[count]["milliseconds_by_width"]["plain"]["seconds"]["median"] / 1000 for count in rows)
-        shares = [_share(found[count], plan.gammas[count]) for count in rows]
+        outlooks = {int(rows): outlook[name] for rows, outlook in figures["outlooks"].items()}
+        rows = tuple(sorted(outlooks))
+        plain = tuple(outlooks[count]["milliseconds_by_width"]["plain"]["seconds"]["median"] / 1000 for count in rows)
+        shares = [_share(outlooks[count], plan.gammas[count]) for count in rows]
     except (KeyError, TypeError, ZeroDivisionError, StopIteration) as error:
         raise ValueError(f"the plan lacks figures that a simulation needs ({error}): make it again.") from error
     ours = tuple(step * share for step, share in zip(plain, shares, strict=True))
@@ -201,6 +201,7 @@ def simulate(
 
 
 def _service(fates: Sequence[Fate], fleet: Sequence[Replica]) -> Service:
+    """Return the figures of a fleet from the times of all requests."""
     ends = [fate.end - fate.arrival.time for fate in fates]
     end, last = max(fate.end for fate in fates), fates[-1].arrival.time
     return Service(

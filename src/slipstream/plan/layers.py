@@ -92,8 +92,8 @@ class Search:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as a dictionary for JSON, with layers spelled as `--draft exit:LAYERS` takes them."""
 
-        def shown(found: Trial | Finish) -> dict[str, Any]:
-            return {**asdict(found), "layers": spell(found.layers)}
+        def shown(record: Trial | Finish) -> dict[str, Any]:
+            return {**asdict(record), "layers": spell(record.layers)}
 
         return {
             "plain_tokens_per_second": self.plain,
@@ -138,22 +138,22 @@ def first_layers(target: HasModel) -> list[Layers]:
 
 
 def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
-    """Return sets of ever fewer layers, down to a quarter. `texts` are compared after their first tokens (a prompt).
+    """Return sets of fewer and fewer layers, down to a quarter. `texts` are compared after their prompts.
 
     Each step leaves out the layer whose loss lowers alpha least: greedy, so not always the best set of a size.
     """
     laws = [(start, torch.tensor([text], device=target.device)) for start, text in texts]
     wanted = [_laws_behind(target, start, tokens) for start, tokens in laws]
-    kept, found = tuple(range(_count(target))), []
+    kept, sets = tuple(range(_count(target))), []
     while len(kept) > max(2, _count(target) // 4):
-        smaller = [tuple(layer for layer in kept if layer != gone) for gone in kept]
+        smaller = [tuple(layer for layer in kept if layer != dropped) for dropped in kept]
         alphas = [_agreement(part_of(target, layers), laws, wanted) for layers in smaller]
         best = max(range(len(smaller)), key=alphas.__getitem__)
         kept = smaller[best]
         watch(f"layers {spell(kept)}: alpha about {alphas[best]:.3f}")
         if spell(kept) != str(len(kept)):  # otherwise it is the exit of `first_layers`
-            found.append(kept)
-    return found
+            sets.append(kept)
+    return sets
 
 
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:

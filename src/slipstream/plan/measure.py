@@ -134,7 +134,7 @@ class Record:
                 self.lengths.append(round.draft.lengths[r])
 
     def costs(self, calm: Sequence[tuple[int, Beat]]) -> PlanCosts:
-        """Return the costs of the drafter beside plain decoding, corrected for changes of the machine's speed.
+        """Return the costs of the drafter and of plain decoding, corrected for changes of the machine's speed.
 
         `calm` are the plain rounds. The startup cost of a new row is the median extra drafting time of the rounds in
         which rows joined.
@@ -142,7 +142,7 @@ class Record:
         pace = paces(calm)
         plain, ours = at_one_pace(calm, pace), at_one_pace(self.beats, pace)
         usual = PlanCosts(self.rows, plain, ours, tuple(self.lengths) or (0,))
-        known = {width: median(beat.draft for beat in found) for width, found in usual.by_width.items()}
+        known = {width: median(beat.draft for beat in group) for width, group in usual.by_width.items()}
         more = [(beat.draft - between(known, beat.width)) / beat.new for beat in ours if beat.new and known]
         return replace(usual, startup=max(0.0, median(more)) if more else 0.0)
 

@@ -131,15 +131,15 @@ class PlanReport:
         return max(names, key=lambda name: (self._gain(name), self._factor(name)))
 
     def _gain(self, name: str) -> float:
-        return math.prod(found[name].best.factor if found[name].worth else 1.0 for found in self.outlooks.values())
+        return math.prod(drafts[name].best.factor if drafts[name].worth else 1.0 for drafts in self.outlooks.values())
 
     def _factor(self, name: str) -> float:
-        return math.prod(found[name].best.factor for found in self.outlooks.values())
+        return math.prod(drafts[name].best.factor for drafts in self.outlooks.values())
 
     @property
     def gammas(self) -> dict[int, int]:
         """The number of rows -> gamma of the chosen draft; 0: do not speculate."""
-        return {rows: found[self.draft].gamma for rows, found in self.outlooks.items()}
+        return {rows: drafts[self.draft].gamma for rows, drafts in self.outlooks.items()}
 
     def plan(
         self, target: str | None, vocab: int, dtype: str, compile: bool = False, quantize: str | None = None
@@ -240,6 +240,7 @@ def verify(
 def _check(
     engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequence[int]], settings: PlanSettings
 ) -> None:
+    """Raise ValueError if there is no draft, too few prompts, or too little context for the planned texts."""
     if not drafters:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
     if len(texts) < (least := max(2, *settings.batches)):

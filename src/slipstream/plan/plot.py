@@ -16,8 +16,8 @@ def draw(report: PlanReport, file: str) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, curve = figure.subplots(1, 2)
-    for rows, found in report.outlooks.items():
-        for name, outlook in found.items():
+    for rows, by_draft in report.outlooks.items():
+        for name, outlook in by_draft.items():
             _lines(speed, curve, outlook, f"{name}, {rows} {'rows' if rows > 1 else 'row'}")
     for each in report.verifications:
         speed.plot(each.gamma, each.factor, "k*", label=f"measured, {each.rows} rows" if each.rows > 1 else "measured")
@@ -34,6 +34,7 @@ def draw(report: PlanReport, file: str) -> None:
 
 
 def _lines(speed: Any, curve: Any, outlook: Outlook, label: str) -> None:
+    """Draw the predicted speeds of a draft with their intervals, and its curve of verify costs."""
     gammas = [each.gamma for each in outlook.predictions]
     (line,) = speed.plot(gammas, [each.factor for each in outlook.predictions], "o-", label=label)
     bounds = zip(*((each.low, each.high) for each in outlook.predictions), strict=True)

@@ -111,18 +111,18 @@ def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], 
     `cost(drafted)` in place of 1. The last rounds have room for n - 1 drafted tokens only, as in decoding.
     """
     laws = [[1.0, *chances] for chances in survives.upto(gamma)]
-    found: list[list[tuple[float, float]]] = [[(0.0, 0.0)], [(0.0, 0.0)]]
+    expected: list[list[tuple[float, float]]] = [[(0.0, 0.0)], [(0.0, 0.0)]]
     for left in range(1, length + 1):
         room = min(gamma, left - 1)
         price = cost(room)
-        for chances, known in zip(laws, found, strict=True):
+        for chances, known in zip(laws, expected, strict=True):
             calls, seconds = 1.0, price
             for k in range(room + 1):
                 chance = chances[k] - chances[k + 1] if k < room else chances[k]
-                more = found[k == room][left - k - 1]
+                more = expected[k == room][left - k - 1]
                 calls, seconds = calls + chance * more[0], seconds + chance * more[1]
             known.append((calls, seconds))
-    return found[0][length]
+    return expected[0][length]
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ class PlanCosts:
     @cached_property
     def by_width(self) -> Mapping[int, list[Beat]]:
         """The speculative rounds by width of the target's pass, without those that prefill the draft."""
-        found: dict[int, list[Beat]] = {}
+        groups: dict[int, list[Beat]] = {}
         for beat in self.speculative:
             if not beat.new:
-                found.setdefault(beat.width, []).append(beat)
-        return dict(sorted(found.items()))
+                groups.setdefault(beat.width, []).append(beat)
+        return dict(sorted(groups.items()))
 
     @cached_property
     def step(self) -> float:
@@ -360,6 +360,7 @@ def _best_long(kept: Survival, costs: PlanCosts, outline: Outline, delay: float)
 
 
 def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> Prediction:
+    """Return the prediction for one gamma, without an interval."""
     alone = costs.rows == 1  # in a batch, a row that nears its end does not make the round narrower
     rounds = [costs.lasting(drafted if alone else gamma, kept, gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
@@ -386,12 +387,12 @@ def _with_intervals(
         kept = states(rng.choices(tallies, k=len(tallies)))
         again = costs.resampled(rng)
         factors.append([_long(point.gamma, kept, again) * point.factor / point.long for point in points])
-    found = []
+    bounded = []
     tail = int(outline.replicates * (1 - LEVEL) / 2)
     for point, column in zip(points, zip(*factors, strict=True), strict=True):
         ranked = sorted(column)
-        found.append(replace(point, low=ranked[tail], high=ranked[-1 - tail]))
-    return found
+        bounded.append(replace(point, low=ranked[tail], high=ranked[-1 - tail]))
+    return bounded
 
 
 def _long(gamma: int, kept: Survival, costs: PlanCosts) -> float:

@@ -65,8 +65,8 @@ class Candidate:
         """Predict alpha, gamma and speed-up of a size from its costs (Theorem 3.8)."""
         alpha = tuple(promised_alpha(share, temperature) for temperature in REFUSED)
         most = len(costs.verify) - 1
-        found = [costs.gain([one**position for position in range(1, most + 1)]) for one in alpha]
-        gammas, gains = zip(*found, strict=True)
+        pairs = [costs.gain([one**position for position in range(1, most + 1)]) for one in alpha]
+        gammas, gains = zip(*pairs, strict=True)
         return Candidate(name, share, costs, alpha, gammas, gains)
 
 
@@ -118,13 +118,13 @@ def draft_costs(
     """
     task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
     plain, records, _ = sweep(engine.decoder, list(drafters.values()), task, gamma, step)
-    found = {}
+    by_name = {}
     for name, record in zip(drafters, records, strict=True):
         costs = record.costs(plain)
         verify = [1.0, *((costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1))]
         rising = tuple(max(1.0, cost) for cost in _rising(verify))
-        found[name] = DraftCosts(costs.draft(gamma) / gamma / costs.step, rising)
-    return found
+        by_name[name] = DraftCosts(costs.draft(gamma) / gamma / costs.step, rising)
+    return by_name
 
 
 def _rising(measured: Sequence[float]) -> list[float]:

@@ -40,13 +40,15 @@ def read_trace(path: str | Path) -> list[Arrival]:
         lines = csv.DictReader(file)
         try:
             names = _columns(lines.fieldnames or ())
-            found = [_arrival(line, names) for line in lines]
+            arrivals = [_arrival(line, names) for line in lines]
         except (ValueError, TypeError, OSError, EOFError, csv.Error) as error:
             raise ValueError(f"{path}, line {lines.line_num}: {error}") from error
-    if not found:
+    if not arrivals:
         raise ValueError(f"{path} holds no request.")
-    begin = min(each.time for each in found)
-    return sorted((Arrival(each.time - begin, each.prompt, each.tokens) for each in found), key=lambda each: each.time)
+    begin = min(each.time for each in arrivals)
+    return sorted(
+        (Arrival(each.time - begin, each.prompt, each.tokens) for each in arrivals), key=lambda each: each.time
+    )
 
 
 def multiplied(arrivals: Sequence[Arrival], load: float, seed: int = 0) -> list[Arrival]:
@@ -61,6 +63,7 @@ def multiplied(arrivals: Sequence[Arrival], load: float, seed: int = 0) -> list[
 
 
 def _copies(arrivals: Sequence[Arrival], load: float, chance: random.Random) -> Iterator[Arrival]:
+    """Yield each request `load` times on average; copies arrive up to JITTER seconds from it."""
     for each in arrivals:
         for copy in range(int(load) + (chance.random() < load % 1)):
             shift = chance.uniform(-JITTER, JITTER) if copy else 0.0
@@ -68,24 +71,27 @@ def _copies(arrivals: Sequence[Arrival], load: float, chance: random.Random) -> 
 
 
 def _columns(header: Sequence[str]) -> dict[str, str]:
-    found = {}
+    """Return the name that each column has in a trace. Raises ValueError if one is missing."""
+    columns = {}
     for what, names in NAMES.items():
         name = next((name for name in names if name in header), None)
         if name is None:
             raise ValueError(f"there is no column for the {what}: call it {' or '.join(names)}.")
-        found[what] = name
-    return found
+        columns[what] = name
+    return columns
 
 
 def _arrival(line: Mapping[str, str], names: Mapping[str, str]) -> Arrival:
+    """Return the request in a line of a trace. Raises ValueError for an impossible one."""
     time, prompt, tokens = (line[names[what]] for what in ("time", "prompt", "tokens"))
-    found = Arrival(_seconds(time), int(prompt), int(tokens))
-    if found.prompt < 0 or found.tokens < 0:
+    arrival = Arrival(_seconds(time), int(prompt), int(tokens))
+    if arrival.prompt < 0 or arrival.tokens < 0:
         raise ValueError(f"a request of {prompt} and {tokens} tokens is not possible.")
-    return found
+    return arrival
 
 
 def _seconds(text: str) -> float:
+    """Return a time in seconds, given as seconds or as a date."""
     try:
         return float(text)
     except ValueError:
