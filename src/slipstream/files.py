@@ -65,9 +65,9 @@ def atomic_write(path: Name) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Name) -> Iterator[Path]:
-    """A new folder to write to, which takes the place of the one at `path` if the block ends without an error.
+    """Yield a new folder to write to, which takes the place of the one at `path` if the block ends without an error.
 
-    Whatever interrupts it, the old folder's files are never mixed with new ones; for a moment between two renamings
+    After any interruption the old folder's files are not mixed with new ones; for a moment between two renamings
     there is none. Raises WriteError if the system refuses.
     """
     folder = Path(os.path.realpath(path))
@@ -290,8 +290,8 @@ def load_tensors(path: Name, kind: Kind) -> tuple[dict[str, Tensor], dict[str, s
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no {kind.what} ({error}): {kind.remedy}.") from error
     if (about.get("format"), about.get("version")) != (kind.format, kind.version):
-        found, wanted = _version(about.get("format"), about.get("version")), _version(kind.format, kind.version)
-        raise ValueError(f"{path} is {found}, this release reads {wanted}: {kind.remedy}.")
+        stored, wanted = _version(about.get("format"), about.get("version")), _version(kind.format, kind.version)
+        raise ValueError(f"{path} is {stored}, this release reads {wanted}: {kind.remedy}.")
     if about.pop(CHECKSUM, None) != _checksum(tensors, about):
         raise kind.damaged(path, "its checksum does not fit its bytes")
     return tensors, about

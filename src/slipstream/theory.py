@@ -170,7 +170,7 @@ def remote_round_cost(
     While the target verifies, that machine continues as if all tokens stood: it guesses the bonus token and drafts
     gamma more, token by token, in (gamma + 1) `single`: the time of a draft step that is made alone, which may be more
     than that of one among gamma (None: c, the same). With chance `ready` the guess is right, and the target waits only
-    for the part of that time that T(gamma+1)/T(1) + delay do not cover; otherwise gamma tokens are drafted anew, after
+    for the part of that time that T(gamma+1)/T(1) + delay do not cover; otherwise gamma tokens are drafted again, after
     on average half a step to finish the step in progress, if one is. `delay` is in target steps, as all times are; with
     `ready` 0 no guess is ever right.
     Raises ValueError as `round_cost` does, and for a negative delay or a chance outside [0, 1].
@@ -265,6 +265,10 @@ def best_gamma_by_position(kept: Sequence[float], c: float, verify: Curve = flat
 
 
 def _argmax(kept: Iterable[float], c: float, verify: Curve) -> int:
+    """Return the gamma with the largest tokens per time, 0 if plain decoding is fastest.
+
+    kept[i - 1] is the chance that at least i drafted tokens stand; ties go to the smaller gamma.
+    """
     best, top, tokens = 0, 1.0, 1.0  # plain decoding
     _check_cost("c", c)
     for gamma, chance in enumerate(kept, 1):

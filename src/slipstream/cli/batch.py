@@ -68,7 +68,7 @@ Out = Annotated[
     str,
     option("Output", "The file of answers: JSON lines, or a table if it ends in .parquet; - prints them as they come."),
 ]
-Force = Annotated[bool, option("Output", "Replace an existing file of answers, and begin anew.", "--force")]
+Force = Annotated[bool, option("Output", "Replace an existing file of answers, and begin again.", "--force")]
 Ray = Annotated[bool, option(CLUSTER, "Answer on a Ray cluster, by actors that each hold the models.", "--ray")]
 Actors = Annotated[
     int | None,

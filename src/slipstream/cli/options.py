@@ -130,12 +130,14 @@ MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completio
 Temperature = Annotated[float, _option(SAMPLING, "X", "0 is greedy.", min=0.0)]
 TopK = Annotated[int, _option(SAMPLING, "N", "Only the N most probable tokens; 0 is off.", min=0)]
 TopP = Annotated[float, _option(SAMPLING, "X", "Only the smallest set this probable; 1 is off.", min=0.0, max=1.0)]
-MinP = Annotated[float, _option(SAMPLING, "X", "Only this probable beside the best; 0 is off.", min=0.0, max=1.0)]
+MinP = Annotated[
+    float, _option(SAMPLING, "X", "Only tokens X times as likely as the best; 0 is off.", min=0.0, max=1.0)
+]
 TypicalP = Annotated[float, _option(SAMPLING, "X", "Locally typical sampling; 1 is off.", min=0.0, max=1.0)]
 RepetitionPenalty = Annotated[float, _option(SAMPLING, "X", "On tokens of prompt and output; 1 is off.")]
 PresencePenalty = Annotated[float, _option(SAMPLING, "X", "Once on tokens of the output; 0 is off.")]
 FrequencyPenalty = Annotated[float, _option(SAMPLING, "X", "On each appearance in the output; 0 is off.")]
-Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, whatever runs beside it.", min=0)]
+Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, no matter what else runs.", min=0)]
 Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this text (\n, \t work). Repeatable.")]
 StopTokenIds = Annotated[
     list[int] | None, _option(SAMPLING, "ID", "End at this token, as at an EOS token. Repeatable.", min=0)

@@ -51,7 +51,7 @@ DraftDtype = Annotated[
 Quick = Annotated[
     bool, _option(None, None, "Tiny models and few texts: minutes instead of hours; labelled so.", "--quick")
 ]
-Again = Annotated[bool, _option(None, None, "Measure anew what the folder holds.", "--again")]
+Again = Annotated[bool, _option(None, None, "Measure again what the folder holds.", "--again")]
 Out = Annotated[str | None, _option(OUTPUT, "FOLDER", "Write JSON and plots there, and the page FOLDER.md beside it.")]
 Json = Annotated[bool, _option(OUTPUT, None, "The sheets as JSON, nothing else.", "--json")]
 

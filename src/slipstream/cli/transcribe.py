@@ -42,7 +42,7 @@ class Form(StrEnum):
 
 Sounds = Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV files; others need the package soundfile.")]
 Language = Annotated[str | None, typer.Option(metavar="CODE", help="The language spoken, as de; English without it.")]
-Translate = Annotated[bool, typer.Option("--translate", help="Write English, whatever is spoken.")]
+Translate = Annotated[bool, typer.Option("--translate", help="Write English for any spoken language.")]
 FormOption = Annotated[Form, typer.Option("--format", help="text; json, with times; or subtitles, srt or vtt.")]
 Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the same as --format json.")]
 

@@ -33,8 +33,8 @@ class Purpose(StrEnum):
 class Key:
     """The key of a draw, which names its random numbers: row r draws for the token positions from `positions[r]` on.
 
-    Two draws with equal (seed, request, origin, position, name) are the same draw, whatever else is in the
-    batch. `origins` are the text lengths when the round began: without them the next round would reuse the numbers
+    Two draws with equal (seed, request, origin, position, name) are the same draw, no matter what else is in
+    the batch. `origins` are the text lengths when the round began: without them the next round would reuse the numbers
     of tokens that this one rejects, and a rule that looks at the whole draft (block verification) would be biased.
     `node` distinguishes the candidates of a tree, and `scope` the parts of a round that draw for the same positions.
     """

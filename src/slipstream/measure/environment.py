@@ -63,6 +63,7 @@ def _value(info: str, name: str) -> str:
 
 
 def _model(scorer: Scorer) -> dict[str, Any]:
+    """Return the facts of one model for a report."""
     model = getattr(scorer, "model", None)
     facts = {"parameters": parameters(model), "dtype": str(model.dtype)} if model else {}
     weights = {"weights": str(precision)} if model and (precision := precision_of(model)) else {}

@@ -206,6 +206,7 @@ class Printer:
         self._console.print()
 
     def _painted(self, text: str, kind: str) -> Text:
+        """Return a text in the look of its kind: coloured, or between marks."""
         look = LOOKS.get(kind)
         if look is None or not text:
             return Text(text)

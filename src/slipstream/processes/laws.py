@@ -52,10 +52,10 @@ def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:
     """Draw states (rows, *state) of norm(max(0, p - q)) by rejection: keep y ~ p with chance max(0, 1 - q(y)/p(y)).
 
     Exact for any densities. An attempt succeeds with chance 1 - beta, and a draft is refused with the same chance, so a
-    tested state costs one attempt on average, whatever p and q are. Raises FloatingPointError after `ATTEMPTS` at
+    tested state costs one attempt on average for any p and q. Raises FloatingPointError after `ATTEMPTS` at
     one state: density and sampler then do not belong together (if they do, its chance is below 1e-7 per tested state).
     """
-    left, made, found = torch.arange(p.rows), 0, p.sample(numbers)
+    left, made, drawn = torch.arange(p.rows), 0, p.sample(numbers)
     size = 1
     while len(left):
         if made >= ATTEMPTS:
@@ -67,9 +67,9 @@ def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:
         states, stays = _attempts(p.select(left), q.select(left), numbers.select(left), range(made, made + size))
         some = stays.any(1)
         first = stays.long().argmax(1)
-        found[left[some]] = states[torch.arange(len(left)), first][some]
+        drawn[left[some]] = states[torch.arange(len(left)), first][some]
         left, made = left[~some], made + size
-    return found
+    return drawn
 
 
 def _attempts(p: L, q: L, numbers: Numbers, attempts: range) -> tuple[Tensor, Tensor]:

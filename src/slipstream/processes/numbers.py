@@ -19,7 +19,7 @@ _AGAIN = np.uint64(0xD1B54A32D192ED03)  # makes the numbers of another attempt d
 class Numbers:
     """The random numbers of one draw per row; `streams` (rows,) of 64 bits identify the draws.
 
-    Two draws with equal (seed, chain, origin, time, purpose) are the same draw, whatever else is in the batch.
+    Two draws with equal (seed, chain, origin, time, purpose) are the same draw, no matter what else is in the batch.
     `origins` are the chains' steps when the round began: without them a round would reuse the numbers of states that
     the previous round refused.
     """

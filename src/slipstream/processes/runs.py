@@ -31,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculative execution of x_{t+1} ~ f(x_t): the law of trajectories is that of f, whatever the draft f' is.
+    """Speculative execution of x_{t+1} ~ f(x_t): the law of trajectories is that of f, for any draft f'.
 
     `target` is f and `draft` f' (see `Kernel`); `gamma` steps are drafted per round. `ended` returns for states
     (rows, *state) which of them end a chain, (rows,) bool. Raises ValueError unless gamma is a whole number from 0 up.

@@ -36,6 +36,7 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
+        """Decode the tail again -> the text that is new; "" while it ends inside a character, unless `final`."""
         text = self._decode(self._tail)
         if len(text) <= len(self._text) or (text.endswith(BROKEN) and not final):
             return ""
@@ -77,9 +78,10 @@ class Transcript:
         return piece
 
     def _append(self, piece: str) -> None:
+        """Append a piece of text, and cut the text before the first stop string in it."""
         start = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += piece
-        ends = [found for stop in self.stops if (found := self.text.find(stop, start)) >= 0]
+        ends = [place for stop in self.stops if (place := self.text.find(stop, start)) >= 0]
         if ends:
             self.text, self.stopped = self.text[: min(ends)], True
 

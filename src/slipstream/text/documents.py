@@ -50,6 +50,7 @@ def read(
 
 
 def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
+    """Yield the documents of a dataset of the `datasets` library, as a stream, with where each is from."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -61,13 +62,14 @@ def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
     try:
         for number, record in enumerate(load_dataset(source, config, split=split, streaming=True), 1):
             where = f"{DATASET}{name}:{number}"
-            yield from ((where, found) for found in _found(record, field, where))
+            yield from ((where, document) for document in _documents(record, field, where))
     except (OSError, LookupError, ImportError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
 
 
 def _folder(folder: Path, field: str | None, skipped: list[Path]) -> Iterator[tuple[str, Document]]:
+    """Yield the documents of all files in a folder; files that are not text are added to `skipped`."""
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file():
@@ -88,6 +90,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
+    """Yield the documents of one file with where each is from. Raises NotText before the first of them."""
     if path.suffix == ".npy":
         yield from _arrays(path)
         return
@@ -101,12 +104,13 @@ def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
-                yield from ((f"{path}:{number}", found) for found in _record(line, field, f"{path}:{number}"))
+                yield from ((f"{path}:{number}", document) for document in _record(line, field, f"{path}:{number}"))
     elif text:
         yield str(path), text
 
 
 def _arrays(path: Path) -> Iterator[tuple[str, Document]]:
+    """Yield the rows of a .npy file of token ids."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -123,21 +127,21 @@ def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: this is not JSON ({error}).") from error
-    yield from _found(record, field, where)
+    yield from _documents(record, field, where)
 
 
-def _found(record: Any, field: str | None, where: str) -> Iterator[Document]:
+def _documents(record: Any, field: str | None, where: str) -> Iterator[Document]:
     """Yield the documents of one record."""
     names = [field] if field else ["text", "tokens", "messages"]
     name = next((name for name in names if isinstance(record, dict) and name in record), None)
     if name is None:
         wanted = " or ".join(f'"{name}"' for name in names)
         raise ValueError(f"{where}: the line must be a JSON object with {wanted}; --field names another one.")
-    found = record[name]
-    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
-        contents = [message.get("content") for message in found if message.get("role") == "assistant"]
+    value = record[name]
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        contents = [message.get("content") for message in value if message.get("role") == "assistant"]
         yield from (content for content in contents if isinstance(content, str) and content)
-    elif isinstance(found, str) or (isinstance(found, list) and all(type(token) is int for token in found)):
-        yield found
+    elif isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
+        yield value
     else:
         raise ValueError(f'{where}: "{name}" must be a text, a list of token ids, or the messages of a chat.')

@@ -111,6 +111,7 @@ def read_unpacked(name: str) -> tuple[bytes, str]:
 
 
 def _from_file(name: str, chat: bool) -> list[Item]:
+    """Return the prompts of a file, one per line; lines are JSON if the name or one of them says so."""
     try:
         data, name = read_unpacked(name)
     except OSError as error:
@@ -164,6 +165,7 @@ def _from_json(line: bytes) -> Any:
 
 
 def _is_record(line: bytes) -> bool:
+    """Return whether a line is a JSON object that holds a prompt."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:

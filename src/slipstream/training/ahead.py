@@ -200,7 +200,7 @@ class AheadTrainer:
         tokens = tokens.to(self.model.device)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.settings.bfloat16):
             states, log_p = self._lesson(tokens)
-            hidden, found = self.head.combine(states[:, :-1]), []
+            hidden, laws = self.head.combine(states[:, :-1]), []
             for ahead in range(self.settings.unroll):
                 count = tokens.shape[1] - 1 - ahead
                 slots = torch.arange(count, device=tokens.device)[None]
@@ -209,8 +209,8 @@ class AheadTrainer:
                 hidden = self.head(step, tokens[:, 1 + ahead :], hidden[:, :count], behind)
                 log_q = functional.log_softmax(self.head.logits(hidden).float(), -1)
                 known = log_q[0, 0].isfinite().nonzero()[:, 0]
-                found.append((log_p[:, 1 + ahead :, known], log_q[..., known]))
-        return found
+                laws.append((log_p[:, 1 + ahead :, known], log_q[..., known]))
+        return laws
 
     @torch.no_grad()
     def _lesson(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -250,12 +250,12 @@ class Distiller:
                 self.material.prompts, temperature=temperature, max_new_tokens=self.settings.new_tokens, seed=0
             )
             stats.append(sum((one.stats for one in texts), Stats()))
-        found = [self.costs.gain(one.acceptance_by_position) for one in stats]
+        gains = [self.costs.gain(one.acceptance_by_position) for one in stats]
         measurement = Measurement(
             self.progress.steps,
             tuple(one.alpha or 0.0 for one in stats),
             tuple(tuple(one.acceptance_by_position) for one in stats),
-            *(tuple(part) for part in zip(*found, strict=True)),
+            *(tuple(part) for part in zip(*gains, strict=True)),
         )
         self.found.append(measurement)
         self.folder.mkdir(parents=True, exist_ok=True)

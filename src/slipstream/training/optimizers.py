@@ -19,12 +19,12 @@ def muon_and_adam(model: nn.Module, muon: float, adam: float) -> list[torch.opti
         if weight.requires_grad:
             layered = any(part.isdecimal() for part in name.split("."))
             (matrices if layered and weight.ndim == 2 else others).append(weight)
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(torch.optim.Muon(matrices, lr=muon, weight_decay=0.05))
+        optimizers.append(torch.optim.Muon(matrices, lr=muon, weight_decay=0.05))
     if others:
-        found.append(torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0))
-    return found
+        optimizers.append(torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0))
+    return optimizers
 
 
 def trapezoid(warm_up: float, decay: float, first: float = 0.0) -> Schedule:

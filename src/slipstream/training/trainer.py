@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.files import Kind, load_tensors, save_tensors
 from slipstream.text.jsontext import json_text
 
-KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin anew")
+KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin again")
 
 
 # ---- budgets and schedules -------------------------------------------------------------------------------------------
@@ -183,6 +183,7 @@ class Trainer:
         return [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def _step(self, loss_of: Loss, used: float) -> float:
+        """Take one step: gradient, clipping, learning rates, optimizers -> its loss. Raises `Diverged`."""
         began, weights = perf_counter(), [weight for _, weight in self._trained()]
         loss, tokens = loss_of(self.progress.steps, used)
         loss.backward(inputs=weights)  # other models in the loss get no gradient
@@ -191,7 +192,7 @@ class Trainer:
             fault = f"its loss is {loss.item():g} and the length of its gradient {steepness.item():g}"
             raise Diverged(
                 f"the training diverged after {self.progress.steps} steps: {fault}. "
-                "Give a lower learning rate, and another place to begin anew."
+                "Give a lower learning rate, and another place to begin again."
             )
         factor = self.schedule(self.progress.steps, used)
         for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
@@ -207,6 +208,7 @@ class Trainer:
         return value
 
     def _resume(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
+        """Restore weights, optimizers and progress from the tensors of a checkpoint."""
         with torch.no_grad():
             for name, weight in self._trained():
                 weight.copy_(tensors[f"model.{name}"])

@@ -15,7 +15,7 @@ from slipstream.engine.engine import Engine
 from slipstream.files import Kind, load_tensors, save_tensors
 from slipstream.training.lessons import Tokens
 
-KIND = Kind("collection of written texts", "slipstream written texts", "1", "delete it to let the target write anew")
+KIND = Kind("collection of written texts", "slipstream written texts", "1", "delete it to let the target write again")
 
 TEMPERATURES, SHARES = (0.0, 0.6, 1.0), (0.3, 0.1, 0.6)
 """The temperatures at which texts are written, with their shares, since drafts are used at any temperature."""
@@ -80,6 +80,7 @@ class WrittenTexts:
             self._save()
 
     def _save(self) -> None:
+        """Write all texts to the file, one after another, with their lengths."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         flat = torch.tensor([token for text in self.texts for token in text], dtype=torch.int32)
         lengths = torch.tensor(list(map(len, self.texts)), dtype=torch.int32)
@@ -88,12 +89,12 @@ class WrittenTexts:
 
 def openings(documents: Iterable[Tokens], count: int, seed: int = 0) -> list[list[int]]:
     """Return at most `count` prompts (token ids): beginnings of documents, and pieces from anywhere in them."""
-    rng, found = np.random.default_rng([seed, 7]), list[list[int]]()
+    rng, prompts = np.random.default_rng([seed, 7]), list[list[int]]()
     known = [document for document in documents if len(document)]
     for place in range(count if known else 0):
         document = known[place % len(known)]
         length = int(rng.choice(OPENINGS))
         anywhere = rng.random() < 0.5 and len(document) > 2 * length
         start = int(rng.integers(0, len(document) - length)) if anywhere else 0
-        found.append([int(token) for token in document[start : start + length]])
-    return [list(prompt) for prompt in dict.fromkeys(map(tuple, found))]
+        prompts.append([int(token) for token in document[start : start + length]])
+    return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
