@@ -151,14 +151,14 @@ class RowCache:
     @property
     def stores(self) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of every layer, of all rows, with all their slots; empty before the first pass."""
-        return self._of(slice(0, len(self.lengths)))
+        return self._stores_of(slice(0, len(self.lengths)))
 
     @property
     def taking_part(self) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of every layer, of the rows of this pass, with all their slots."""
-        return self._of(self.part)
+        return self._stores_of(self.part)
 
-    def _of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+    def _stores_of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Return views of keys and values of these rows, by layer."""
         if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
             # Hidden states are stored behind the layers and take no part in passes.

@@ -145,7 +145,7 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
 
     If q is copied there is one draft: the token of q, with the next ids as its siblings.
     """
-    cells, siblings = process.p[0].shape[0], [_elder(node, lines) for node in range(len(lines))]
+    cells, siblings = process.p[0].shape[0], [_earlier_siblings(node, lines) for node in range(len(lines))]
     if process.copied:
         first = int(process.q[0].argmax())
         return torch.tensor([[(first + len(elder)) % cells for elder in siblings]]), normed(torch.ones(1))
@@ -164,7 +164,7 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
     return tokens, weights
 
 
-def _elder(node: int, lines: Sequence[Sequence[int]]) -> list[int]:
+def _earlier_siblings(node: int, lines: Sequence[Sequence[int]]) -> list[int]:
     """Return the siblings that were drawn before a node."""
     return [older for older in range(node) if lines[older][:-1] == lines[node][:-1]]
 

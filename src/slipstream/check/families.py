@@ -144,16 +144,16 @@ def attempt(architecture: Architecture) -> Outcome:
     blank = _failed(architecture, "")
     try:
         model = tiny_model(architecture.kind, tiny_config(architecture.config))
-        asked = _requests(bool(model.config.is_encoder_decoder))
-        wanted = [_generated(model, each) for each in asked]
+        requests = _requests(bool(model.config.is_encoder_decoder))
+        wanted = [_generated(model, each) for each in requests]
     except Exception as error:  # any error: some families need more than small sizes
         return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
     try:
         named = type(model.config) is architecture.config  # else transformers' automatic classes cannot load it
         target = _by_name(model) if named else load_scorer(model)
         decoder = Decoder(target, EveryOther(ModelDrafter(load_scorer(model))), controller=Fixed(GAMMA))
-        rows = generate(decoder, asked)
-        same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, asked)]
+        rows = generate(decoder, requests)
+        same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, requests)]
     except ValueError as error:
         return replace(blank, verdict="refused", why=first_sentence(error))
     except Exception as error:

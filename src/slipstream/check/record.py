@@ -81,19 +81,19 @@ class Drawn:
     chances: list[list[float]] | None = None
 
 
-# ---- listening to a decoder ------------------------------------------------------------------------------------------
+# ---- recording a decoder ---------------------------------------------------------------------------------------------
 
 
-class _Tap:
+class _Recorder:
     """Wraps a decoder and records the scores, laws and draws of the current round."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._parts = decoder
         self.decoder = replace(
             decoder,
-            target=cast(Scorer, _Target(decoder.target, self)),
+            target=cast(Scorer, _RecordingTarget(decoder.target, self)),
             verifier=self._verify,
-            rng=_Overheard(decoder.rng, self),
+            rng=_RecordingRng(decoder.rng, self),
         )
         self.drawn: list[Drawn] = []
         self.scores: Tensor
@@ -101,6 +101,7 @@ class _Tap:
         self.verdict: Verdict
 
     def _verify(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+        """Verify as the decoder does, and record its laws and the verdict."""
         self.p, self.verdict = p, self._parts.verifier(p, draft, draw)
         return self.verdict
 
@@ -110,11 +111,11 @@ class _Tap:
 
 
 @dataclass(frozen=True, eq=False)
-class _Overheard:
+class _RecordingRng:
     """Makes the decoder's own draws, and records them and the numbers that are returned."""
 
     rng: Rng
-    tap: _Tap
+    recorder: _Recorder
 
     @property
     def coupled(self) -> bool:
@@ -124,26 +125,26 @@ class _Overheard:
     def __call__(self, law: Law, key: Key) -> Tensor:
         """Draw tokens (rows, positions) as the decoder does, and record the draw."""
         tokens = self.rng(law, key)
-        self.tap.drawn.append(Drawn(key, law, tokens))
+        self.recorder.drawn.append(Drawn(key, law, tokens))
         return tokens
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
         """Return the decoder's numbers for drafts that are drawn inside a graph, and record them."""
         numbers = self.rng.chances(key, positions)
         if numbers is not None:
-            self.tap.drawn.append(Drawn(key, chances=numbers))
+            self.recorder.drawn.append(Drawn(key, chances=numbers))
         return numbers
 
     def select(self, places: Sequence[int]) -> Rng:
         """Return the `Rng` of the rows at these places."""
-        return _Overheard(self.rng.select(places), self.tap)
+        return _RecordingRng(self.rng.select(places), self.recorder)
 
 
-class _Target:
+class _RecordingTarget:
     """Wraps the target and records its scores."""
 
-    def __init__(self, scorer: Scorer, tap: _Tap) -> None:
-        self._scorer, self._tap = scorer, tap
+    def __init__(self, scorer: Scorer, recorder: _Recorder) -> None:
+        self._scorer, self._tap = scorer, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scorer, name)
@@ -158,22 +159,22 @@ def watch(
     decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Round], None] | None = None
 ) -> Observations:
     """Decode the requests and observe every round."""
-    tap = _Tap(decoder)
+    recorder = _Recorder(decoder)
     texts: dict[int, Text] = {}
     observed = Observations()
-    for round in rounds(tap.decoder, requests):
+    for round in rounds(recorder.decoder, requests):
         sound(round.rows)
         if round.draft.parents is not None:
             observed.form = TREES if round.draft.paths is None else PATHS
         # The laws that verdict and draft report must be those that tokens were drawn from.
-        _compare_next(observed, tap.verdict, tap.draws((), Purpose.NEXT))
-        _compare_draft(observed, round.draft, (), tap)
+        _compare_next(observed, recorder.verdict, recorder.draws((), Purpose.NEXT))
+        _compare_draft(observed, round.draft, (), recorder)
         for place, row in enumerate(round.rows):
-            view = _View(round, place, tap)
+            view = _View(round, place, recorder)
             view.compare(observed)
             view.emit(texts.setdefault(row.index, Text(row)))
             view.collect(observed)
-        tap.drawn.clear()
+        recorder.drawn.clear()
         if on_round:
             on_round(round)
     observed.texts = [texts[index] for index in range(len(requests))]
@@ -186,26 +187,28 @@ def watch(
 class _View:
     """One row of a round. Position 0 is after the text, position n + 1 after node n of the draft."""
 
-    def __init__(self, round: Round, place: int, tap: _Tap) -> None:
-        self.round, self.place, self.tap = round, place, tap
+    def __init__(self, round: Round, place: int, recorder: _Recorder) -> None:
+        self.round, self.place, self.recorder = round, place, recorder
         self.row, self.emitted = round.rows[place], round.tokens[place]
         self.before = self.row.tokens[: len(self.row.tokens) - len(self.emitted)]
         self.tokens = round.draft.tokens[place].tolist()
         self.lines = ancestors(round.draft.parents or tuple(range(-1, len(self.tokens) - 1)))
         self.nodes = [n for n in range(round.draft.lengths[place]) if self.tokens[n] != ABSENT]
-        path = tap.verdict.path
-        count = int(tap.verdict.accepted[place])
+        path = recorder.verdict.path
+        count = int(recorder.verdict.accepted[place])
         self.path = list(range(count)) if path is None else path[place, :count].tolist()
 
     def compare(self, observed: Observations) -> None:
         """Compare the laws at all positions, and the tokens that stand."""
         lines = [(), *(self.lines[node] for node in self.nodes)]
         rows = [Row(self.row.request, self.row.index, [*self.before, *(self.tokens[n] for n in x)]) for x in lines]
-        positions = torch.tensor([0, *(node + 1 for node in self.nodes)], device=self.tap.scores.device)
-        plain = plain_law(rows, self.tap.scores[self.place, positions].unsqueeze(1), self.tap.decoder.target.name)
-        used = self.tap.p.select(torch.full_like(positions, self.place)).at(positions)
+        positions = torch.tensor([0, *(node + 1 for node in self.nodes)], device=self.recorder.scores.device)
+        plain = plain_law(
+            rows, self.recorder.scores[self.place, positions].unsqueeze(1), self.recorder.decoder.target.name
+        )
+        used = self.recorder.p.select(torch.full_like(positions, self.place)).at(positions)
         observed.p = _worst(observed.p, distance(plain, used))
-        drawn = self.tap.draws((), Purpose.NEXT)[-1].tokens
+        drawn = self.recorder.draws((), Purpose.NEXT)[-1].tokens
         assert drawn is not None
         expected = [*(self.tokens[node] for node in self.path), int(drawn[self.place, 0])]
         observed.astray += sum(a != b for a, b in zip(self.emitted, expected, strict=False))
@@ -216,14 +219,14 @@ class _View:
         """Record the emitted tokens."""
         positions = [0, *(node + 1 for node in self.path)]
         for j, token in enumerate(self.emitted):
-            scores, inside = self.tap.scores[self.place, positions[j]].clone(), j + 1 < len(positions)
+            scores, inside = self.recorder.scores[self.place, positions[j]].clone(), j + 1 < len(positions)
             source = self.round.source(self.place, j)
             text.emissions.append(Emission(token, text.rounds + 1, source, scores, inside, len(self.before)))
         text.rounds += 1
 
     def collect(self, observed: Observations) -> None:
         """Store the laws of one position for the enumeration."""
-        p, q = self.tap.p.probs, self.round.draft.law
+        p, q = self.recorder.p.probs, self.round.draft.law
         if p is None or q is None or not self.nodes or len(observed.pairs) == MOST_PAIRS:
             return
         node = self.nodes[len(observed.pairs) % len(self.nodes)]
@@ -245,22 +248,22 @@ def _compare_next(observed: Observations, verdict: Verdict, drawn: Sequence[Draw
     observed.next = _worst(observed.next, distance(drawn[-1].law, verdict.law))
 
 
-def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...], tap: _Tap) -> None:
+def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> None:
     """Compare the laws that a draft reports with those that its tokens were drawn from, for each of its parts."""
     if draft.law is None:
         return
     if draft.parts:
         for part in draft.parts:
             within = (*scope, *([part.scope] if part.scope else []))
-            _compare_draft(observed, part.draft, within, tap)
+            _compare_draft(observed, part.draft, within, recorder)
             if part.verdict is not None:
-                _compare_next(observed, part.verdict, tap.draws(within, Purpose.NEXT))
-        observed.q = _worst(observed.q or 0.0, _put_together(draft, scope, tap))
+                _compare_next(observed, part.verdict, recorder.draws(within, Purpose.NEXT))
+        observed.q = _worst(observed.q or 0.0, _put_together(draft, scope, recorder))
     elif draft.law.point:
         assert draft.law.tokens is not None
         observed.q = _worst(observed.q or 0.0, draft.law.tokens != draft.tokens)
     else:
-        _compare_leaf(observed, draft, tap.draws(scope, Purpose.DRAFT))
+        _compare_leaf(observed, draft, recorder.draws(scope, Purpose.DRAFT))
 
 
 def _compare_leaf(observed: Observations, draft: Draft, drawn: Sequence[Drawn]) -> None:
@@ -286,11 +289,11 @@ def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:
     upper = weights.cumsum(-1).gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
     lower = upper - weights.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
     outside = torch.maximum(lower - aim, aim - upper).clamp(min=0)
-    there = torch.arange(draft.law.positions) < torch.tensor(draft.lengths)[:, None]
-    return outside.where(there.to(outside.device), 0.0)
+    drafted = torch.arange(draft.law.positions) < torch.tensor(draft.lengths)[:, None]
+    return outside.where(drafted.to(outside.device), 0.0)
 
 
-def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
+def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> Tensor:
     """Return the distance of every row's law from those of the parts it was made from (rows,); 1 for other tokens."""
     gaps = []
     for row, length in enumerate(draft.lengths):
@@ -299,7 +302,9 @@ def _put_together(draft: Draft, scope: tuple[str, ...], tap: _Tap) -> Tensor:
         laws, tokens = list[Law](), list[int]()
         for part in draft.parts:
             if row in part.rows:
-                law, new = _of_part(part, row, tap.draws((*scope, *([part.scope] if part.scope else [])), Purpose.NEXT))
+                law, new = _of_part(
+                    part, row, recorder.draws((*scope, *([part.scope] if part.scope else [])), Purpose.NEXT)
+                )
                 laws, tokens = [*laws, law], [*tokens, *new]
         assert draft.law is not None
         reported = draft.law.select(torch.tensor([row], device=draft.law.device)).first(length)
@@ -328,11 +333,11 @@ def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:
     if parents is not None and not draft.replacement:
         elder = [older for older in range(node) if parents[older] == parents[node]]
         want.scatter_(1, draft.tokens[:, elder].clamp(min=0), 0)
-    there = torch.tensor([node < length for length in draft.lengths], device=want.device)
-    there &= draft.tokens[:, node] != ABSENT
+    drafted = torch.tensor([node < length for length in draft.lengths], device=want.device)
+    drafted &= draft.tokens[:, node] != ABSENT
     total = want.sum(-1, keepdim=True)
     gap = total_variation(law.dense[:, 0] / law.dense[:, 0].sum(-1, keepdim=True), want / total)
-    return torch.where(tokens[:, 0].to(want.device) == draft.tokens[:, node], gap, 1.0).where(there, 0.0)
+    return torch.where(tokens[:, 0].to(want.device) == draft.tokens[:, node], gap, 1.0).where(drafted, 0.0)
 
 
 def _worst(so_far: float, gaps: Tensor) -> float:

@@ -105,15 +105,15 @@ def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: 
 
 def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
     """Count the cell of every token of a batch, replayed by plain decoding, by the draft's law before it."""
-    asked: list[Draft] = []
+    drafts: list[Draft] = []
 
     def ask(place: int, rows: Sequence[Row]) -> None:
-        asked.append(decoder.drafter.propose(Context(tuple(rows), draw), [int(place < len(each)) for each in outputs]))
+        drafts.append(decoder.drafter.propose(Context(tuple(rows), draw), [int(place < len(each)) for each in outputs]))
 
     for place, rows, _, law in replay(decoder.target, requests, outputs, None if samples.learned else ask):
         going = [place < len(output) for output in outputs]
         p = law.dense[:, 0].double()
-        cells = _cells(p, p if samples.learned else _draft_law(asked.pop(), p))
+        cells = _cells(p, p if samples.learned else _draft_law(drafts.pop(), p))
         chances = torch.zeros(len(rows), CELLS, dtype=torch.float64, device=p.device)
         chances.scatter_add_(1, cells, p / p.sum(-1, keepdim=True))
         taken = torch.tensor([[output[place] if place < len(output) else 0] for output in outputs], device=p.device)

@@ -77,16 +77,16 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with _saying_so():
+        with _as_lost_output():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with _saying_so():
+        with _as_lost_output():
             self._stream.flush()
 
 
 @contextmanager
-def _saying_so() -> Iterator[None]:
+def _as_lost_output() -> Iterator[None]:
     """Turn errors of writing to standard output into `LostOutput`, except a closed pipe."""
     try:
         yield

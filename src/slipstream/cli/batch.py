@@ -130,9 +130,9 @@ def batch(
 
     recipe, defaults, place = _recipe(context), _defaults(context), _place(context.params)
     _check_out(file, out, force)
-    asked = read_lines(file, chat)
-    facts = _facts(context.params, defaults, recipe.template, asked)
-    lines = [defaults.complete(line) for line in asked]
+    given = read_lines(file, chat)
+    facts = _facts(context.params, defaults, recipe.template, given)
+    lines = [defaults.complete(line) for line in given]
     with _sink(out, facts, lines, force) as sink:
         tally = Tally(len(lines), len(sink.answered), failed=sink.failed)
         if tally.resumed:

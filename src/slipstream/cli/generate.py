@@ -132,7 +132,7 @@ def generate(
         if any(not item.error for item in items):
             from slipstream.engine.load import load
 
-            engine = load(target, draft, progress=say, **_how(context))
+            engine = load(target, draft, progress=say, **_load_arguments(context))
             for name, value in form.items():
                 options["grammar"] = getattr(engine.grammars, name)(value)
             items = [_encoded(engine, item) for item in items]
@@ -162,7 +162,7 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
     return code or (WRONG if work.failed or any(item.error for item in work.items) else 0)
 
 
-def _how(context: typer.Context) -> dict[str, Any]:
+def _load_arguments(context: typer.Context) -> dict[str, Any]:
     """Return the arguments of `load`; with a plan, gamma and rule are None unless given, so that the plan sets them."""
     params = context.params
     names = ("verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")

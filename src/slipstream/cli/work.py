@@ -82,9 +82,9 @@ class Work:
 
     def close(self, completions: Sequence[Completion], skip: Collection[int] = ()) -> None:
         """Print notes on standard error: failures, full contexts, and times if `profile` is set."""
-        asked = [item for place, item in enumerate(self.good) if place not in skip]
+        items = [item for place, item in enumerate(self.good) if place not in skip]
         full = []
-        for item, completion in zip(asked, completions, strict=False):
+        for item, completion in zip(items, completions, strict=False):
             if completion.error:
                 self.failed = True
                 say(f"{item.where}: {completion.error}")

@@ -22,7 +22,7 @@ WASTE = 24
 
 
 @dataclass(frozen=True)
-class _Held:
+class _RowTrie:
     """The contents of a row: `base` tokens of text, which all beams share, and the trie of prefixes behind them.
 
     `start` is the position of the root. `places` maps prefixes to their slots, parents first; `seen` (prefixes,
@@ -38,7 +38,7 @@ class _Held:
         """Return whether this prefix is not in the row yet, so that it must be fed before its continuations."""
         return prefix not in self.places and self.start + prefix.depth >= self.base
 
-    def grown(self, new: Sequence[Prefix]) -> _Held:
+    def grown(self, new: Sequence[Prefix]) -> _RowTrie:
         """Return the row with new prefixes appended."""
         held, places = len(self.places), dict(self.places)
         seen = torch.zeros(held + len(new), held + len(new), dtype=torch.bool)
@@ -68,14 +68,14 @@ class _Held:
                 below.add(prefix)
         return [prefix for prefix in self.places if prefix in above or prefix in below]
 
-    def settled(self, kept: Sequence[Prefix], live: Sequence[Prefix]) -> _Held:
+    def settled(self, kept: Sequence[Prefix], live: Sequence[Prefix]) -> _RowTrie:
         """Return the row compacted to the kept prefixes; prefixes that all live ones begin with join the base."""
         places = [self.places[prefix] for prefix in kept]
         seen = self.seen[places][:, places]
         common = set.intersection(*({*prefix.upward()} for prefix in live))
         count = next((i for i, prefix in enumerate(kept) if prefix not in common), len(kept))
         left = {prefix: place for place, prefix in enumerate(kept[count:])}
-        return _Held(self.start, self.base + count, left, seen[count:, count:])
+        return _RowTrie(self.start, self.base + count, left, seen[count:, count:])
 
 
 class TrieCache:
@@ -83,7 +83,7 @@ class TrieCache:
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
-        self.rows: list[_Held] = []
+        self.rows: list[_RowTrie] = []
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append a row for each request, and prefill its prompt without the last token, the root of the trie."""
@@ -91,7 +91,7 @@ class TrieCache:
         self.scorer.add(len(requests), [request.source for request in requests])
         self.scorer.prefill([request.prompt[:-1] for request in requests], first)
         ends = [len(request.prompt) - 1 for request in requests]
-        self.rows += [_Held(end, end, {}, torch.zeros(0, 0, dtype=torch.bool)) for end in ends]
+        self.rows += [_RowTrie(end, end, {}, torch.zeros(0, 0, dtype=torch.bool)) for end in ends]
 
     def free(self, places: Collection[int]) -> None:
         """Remove rows; the others keep their order."""

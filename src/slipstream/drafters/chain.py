@@ -59,7 +59,7 @@ class ChainDrafter:
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows, context.watch)
         self._follower.cover(2 * max(gammas) + 1)
-        shadows = self._cast(context.rows)
+        shadows = self._shadows_of(context.rows)
         parts, laws = self._rounds(context, shadows, gammas)
         bases = [len(shadow.outer.readable) - shadow.start for shadow in shadows]
         new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
@@ -77,7 +77,7 @@ class ChainDrafter:
             rows = tuple(shadow.row for shadow in shadows)
             self.inner.observe(replace(round, rows=rows, tokens=((),) * len(rows)))
 
-    def _cast(self, rows: Sequence[Row]) -> list[Shadow]:
+    def _shadows_of(self, rows: Sequence[Row]) -> list[Shadow]:
         """Return the shadow of every row, reset to the row's text; a new one if the window of the text has moved."""
         kept = {}
         for row, start in zip(rows, self._follower.starts, strict=True):

@@ -69,11 +69,11 @@ class BeamTexts:
     @property
     def completions(self) -> list[Completion]:
         """All completions, in order; unfinished searches give their best texts so far, with reason "interrupted"."""
-        return [self._done.get(index, now) for search in self._searches for index, now in self._of(search)]
+        return [self._done.get(index, now) for search in self._searches for index, now in self._completions_of(search)]
 
     def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
         """Store the completions of a search that has ended, and report those that are wanted."""
-        self._done |= dict(self._of(search))
+        self._done |= dict(self._completions_of(search))
         for index in self._texts_of(search.index):
             if on_completion is not None and index in self._done:
                 on_completion(index, self._done[index])
@@ -81,7 +81,7 @@ class BeamTexts:
     def _texts_of(self, place: int) -> range:
         return range(place * self._width, (place + 1) * self._width)
 
-    def _of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
+    def _completions_of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
         """Yield the wanted completions of a search with their indices; the first text has the search's statistics."""
         generation, hypotheses = self._job.generations[search.index], search.hypotheses()
         for rank, index in enumerate(self._texts_of(search.index)):
@@ -92,7 +92,7 @@ class BeamTexts:
                 yield index, _completion(generation, search, hypotheses[rank], stats)
             else:
                 missing = f"there is no text number {rank + 1}: the settings allow {len(hypotheses)} only."
-                yield index, replace(_nothing(generation, stats), finish_reason="error", error=missing)
+                yield index, replace(_empty_completion(generation, stats), finish_reason="error", error=missing)
 
 
 def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothesis, stats: Stats) -> Completion:
@@ -100,7 +100,7 @@ def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothes
     request = search.request
     text = generation.echo + generation.decode([token for token in hypothesis.tokens if token not in request.eos])
     return replace(
-        _nothing(generation, stats),
+        _empty_completion(generation, stats),
         text=text,
         tokens=hypothesis.tokens,
         finish_reason=hypothesis.finish_reason,
@@ -110,7 +110,7 @@ def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothes
     )
 
 
-def _nothing(generation: Generation, stats: Stats) -> Completion:
+def _empty_completion(generation: Generation, stats: Stats) -> Completion:
     """Return the completion of a prompt without any generated text."""
     request = generation.request
     length = len(request.prompt if request.source is None else request.source)

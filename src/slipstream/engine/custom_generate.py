@@ -122,11 +122,11 @@ class Speculation:
         if beams_of(generation_config) is not None:
             handed = (logits_processor, stopping_criteria, generation_config)
             searching = BeamCall(model, input_ids, handed, call, model_kwargs)
-            with self._alone(model):
+            with self._locked(model):
                 return self._search(model, searching)
         opening = Opening.of(model, input_ids, generation_config, call, model_kwargs)
         batch = Batch(input_ids, opening.prompts, logits_processor, stopping_criteria, generation_config)
-        with self._alone(model):
+        with self._locked(model):
             return self._decode(model, batch, opening, streamer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Speculation:
         )
         rows = _run(_after_prompts(read, decoder, requests), requests, streamer)
         if not batch.pads_ended:
-            _level(decoder, read, rows)
+            _to_one_length(decoder, read, rows)
         if any(row.context_full for row in rows):
             warnings.warn(f"the text ends at the {target.context} tokens that {target.name} holds.", stacklevel=2)
         self.stats = sum((row.stats for row in rows), Stats())
@@ -199,7 +199,7 @@ class Speculation:
         return int(torch.randint(2**63 - 1, ())) if config.do_sample else 0
 
     @contextmanager
-    def _alone(self, model: PreTrainedModel) -> Iterator[None]:
+    def _locked(self, model: PreTrainedModel) -> Iterator[None]:
         """Hold the lock of this callable, with both models in evaluation mode; restore the modules' modes afterwards.
 
         Raises RuntimeError if another call is running.
@@ -246,7 +246,7 @@ def _after_prompts(
     return replace(decoder, target=target)
 
 
-def _level(decoder: Decoder, read: ReadPrompt | None, rows: Sequence[Row]) -> None:
+def _to_one_length(decoder: Decoder, read: ReadPrompt | None, rows: Sequence[Row]) -> None:
     """Decode the shorter rows up to the longest: without an EOS token, `generate` ends all rows together."""
     longest = max(len(row.output) for row in rows)
     missing = [(row, longest - len(row.output)) for row in rows if not row.context_full and len(row.output) < longest]

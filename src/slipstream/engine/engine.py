@@ -142,7 +142,7 @@ class Engine:
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
     ) -> Iterator[tuple[int, Piece]]:
         """Continue several prompts at once, token by token -> each piece with the index of its text; see `generate`."""
-        job = _alone(self.prepare(read_prompts(prompts), options))
+        job = _streamable(self.prepare(read_prompts(prompts), options))
         check_requests(self.decoder.target, [generation.request for generation in job.generations])
         return job.stream()
 
@@ -158,7 +158,7 @@ class Engine:
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use stream_batch for several.")
-        job = _alone(self.prepare(prompts, options))
+        job = _streamable(self.prepare(prompts, options))
         if (count := len(job.generations)) != 1:
             raise ValueError(f"stream gives one text, but n={count} asks for several: use stream_batch for them.")
         check_requests(self.decoder.target, [job.generations[0].request])
@@ -185,8 +185,8 @@ class Engine:
         samples = transcriber.read(sound)
         if several := [name for name in ("n", "num_return_sequences") if options.get(name, 1) != 1]:
             raise ValueError(f"a transcript is one text of the sound, so {several[0]} cannot be used: leave it out.")
-        asked = {**transcriber.options(language, task, timestamps), **options}
-        return transcriber.transcript(self.generate(transcriber.windows(samples), **asked), samples, timestamps)
+        call_options = {**transcriber.options(language, task, timestamps), **options}
+        return transcriber.transcript(self.generate(transcriber.windows(samples), **call_options), samples, timestamps)
 
     def warm_up(self, rows: Sequence[int] = (1,), samplers: Sequence[Sampling] = (Sampling(),)) -> None:
         """Decode a few tokens, with and without the draft, so that the graphs for it are made before requests come.
@@ -245,67 +245,67 @@ class Engine:
         With `shared`, the requests run in one batch with those of other calls, as in a server, and each carries its own
         rule and gamma. Raises ValueError for impossible prompts and settings, TypeError for unknown options.
         """
-        asked, settings = read_options(options)
-        if asked.decoder_prompt and self.frame is None:
+        call, settings = read_options(options)
+        if call.decoder_prompt and self.frame is None:
             raise ValueError("decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
-        if asked.beams is not None and self.exact_shape:
+        if call.beams is not None and self.exact_shape:
             raise ValueError("num_beams cannot be used with exact_shape, for beams make passes of any shape.")
-        if asked.stops or asked.echo:
+        if call.stops or call.echo:
             encoder.needed()  # to write the text
-        template = self._template(asked, sampling(settings, asked, self.eos, encoder, self.decoder.target.vocab))
-        decoder = self._decoder(asked)
+        template = self._template(call, sampling(settings, call, self.eos, encoder, self.decoder.target.vocab))
+        decoder = self._decoder(call)
         trees = isinstance(decoder.drafter, TreeDrafter)  # a grammar masks the nodes of trees like any other draft
-        if not asked.plain and (asked.prediction or ("grammar" in settings and not trees)):
+        if not call.plain and (call.prediction or ("grammar" in settings and not trees)):
             decoder = replace(decoder, drafter=KnownFirst(decoder.drafter))
         if shared:
-            template, decoder = self._standing_alone(asked, template), self.decoder
-        for prompt, seed in zip(prompts, asked.seeds(len(prompts)), strict=True):
+            template, decoder = self._self_contained(call, template), self.decoder
+        for prompt, seed in zip(prompts, call.seeds(len(prompts)), strict=True):
             encoded, media = encoder.read(prompt)
             (ids, source), name = framed(self.frame, encoded), (*numbers(encoded), *(media.numbers if media else ()))
-            echo = encoder.text(prompt, encoded) if asked.echo else ""
-            for _ in range(asked.n):
+            echo = encoder.text(prompt, encoded) if call.echo else ""
+            for _ in range(call.n):
                 # Of equal prompts with one seed, the first gets the text that it would get alone; the others differ.
                 key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1
-                prompt_ids = (*ids, *asked.decoder_prompt)
+                prompt_ids = (*ids, *call.decoder_prompt)
                 request = replace(template, prompt=prompt_ids, source=source, media=media, seed=seed, key=key)
-                generations.append(Generation(request, self.decode, tuple(asked.stops), top=asked.logprobs, echo=echo))
+                generations.append(Generation(request, self.decode, tuple(call.stops), top=call.logprobs, echo=echo))
         if self.exact_shape:
-            self._fix_shape(asked, [generation.request for generation in generations])
-        return Job(decoder, asked, generations)
+            self._fix_shape(call, [generation.request for generation in generations])
+        return Job(decoder, call, generations)
 
-    def _template(self, asked: Options, sampler: Sampling) -> Request:
+    def _template(self, call: Options, sampler: Sampling) -> Request:
         """Return the request from which a call's requests are copied, without prompt, source, images, seed, key."""
         prediction = ()
-        if asked.prediction:
-            prediction = tuple(self._encoder.needed().encode(asked.prediction, add_special_tokens=False))
-        beams = asked.beams
+        if call.prediction:
+            prediction = tuple(self._encoder.needed().encode(call.prediction, add_special_tokens=False))
+        beams = call.beams
         if beams is not None and not sampler.greedy:
             beams, sampler = replace(beams, do_sample=True), sampler.for_beams()
         return Request(
             prompt=(),
             sampler=sampler,
-            max_new_tokens=asked.max_new_tokens,
-            eos=asked.ends(self.eos),
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
+            max_new_tokens=call.max_new_tokens,
+            eos=call.ends(self.eos),
+            priority=call.priority,
+            cache_salt=call.cache_salt,
             prediction=prediction,
-            gamma=MOST if prediction and asked.gamma is None and not asked.plain else None,
-            max_time=asked.max_time,
+            gamma=MOST if prediction and call.gamma is None and not call.plain else None,
+            max_time=call.max_time,
             beams=beams,
         )
 
-    def _standing_alone(self, asked: Options, template: Request) -> Request:
+    def _self_contained(self, call: Options, template: Request) -> Request:
         """Return the request with its call's own rule and gamma, for a batch that other calls share.
 
         Raises ValueError with `exact_shape` and for beam search, whose batch cannot be shared.
         """
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
-        if asked.beams is not None:
+        if call.beams is not None:
             raise ValueError("num_beams searches a call of its own, so its batch cannot be shared with others.")
-        own = None if asked.verify is None else self.choose(asked.verify)
-        gamma = template.gamma if asked.own_gamma is None else asked.own_gamma
+        own = None if call.verify is None else self.choose(call.verify)
+        gamma = template.gamma if call.own_gamma is None else call.own_gamma
         return replace(template, rule=own, gamma=gamma)
 
     @property
@@ -315,10 +315,10 @@ class Engine:
             return self.decoder
         return replace(self.decoder, drafter=KnownFirst(self.decoder.drafter))
 
-    def _fix_shape(self, asked: Options, requests: Sequence[Request]) -> None:
+    def _fix_shape(self, call: Options, requests: Sequence[Request]) -> None:
         """Fix one shape of passes for the whole call; `plain` decoding gets the same shape as speculative decoding."""
-        width = 1 + self._decoder(replace(asked, plain=False)).controller.most
-        longest = max((len(request.prompt) for request in requests), default=0) + asked.max_new_tokens + width
+        width = 1 + self._decoder(replace(call, plain=False)).controller.most
+        longest = max((len(request.prompt) for request in requests), default=0) + call.max_new_tokens + width
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
     def choose(self, verify: Rule | str | None) -> Rule:
@@ -334,15 +334,15 @@ class Engine:
             )
         return chosen
 
-    def _decoder(self, asked: Options) -> Decoder:
+    def _decoder(self, call: Options) -> Decoder:
         """Return the decoder with a call's own rule and gamma. Raises ValueError if `lossless` refuses the rule."""
-        chosen = self.choose(asked.verify)
-        if asked.lossless and not chosen.lossless:
+        chosen = self.choose(call.verify)
+        if call.lossless and not chosen.lossless:
             raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
         decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)
-        if asked.plain:
+        if call.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
-        return decoder if asked.gamma is None else replace(decoder, controller=controller(asked.gamma))
+        return decoder if call.gamma is None else replace(decoder, controller=controller(call.gamma))
 
 
 def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], object] | None) -> list[Completion]:
@@ -354,7 +354,7 @@ def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], objec
     return texts.completions
 
 
-def _alone(job: Job) -> Job:
+def _streamable(job: Job) -> Job:
     """Return the job if it can stream. Raises ValueError for beam search, which has no text before its end."""
     if job.options.beams is not None:
         raise ValueError("num_beams has no text before its search has ended, so it cannot stream: use generate.")

@@ -51,7 +51,7 @@ class BeamCall:
         assert beams is not None
         _refuse(config, call, inputs)
         self.beams, self.config = beams, config
-        once = {name: _once(value, len(input_ids), beams.num_beams) for name, value in inputs.items()}
+        once = {name: _unrepeated(value, len(input_ids), beams.num_beams) for name, value in inputs.items()}
         ids = input_ids[:: beams.num_beams]
         plain = copy(config)
         plain.return_dict_in_generate = False  # neither scores by step nor a cache are kept
@@ -87,7 +87,7 @@ class BeamCall:
         return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
 
 
-def _once(value: Any, rows: int, beams: int) -> Any:
+def _unrepeated(value: Any, rows: int, beams: int) -> Any:
     """Return every beams-th row of a tensor that was repeated for every beam; other values as they are."""
     return value[::beams] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
 

@@ -108,7 +108,7 @@ def load(
     if made:
         made.check_target(None, scorer.vocab)
     framing = _frame(scorer, tokenizer, task, exact_shape)
-    ahead, independent = mode.of_draft(_ahead(steering)), bool(chosen.paths)
+    ahead, independent = mode.of_draft(_graph_gammas(steering)), bool(chosen.paths)
     context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=independent)
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=batch_size)
@@ -234,7 +234,7 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
     return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
 
 
-def _ahead(steering: Controller) -> tuple[int, ...]:
+def _graph_gammas(steering: Controller) -> tuple[int, ...]:
     """Return the gammas for which graphs of whole drafts are compiled; empty if gamma is chosen while decoding."""
     return (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()
 

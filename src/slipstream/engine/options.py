@@ -225,10 +225,10 @@ def check_callback(name: str, value: object) -> None:
         raise ValueError(f"{name}={shown(value)} is not possible: it must be a function, or None.")
 
 
-def _check_grammar(grammar: Grammar, asked: Options, least: int, vocab: int) -> None:
+def _check_grammar(grammar: Grammar, call: Options, least: int, vocab: int) -> None:
     """Raise ValueError for options that change where a text may end, which the grammar decides, or another vocab."""
-    if asked.ignore_eos or least:
-        name = "ignore_eos" if asked.ignore_eos else "min_new_tokens"
+    if call.ignore_eos or least:
+        name = "ignore_eos" if call.ignore_eos else "min_new_tokens"
         raise ValueError(f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.")
     if grammar.vocab != vocab:
         raise ValueError(

@@ -97,11 +97,11 @@ class _Layer:
     values: Tensor
 
 
-class _Both(EncoderDecoderCache):
+class _SelfAndCross(EncoderDecoderCache):
     """A cache of self-attention, with keys and values of cross-attention that were computed before."""
 
     def __init__(self, own: Cache, ready: Stores) -> None:
-        super().__init__(own, _Ready(layers=[_Layer(keys, values) for keys, values in ready]))
+        super().__init__(own, _FixedCache(layers=[_Layer(keys, values) for keys, values in ready]))
         self.is_updated = dict.fromkeys(range(len(ready)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -109,7 +109,7 @@ class _Both(EncoderDecoderCache):
         return 0
 
 
-class _Ready(Cache):
+class _FixedCache(Cache):
     """A cache of fixed layers, to which no pass adds anything."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -177,7 +177,7 @@ class SourceDecoder(nn.Module):
                 attention_mask=cross.mask,
                 decoder_input_ids=input_ids,
                 decoder_attention_mask=attention_mask,
-                past_key_values=_Both(past_key_values, cross.seen),
+                past_key_values=_SelfAndCross(past_key_values, cross.seen),
                 use_cache=True,
             )
         finally:

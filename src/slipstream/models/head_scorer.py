@@ -79,7 +79,7 @@ class RecordsStates(Protocol):
 
 
 @dataclass
-class _Fed:
+class _RoundTokens:
     """The tokens (rows, n) that a round began with, of which `counts` are real.
 
     `made` are the states that the last of the `layers` layers run so far made of them.
@@ -107,7 +107,7 @@ class HeadScorer:
         self._memory = Memory()
         self._cache = HFCache(self._memory)
         self._sure: list[int] = []  # per row: the tokens that all layers have read with the target's states
-        self._fed: _Fed | None = None
+        self._fed: _RoundTokens | None = None
         self._last = torch.empty(0)  # the states (rows, 1, width) made at each row's last token
         self.draft_graphs: DraftGraphs | None = None
 
@@ -197,7 +197,7 @@ class HeadScorer:
             max(0, have - ahead) if count else sure
             for have, count, sure in zip(self.lengths, counts, self._sure, strict=True)
         ]
-        self._fed = _Fed(tokens, list(counts), made)
+        self._fed = _RoundTokens(tokens, list(counts), made)
 
     def _go_on(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Feed drafted tokens (rows, 1): to the next layer, or to the last one with its own states."""

@@ -63,6 +63,7 @@ class HiddenStates:
 
     def _hook(self, place: int, seen: dict[int, Tensor]) -> Any:
         """Register a hook that stores the hidden states at a place in `seen` -> its handle."""
+
         def into(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen[place] = args[0] if args else kwargs["hidden_states"]
 

@@ -45,14 +45,14 @@ def codes_of(
         if progress:
             progress(f"loading the codes of {name} in {precision}")
         for layer in layers:  # one after another: the codes of all layers may not fit in memory as they are used
-            yield layer, Codes(precision, _apart(kept[f"{layer}.codes"], precision), kept[f"{layer}.scales"])
+            yield layer, Codes(precision, _unpacked(kept[f"{layer}.codes"], precision), kept[f"{layer}.scales"])
         return
     if progress:
         progress(f"choosing the codes of {name} in {precision} by a text that it writes")
     tensors = dict[str, Tensor]()
     for layer, codes in calibrated_codes(model, precision, own_text(model), layers):
         if file:
-            tensors |= {f"{layer}.codes": _joined(codes), f"{layer}.scales": codes.scales}
+            tensors |= {f"{layer}.codes": _packed(codes), f"{layer}.scales": codes.scales}
         yield layer, codes
     if file:
         keep(file, tensors)
@@ -103,11 +103,11 @@ def keep(file: Path, tensors: Mapping[str, Tensor]) -> None:
         delete_oldest(file.parent, "*.codes*", MOST_FILES)  # part files of processes that were killed, too
 
 
-def _joined(codes: Codes) -> Tensor:
+def _packed(codes: Codes) -> Tensor:
     """Return codes as they are stored: those of 4 bits (features, n) two to a byte, (features, n / 2)."""
     return codes.codes if codes.precision.bits == 8 else codes.codes[:, ::2] | (codes.codes[:, 1::2] << 4)
 
 
-def _apart(stored: Tensor, precision: Precision) -> Tensor:
-    """Return the codes that were stored, the inverse of `_joined`."""
+def _unpacked(stored: Tensor, precision: Precision) -> Tensor:
+    """Return the codes that were stored, the inverse of `_packed`."""
     return stored if precision.bits == 8 else torch.stack((stored & 15, stored >> 4), -1).flatten(1)

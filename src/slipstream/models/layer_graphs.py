@@ -65,14 +65,14 @@ class Held(NamedTuple):
     @staticmethod
     def of(layer: Any) -> Held:
         """Return the state in a layer of transformers' cache, in the memory layout that graphs are made for."""
-        convolved = [_settled(each.mT) for each in _there(layer, "conv_states")]
+        convolved = [_settled(each.mT) for each in _states_in(layer, "conv_states")]
         # In new tensor objects: transformers marks some as having a static address, which torch relies on.
-        recurrent = [_settled(each).detach() for each in _there(layer, "recurrent_states")]
+        recurrent = [_settled(each).detach() for each in _states_in(layer, "recurrent_states")]
         attended = [layer.keys, layer.values] if isinstance(layer, DynamicLayer) else []
         return Held(convolved, recurrent, [_settled(each) for each in attended])
 
 
-def _there(layer: Any, name: str) -> list[Tensor]:
+def _states_in(layer: Any, name: str) -> list[Tensor]:
     """Return the states of a cache layer in the attribute `name`, in their order, without missing ones."""
     return [each for each in getattr(layer, name, {}).values() if each is not None]
 
@@ -138,7 +138,7 @@ def _likeness(layer: nn.Module) -> tuple[Any, ...]:
     """Return all that a layer's code could depend on, except the values of its weights and its number."""
     forms = [(name, each.dtype, tuple(each.shape), each.stride()) for name, each in _weights(layer).items()]
     facts = [
-        (path, type(part), name, _fact(value))
+        (path, type(part), name, _comparable(value))
         for path, part in layer.named_modules()
         for name, value in sorted(vars(part).items())
         if name not in NUMBERS | {"_parameters", "_buffers", "_modules"}
@@ -146,12 +146,12 @@ def _likeness(layer: nn.Module) -> tuple[Any, ...]:
     return (*forms, *facts)
 
 
-def _fact(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a comparable form of a value: plain values compare by value, others by identity."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, dict | list | tuple | set) and all(isinstance(part, PLAIN) for part in value):
-        parts = [(repr(key), _fact(part)) for key, part in value.items()] if isinstance(value, dict) else value
+        parts = [(repr(key), _comparable(part)) for key, part in value.items()] if isinstance(value, dict) else value
         return type(value), tuple(sorted(map(repr, parts)))
     return id(value)
 
@@ -301,7 +301,7 @@ class _Layer:
         if attended:
             kept.keys, kept.values = attended
         for kind, some in zip(KINDS, recurrences, strict=True):
-            for start, (first, second, third, fourth) in zip(_there(kept, "recurrent_states"), some, strict=False):
+            for start, (first, second, third, fourth) in zip(_states_in(kept, "recurrent_states"), some, strict=False):
                 record(kind(start, first, second, third, fourth))
         return returned
 

@@ -169,14 +169,14 @@ class MediaProcessor:
         if not count or not mark:
             return text
         if mark not in text:
-            start, end = self._around(modality)
+            start, end = self._enclosing_texts(modality)
             return f"{start}{mark}{end}" * count + text
         if text.count(mark) != count:
             what = modality.value
             raise ValueError(f"the prompt has {count} {what}, but {mark} stands in it {text.count(mark)} times.")
         return text
 
-    def _around(self, modality: Modality) -> tuple[str, str]:
+    def _enclosing_texts(self, modality: Modality) -> tuple[str, str]:
         """Return the texts of the tokens that go before and after a placeholder, empty where there are none."""
         name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
         ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]

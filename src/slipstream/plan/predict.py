@@ -355,8 +355,8 @@ def predict(tallies: Sequence[Tally], costs: PlanCosts, outline: Outline) -> Out
 
 def _best_long(kept: Survival, costs: PlanCosts, outline: Outline, delay: float) -> float:
     """Return the largest speed-up for endless texts, with the draft this delay (seconds) away."""
-    there = replace(costs, delay=delay)
-    return max(_long(gamma, kept, there) for gamma in outline.wanted)
+    remote = replace(costs, delay=delay)
+    return max(_long(gamma, kept, remote) for gamma in outline.wanted)
 
 
 def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> Prediction:

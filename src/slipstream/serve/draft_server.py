@@ -98,12 +98,12 @@ class Desk:
 
         Of several requests of one client, only the last is answered.
         """
-        last = {letter.client: place for place, letter in enumerate(letters) if _asks(letter)}
+        last = {letter.client: place for place, letter in enumerate(letters) if _requests_draft(letter)}
         asking = list[tuple[Letter, list[Served]]]()
         for place, letter in enumerate(letters):
             try:
                 served = self._read(letter)
-                if _asks(letter) and last[letter.client] == place:
+                if _requests_draft(letter) and last[letter.client] == place:
                     asking.append((letter, served))
             except FrameError as error:
                 self._refuse(letter, str(error))
@@ -150,7 +150,8 @@ class Desk:
             receiver.send(frame)
 
 
-def _asks(letter: Letter) -> bool:
+def _requests_draft(letter: Letter) -> bool:
+    """Return whether a letter is a request for a draft."""
     return letter.frame is not None and letter.frame.kind == Kind.PROPOSE
 
 

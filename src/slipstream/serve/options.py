@@ -78,12 +78,12 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:
     """Return the options for the rule and the gamma of a request."""
-    asked = speculation(body)
-    options: dict[str, Any] = {"lossless": settings.lossless or bool(asked.lossless)}
-    if asked.gamma is not None:
-        options["gamma"] = asked.gamma
-    if asked.verify is not None:
-        options["verify"] = asked.verify
+    chosen = speculation(body)
+    options: dict[str, Any] = {"lossless": settings.lossless or bool(chosen.lossless)}
+    if chosen.gamma is not None:
+        options["gamma"] = chosen.gamma
+    if chosen.verify is not None:
+        options["verify"] = chosen.verify
     elif body.seed is not None:
         options["verify"] = COUPLED
     return options

@@ -115,7 +115,7 @@ class Datastore:
         """Add a response to the memory; if that fails, warn and stop learning, so that the response is not lost."""
         assert self.memory is not None
         try:
-            self.memory.add(self.namespace(row.request), self._asked(row), row.output)
+            self.memory.add(self.namespace(row.request), self._request_tokens(row), row.output)
         except OSError as error:
             self.learn = False
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
@@ -124,12 +124,12 @@ class Datastore:
         """Make the trace of a new row, with the responses to the nearest requests."""
         recalled = None
         if self.memory is not None:
-            near = self.memory.nearest(self.namespace(row.request), self._asked(row), self.settings.nearest)
+            near = self.memory.nearest(self.namespace(row.request), self._request_tokens(row), self.settings.nearest)
             marked = [[self.vocab + 1, *response] for _, response in near if response.max() < self.vocab]
             recalled = Corpus.build(marked, self.vocab, marks=1) if marked else None
         return Trace(SuffixAutomaton(), recalled)
 
-    def _asked(self, row: Row) -> tuple[int, ...]:
+    def _request_tokens(self, row: Row) -> tuple[int, ...]:
         """Return the tokens by which requests are compared: the source of an encoder-decoder, else the prompt."""
         return source_tokens(row, self.vocab) or row.request.prompt
 

@@ -324,10 +324,10 @@ class _Task:
         with self.state.lock:
             if frame.kind == Kind.PONG:
                 return
-            if (asked := self.state.asked.pop(frame.sequence, None)) is None:
+            if (sent_at := self.state.asked.pop(frame.sequence, None)) is None:
                 return  # there was no such request
             self.state.asked_at = None
-            if monotonic() - asked <= self.settings.timeout:
+            if monotonic() - sent_at <= self.settings.timeout:
                 self.state.patience = self.settings.timeout
             if frame.sequence == self.state.expected:
                 self.state.settle(frame)

@@ -103,14 +103,14 @@ class Replica:
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[tuple[int, list[Any]] | bytes]:
         """Answer a request: yield the status and headers first, then the body in pieces."""
-        messages, asked, gone = asyncio.Queue[Any](), False, asyncio.Event()
+        messages, body_sent, gone = asyncio.Queue[Any](), False, asyncio.Event()
 
         async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if asked:
+            nonlocal body_sent
+            if body_sent:
                 await gone.wait()
                 return {"type": "http.disconnect"}
-            asked = True
+            body_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def run() -> None:

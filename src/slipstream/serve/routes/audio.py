@@ -70,7 +70,7 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
     state.check_model(form.model)
     transcriber, stamped = _transcriber(state), form.response_format in STAMPED
     try:
-        asked = transcriber.options(form.language, task, stamped)
+        task_options = transcriber.options(form.language, task, stamped)
     except ValueError as error:
         raise BadRequest(str(error), "response_format" if "times" in str(error) else "language") from None
     try:
@@ -78,7 +78,7 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
     except ValueError as error:
         raise BadRequest(str(error), "file") from None
     windows = await run_in_threadpool(transcriber.windows, samples)
-    options = {**asked, "temperature": form.temperature, "cache_salt": tenant_of(request)}
+    options = {**task_options, "temperature": form.temperature, "cache_salt": tenant_of(request)}
     call = await state.call(request, windows, options, "file")
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
     for completion in done:

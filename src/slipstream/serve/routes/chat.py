@@ -99,15 +99,15 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield chunks as tokens come, then the usage if it was requested."""
-        asked = self.body.stream_options or StreamOptions()
+        stream = self.body.stream_options or StreamOptions()
         begun = set[int]()
         async for index, pieces in self.call.rounds():
             if index not in begun:
                 begun.add(index)
                 yield self._event([answers.ChatChunkChoice(index=index, delta=BEGIN)])
             for choice in self._chunks(index, pieces):
-                yield self._event([choice], usage=asked.continuous_usage_stats, ended=choice.finish_reason is not None)
-        if asked.include_usage:
+                yield self._event([choice], usage=stream.continuous_usage_stats, ended=choice.finish_reason is not None)
+        if stream.include_usage:
             yield self._event([], usage=True, ended=True)
         yield LAST
 

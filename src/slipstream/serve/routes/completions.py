@@ -128,12 +128,12 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events as tokens arrive, then the usage if it was requested."""
-        asked = self.body.stream_options or StreamOptions()
+        stream = self.body.stream_options or StreamOptions()
         async for index, pieces in self.call.rounds():
             chunk, ended = self._chunk(index, pieces), pieces[-1].completion is not None
             if chunk.text or ended or chunk.logprobs or chunk.explained:
-                yield self._event([chunk], asked.continuous_usage_stats, ended)
-        if asked.include_usage:
+                yield self._event([chunk], stream.continuous_usage_stats, ended)
+        if stream.include_usage:
             yield self._event([], usage=True, ended=True)
         yield LAST
 
