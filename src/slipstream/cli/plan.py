@@ -208,7 +208,7 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
 def _load(
     target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
 ) -> tuple[Engine, dict[str, Drafter]]:
-    """The engine without a draft, and the drafters by their specifications; compiled, they draft chains of `sizes`."""
+    """Load the engine without a draft, and each drafter by its specification; compiled ones draft chains of `sizes`."""
     from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.specification import drafter, paths_shape
     from slipstream.engine.load import embedded, load

@@ -127,7 +127,7 @@ class Scheduler:
         return round
 
     def rounds(self) -> Iterator[Round]:
-        """Play until nothing is left to do."""
+        """Run steps until nothing is left to do, yielding every round."""
         while self.busy:
             if (round := self.step()) is not None:
                 yield round

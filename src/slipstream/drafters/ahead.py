@@ -170,7 +170,7 @@ class AheadDrafter:
     on_target_rows = False
 
     def __init__(self, model: ModelDrafter, executor: Executor | None = None) -> None:
-        """`executor` runs the model, one call at a time; without one, the drafter starts its own thread."""
+        """Make the drafter; `executor` runs the model, one call at a time (None: a thread of the drafter's own)."""
         self.model = model
         self._executor = executor or ThreadPoolExecutor(1, "slipstream draft")
         self._texts: list[ExpectedText] = []

@@ -28,7 +28,7 @@ class Choice:
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        """`drafters`: in order of preference. Raises ValueError for fewer than two, and for trees."""
+        """Make a choice among drafters in order of preference. Raises ValueError for fewer than two, and for trees."""
         self.drafters = _checked(drafters)
 
     @property
@@ -185,7 +185,10 @@ class Bandit:
     def __init__(
         self, drafters: Sequence[Drafter], settings: Ucb | None = None, clock: Callable[[Round], float] | None = None
     ) -> None:
-        """`clock` gives the seconds of a round (default: as measured). Raises ValueError as `Choice` does."""
+        """Make a choice by speed; `clock` returns the seconds of a round (None: those that were measured).
+
+        Raises ValueError as `Choice` does.
+        """
         self.drafters = _checked(drafters)
         self.settings = settings or Ucb()
         self.state = self.settings.init(len(self.drafters))

@@ -20,7 +20,7 @@ class ExitDrafter(SameRowsDrafter):
     """Samples a chain from some layers of the target, on the rows of its cache."""
 
     def __init__(self, target: HasModel, layers: int | Sequence[int]) -> None:
-        """`layers`: the number of first layers to run, or the numbers of the layers, counted from 0.
+        """Make the drafter; `layers` is the number of first layers to run, or the numbers of layers, from 0.
 
         Raises ValueError if the target has no such layers or cannot run with some of them.
         """

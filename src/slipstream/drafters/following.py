@@ -24,7 +24,7 @@ class Follower:
     """
 
     def __init__(self, scorer: Scorer, at_once: int = FED) -> None:
-        """`at_once`: the number of missing tokens that may be fed together with the first drafting step."""
+        """Take over a Scorer, and free its rows; `at_once` missing tokens may be fed with the first drafting step."""
         self._at_once = at_once
         scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
         self.scorer, self._store = scorer, recalling(scorer)

@@ -110,7 +110,7 @@ class HeadsDrafter:
     """
 
     def __init__(self, target: HasModel, heads: ParallelHeads, kept: Tensor | None = None) -> None:
-        """If the ids `kept` (n,) are given, only these tokens are drafted.
+        """Make the drafter of a target's heads; if the ids `kept` (n,) are given, only these tokens are drafted.
 
         Raises ValueError if the heads were made for hidden states of another size, or the target records none.
         """

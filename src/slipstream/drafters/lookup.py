@@ -37,11 +37,12 @@ class Lookup:
         offset: float = 1.0,
         vocab: int = 0,
     ) -> None:
-        """The first two are named as in transformers; None drafts up to gamma tokens and matches suffixes of any size.
+        """Make the drafter, with settings named as in transformers.
 
-        As in transformers, a longer match counts as one of `max_matching_ngram_size`; one shorter than
-        `min_matching_ngram_size` does not count. `vocab` is the target's; without it, nothing is copied from the source
-        of an encoder-decoder. Raises ValueError for settings under which nothing can be drafted.
+        At most `prompt_lookup_num_tokens` are drafted (None: gamma). As in transformers, a longer match counts as one
+        of `max_matching_ngram_size` (None: no limit); one shorter than `min_matching_ngram_size` does not count.
+        `vocab` is the target's; without it, nothing is copied from the source of an encoder-decoder. Raises ValueError
+        for settings under which nothing can be drafted.
         """
         largest = sys.maxsize if max_matching_ngram_size is None else max_matching_ngram_size
         most = sys.maxsize if prompt_lookup_num_tokens is None else prompt_lookup_num_tokens

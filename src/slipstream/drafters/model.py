@@ -26,8 +26,10 @@ class ModelDrafter:
     on_target_rows = False
 
     def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
-        """`vocab`: the size of the target's logits; ids of the draft beyond it are never drafted. `at_once` as in
-        `Follower`."""
+        """Make the drafter of a model; `vocab` is the size of the target's logits, and greater ids are never drafted.
+
+        `at_once` is as in `Follower`.
+        """
         self.scorer = scorer
         self.vocab = vocab or scorer.vocab
         self._follower = Follower(scorer, at_once)

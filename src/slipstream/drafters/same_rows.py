@@ -30,7 +30,7 @@ class SameRowsDrafter:
     on_target_rows = True
 
     def __init__(self, scorer: HasModel) -> None:
-        """`scorer`: made by the target's `sharing_rows`."""
+        """Make the drafter of a Scorer that the target's `sharing_rows` or `seeing` returned."""
         self.scorer = scorer
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
 

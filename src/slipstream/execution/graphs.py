@@ -45,7 +45,7 @@ class Frozen:
     def __init__(
         self, function: Callable[..., Any], inputs: Sequence[str], on_graph: OnGraph = lambda made: None
     ) -> None:
-        """`inputs` names the function's parameters; `on_graph` is called when its graph is compiled or loaded."""
+        """Prepare a function whose parameters are `inputs`; `on_graph` is called when its graph is made or loaded."""
         self._inputs, self._on_graph, self._function = tuple(inputs), on_graph, function
         self._starred = bool(function.__code__.co_flags & CO_VARARGS)
         self._stored: kept_graphs.BoundGraph | None = None  # calling it costs less than entering torch.compile's graph

@@ -112,7 +112,7 @@ class Recorder:
         self.made: list[_Made] = []
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        """Compile as inductor does."""
+        """Compile a graph as inductor does, and record what it made."""
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         read = [node.meta["grapharg"].source.name for node in graph.graph.nodes if node.op == "placeholder"]

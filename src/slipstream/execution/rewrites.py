@@ -18,7 +18,7 @@ class TanhBySigmoid(CustomGraphPass):
     """Replaces 1 + tanh(x) by 2 sigmoid(2 x), which is equal and has one exponential instead of a long polynomial."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph."""
+        """Replace all such terms in a graph."""
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             if (x := _under_tanh(node)) is not None:
                 _replace(graph, node, x)
@@ -97,7 +97,7 @@ class MergeLinear(CustomGraphPass):
     """Replaces calls of a `Mergeable` operator on the same inputs by one call of the operator for several layers."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph."""
+        """Merge all such calls in a graph."""
         for kind in MERGEABLE:
             for nodes in list(_together(graph, kind)):
                 _merge(graph, kind, nodes)

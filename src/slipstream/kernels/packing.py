@@ -282,7 +282,7 @@ def lowest_bits(model: nn.Module) -> int | None:
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules with the same tensors."""
+    """Return a copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 

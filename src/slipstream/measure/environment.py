@@ -85,6 +85,6 @@ def without_folder(text: str) -> str:
 
 
 def scorers(decoder: Decoder) -> list[Scorer]:
-    """The target and, if a model drafts, the draft."""
+    """Return the target and, if a model drafts, the draft."""
     drafter = decoder.drafter
     return [decoder.target, *([drafter.scorer] if isinstance(drafter, ModelDrafter | AheadDrafter) else [])]

@@ -220,7 +220,7 @@ class Sources:
     """The sources of all rows for the decoder: keys and values of cross-attention, fixed per row."""
 
     def __init__(self, decoder: SourceDecoder, reader: Reader | None = None) -> None:
-        """`reader` reads sources for the decoder, by graphs for example; None reads them eagerly."""
+        """Make an empty store; `reader` reads sources for the decoder, for example by graphs (None: eagerly)."""
         self._decoder, self._reader = decoder, reader or decoder.states
         self._rows = RowCache()
         self._rows.least = LEAST

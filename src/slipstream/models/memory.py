@@ -29,7 +29,7 @@ class Memory:
     """
 
     def __init__(self, decoder: SourceDecoder | None = None, reader: Reader | None = None) -> None:
-        """`decoder` and `reader` as in `Sources`; None for a model without an encoder."""
+        """Make an empty memory; `decoder` and `reader` are as in `Sources`, None for a model without an encoder."""
         self._decoder, self._reader = decoder, reader
         self._prefixes: PrefixCache | None = None
         self._owner = _Owner()
@@ -51,7 +51,7 @@ class Memory:
         self._prefixes = None if self.sources else cache
 
     def forget_prefixes(self) -> None:
-        """Ignore the prefixes stored so far, since from now on more is kept of every token than they have."""
+        """Ignore the prefixes stored so far: from now on more is stored per token, such as hidden states."""
         self._owner = _Owner()
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:

@@ -53,7 +53,7 @@ class StringMatch:
         """Do nothing: the reader compares its cache with the text when the next round begins."""
 
     def _write(self, steps: Sequence[int]) -> list[list[int]]:
-        """Let the draft write -> `steps[r]` of its tokens per row."""
+        """Decode up to `steps[r]` tokens per row with the draft model -> these tokens, in its own vocabulary."""
         most = max(steps) if self.scorer.context is None else min(max(steps), self.scorer.context - 1)
         logits = self.reader.catch_up(most)
         tokens = torch.empty(len(steps), 0, dtype=torch.long, device=self.scorer.device)

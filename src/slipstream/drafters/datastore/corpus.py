@@ -55,7 +55,7 @@ class Corpus:
     """
 
     def __init__(self, text: Array, suffixes: Array, vocab: int, tokenizer: str = "", documents: int = 0) -> None:
-        """`text` (tokens, width): bytes, high byte first; `suffixes` (tokens,): the begin of each suffix, sorted."""
+        """Make a corpus of tokens as bytes (tokens, width), high byte first, and the sorted starts of its suffixes."""
         self.vocab, self.tokenizer, self.documents = vocab, tokenizer, documents
         self.text, self.suffixes = text, suffixes
         self._width = text.shape[1]

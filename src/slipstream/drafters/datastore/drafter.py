@@ -81,7 +81,10 @@ class Datastore:
         learn: bool = False,
         settings: DatastoreSettings | None = None,
     ) -> None:
-        """`vocab`: size of the target's logits. Raises ValueError if there is nothing to draft from or learn for."""
+        """Make the drafter; `vocab` is the size of the target's logits.
+
+        Raises ValueError if there is nothing to draft from or learn for.
+        """
         self.settings = settings or DatastoreSettings()
         if learn and memory is None:
             raise ValueError("learn=True needs a memory to write responses to: give one.")

@@ -30,7 +30,7 @@ class InputEmbeddings:
     """
 
     def __init__(self, weights: Tensor) -> None:
-        """`weights` (vocab, width), on any device; they are shared, not copied."""
+        """Embed by the input embeddings `weights` (vocab, width), on any device; they are shared, not copied."""
         self._weights = weights.detach()
         vocab, width = weights.shape
         self.dimension = min(width, DIMENSION)

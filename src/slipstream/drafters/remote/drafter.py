@@ -89,7 +89,7 @@ class RemoteDrafter:
     """
 
     def __init__(self, link: Link, vocab: int, use: Use | None = None) -> None:
-        """`vocab` is the size of the target's vocabulary; ids outside it are refused. `use`: the user's options."""
+        """Make the drafter of a server; answers with ids outside the target's `vocab` are refused."""
         self.link, self.vocab, self.use = link, vocab, use or Use()
         self.secret = None if self.use.trust else secrets.randbits(128)
         self._held: dict[int, Held] = {}

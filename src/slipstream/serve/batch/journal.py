@@ -40,7 +40,7 @@ class Sink(Protocol):
         ...
 
     def finish(self) -> None:
-        """Called once all lines are answered."""
+        """Complete the destination; called once all lines are answered."""
         ...
 
 
