@@ -31,7 +31,7 @@ class Ngram:
     by_text = True
 
     def __init__(self, model: NgramModel, vocab: int, online: bool = False) -> None:
-        """Make the drafter; `vocab` is the size of the target's logits. Raises ValueError for a model of another."""
+        """Make the drafter; `vocab` is the size of the target's logits. Raises ValueError if the model's differs."""
         if model.vocab != vocab:
             raise ValueError(f"the n-gram model knows {model.vocab} token ids, the target {vocab}: build it for those.")
         self.model = model
