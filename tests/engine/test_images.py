@@ -136,7 +136,7 @@ def test_prompts_that_say_nothing_are_refused(engine: Engine) -> None:
         engine.generate({"text": "<image><image>x", "images": [picture(1)]})
     with pytest.raises(ValueError, match="has a part without its image"):
         read_prompts([{"role": "user", "content": [{"type": "image_url"}]}])
-    with pytest.raises(ValueError, match="has images or sounds beside None"):
+    with pytest.raises(ValueError, match="has images or sounds with None"):
         read_prompts({"text": None, "images": []})
     with pytest.raises(ValueError, match="reads text only, so it has no use for a processor"):
         slipstream.load(processor=engine.media)

@@ -239,7 +239,7 @@ def _check_out(file: str, out: str, force: bool) -> None:
 
 
 def _sink(out: str, facts: dict[str, str], lines: list[Line], force: bool) -> Any:
-    """Return the destination of the answers: standard output, or a journal beside the file `out`."""
+    """Return the destination of the answers: standard output, or a journal next to the file `out`."""
     from slipstream.serve.batch.journal import Journal, Printed
 
     if out == "-":

@@ -84,7 +84,7 @@ def build(
 
 @group.command()
 def info(folder: Folder, as_json: Json = False) -> None:
-    """What a folder holds: the corpus, and the memory by namespace.
+    """Show what a folder holds: the corpus, and the memory by namespace.
 
     Example: slipstream datastore info store --json
     """

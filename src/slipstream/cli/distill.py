@@ -173,7 +173,7 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
     engine = load(source, dtype=exact, device=device, batch_size=64, compile=compile, progress=progress)
     target_of(engine)
     if engine.tokenizer is None:
-        raise ValueError(f"{engine.decoder.target.name} has no tokenizer beside it to read the texts with.")
+        raise ValueError(f"{engine.decoder.target.name} has no tokenizer stored with it, so it cannot read the texts.")
     tell(engine.notes)
     return engine
 

@@ -95,7 +95,7 @@ def build(
 
 @ngram.command()
 def info(file: Annotated[str, typer.Argument(metavar="FILE")], as_json: Json = False) -> None:
-    """What an n-gram model holds.
+    """Show what an n-gram model holds.
 
     Example: slipstream ngram info mine.ngram
     """

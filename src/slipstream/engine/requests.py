@@ -117,7 +117,7 @@ def _with_media(prompt: TextWithMedia | Message, where: str) -> Prompt:
     text = fields["text"]
     if not isinstance(text, str):
         raise ValueError(
-            f"{where} has images or sounds beside {shown(text)}, but a text is needed: leave it empty at least."
+            f"{where} has images or sounds with {shown(text)}, but a text is needed: leave it empty at least."
         )
     media = {
         name: listed(fields.get(name, ()), f"{name} of {where}", f"they are a list of {modality}")

@@ -282,7 +282,7 @@ class CausalScorer:
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
         texts = [self._read_media(row, text) for row, text in enumerate(texts, first)]
-        if self.shape:  # one by one, so that a row's keys do not depend on the rows beside it
+        if self.shape:  # one by one, so that a row's keys do not depend on other rows
             for row, text in enumerate(texts, first):
                 self._prefill([text], row)
         else:  # a row without text would cost as much attention as the longest one

@@ -108,7 +108,7 @@ class _Described:
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         source = model.config.name_or_path
         if not source:
-            raise ValueError(f"{name} was not loaded from a checkpoint, so there are no heads to read beside it.")
+            raise ValueError(f"{name} was not loaded from a checkpoint, so there are no heads stored with it.")
         self._model, self.config = model, copy.deepcopy(model.config)
         text = self.config.get_text_config()
         behind = text.num_hidden_layers  # heads are either under `mtp.`, or layers numbered after the last one
