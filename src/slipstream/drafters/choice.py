@@ -176,7 +176,7 @@ class Ucb:
 
 
 class Bandit:
-    """Uses the drafter with the most tokens per second, measured while decoding; `decoding.NoDraft` may be one.
+    """Uses the drafter with the most tokens per second, measured while decoding; `decoder.NoDraft` may be one.
 
     The output law is exact, but which tokens a seed gives depends on times measured, unless decoding is greedy or
     coupled. A model that has not drafted for some rounds reads the missing tokens when it is tried; that time counts.

@@ -51,7 +51,7 @@ class Corpus:
     """The tokens of documents, each followed by the id `vocab`, and their sorted suffixes.
 
     Ids above `vocab` may be used in a document as marks: they are matched, never drafted. `tokenizer` is the name of
-    the tokenizer (see `datastore.fingerprint`). Arrays may be mapped from a file: lookups read a few pages of it.
+    the tokenizer (see `drafter.fingerprint`). Arrays may be mapped from a file: lookups read a few pages of it.
     """
 
     def __init__(self, text: Array, suffixes: Array, vocab: int, tokenizer: str = "", documents: int = 0) -> None:
