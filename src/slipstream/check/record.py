@@ -144,15 +144,15 @@ class _RecordingTarget:
     """Wraps the target and records its scores."""
 
     def __init__(self, scorer: Scorer, recorder: _Recorder) -> None:
-        self._scorer, self._tap = scorer, recorder
+        self._scorer, self._recorder = scorer, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scorer, name)
 
     def extend(self, *args: Any, **kwargs: Any) -> Tensor:
         """Score tokens with the target, and record the scores."""
-        self._tap.scores = self._scorer.extend(*args, **kwargs)
-        return self._tap.scores
+        self._recorder.scores = self._scorer.extend(*args, **kwargs)
+        return self._recorder.scores
 
 
 def watch(
