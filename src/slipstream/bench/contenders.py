@@ -70,7 +70,7 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
 
 
 def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
-    """Return the contenders of transformers that can run with the same model objects."""
+    """Return the contenders of transformers that can run with these models, loaded without packed weights."""
     everyone = scorers(engine.decoder)
     models = [untouched(scorer) for scorer in everyone if isinstance(scorer, HasModel)]
     if len(models) < len(everyone):

@@ -1,7 +1,7 @@
 """The contenders of transformers: `generate`, assisted generation and prompt lookup, each at its best usual settings.
 
-All run with the same model objects as Slipstream's eager contenders, and with a generation configuration that replaces
-the model's own for the call: its settings (top-k 50, penalties, end tokens) would make the work different.
+All run with the models as transformers loads them, without packed weights, and with a generation configuration that
+replaces the model's own for the call: its settings (top-k 50, penalties, end tokens) would make the work different.
 """
 
 from __future__ import annotations

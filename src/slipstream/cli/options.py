@@ -67,8 +67,9 @@ Draft = Annotated[
     _option(
         MODELS,
         "DRAFT",
-        "Hub name or folder, ngram:FILE, lookup, exit:LAYERS, eagle3:NAME, dflash:NAME, mtp, heads:DIR, "
-        "embedded; chains 'a>b', choices 'a|b' and 'a||b' (docs/drafts.md). Or --draft-model. Without: plain.",
+        "Hub name or folder, int4, int8, window:N, lookup, ngram:FILE, datastore:DIR, exit:LAYERS, eagle3:NAME, "
+        "dflash:NAME, mtp, heads:DIR, tcp://HOST:PORT, embedded; chains 'a>b', choices 'a|b' and 'a||b' "
+        "(docs/drafts.md). Or --draft-model. Without: plain.",
     ),
 ]
 Gamma = Annotated[
