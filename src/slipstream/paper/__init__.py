@@ -1,1 +1,1 @@
-"""The paper's tables and figures from our own runs."""
+"""The paper's tables and figures, reproduced from our own runs."""

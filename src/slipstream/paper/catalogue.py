@@ -48,7 +48,7 @@ def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
 
 
 def make(name: str, lab: Lab) -> Sheet:
-    """Make a table or figure, with the command that makes it; write its files if the lab has a folder."""
+    """Make a table or figure that names the command for it, and write its files if the lab has a folder."""
     quick = " --quick" * lab.scale.quick
     options = "" if name in ALONE else f"{_options(lab.inputs)}{_types(lab.how)}"
     compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))
@@ -68,9 +68,9 @@ def _options(inputs: Inputs) -> str:
 
 
 def _types(how: Loading) -> str:
-    """Return the command's options for the types of the models' weights, where they are not the usual ones."""
-    usual = Loading()
-    target = "" if how.dtype == usual.dtype else f" --dtype {how.dtype}"
+    """Return the command's options for the dtypes of the models' weights, where they are not the defaults."""
+    defaults = Loading()
+    target = "" if how.dtype == defaults.dtype else f" --dtype {how.dtype}"
     return target + (f" --draft-dtype {how.draft_dtype}" if how.draft_dtype else "")
 
 

@@ -34,7 +34,7 @@ def figure1(lab: Lab) -> Sheet:
 
 
 def figure5(lab: Lab) -> Sheet:
-    """Return Figure 5: calls over time."""
+    """Return Figure 5: the models' calls over time."""
     found = lab.timeline()
     lanes = tuple(Lane(name, tuple(map(tuple, lane["calls"]))) for name, lane in found["lanes"].items())
     rows = []
@@ -85,7 +85,7 @@ def gamma(lab: Lab) -> Sheet:
 
 
 def iid(lab: Lab) -> Sheet:
-    """Return a sheet on how far betas are i.i.d., and how that changes the prediction."""
+    """Return a sheet on how far betas are i.i.d., and what that changes in the expected tokens per round."""
     rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     for task, temperature, name, figures, found in _drafts(lab):
         measured.append(found)

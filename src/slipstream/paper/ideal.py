@@ -59,7 +59,7 @@ GAMMAS = (1, 3, 5, 7, 10, math.inf)
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 SHOWN = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""The alphas of the rows that are printed with a plot."""
+"""The alphas that are columns of the table printed with a plot."""
 
 
 def _curve(label: str, values: Sequence[float]) -> Curve:
@@ -67,7 +67,7 @@ def _curve(label: str, values: Sequence[float]) -> Curve:
 
 
 def _figure(name: str, title: str, what: str, notes: tuple[str, ...], curves: Sequence[Curve]) -> Sheet:
-    """Return the sheet of a plot over alpha, with some of its points as rows."""
+    """Return the sheet of a plot over alpha, with some points of every curve as a row of a table."""
     places = [ALPHAS.index(alpha) for alpha in SHOWN]
     rows: tuple[tuple[Cell, ...], ...] = tuple((curve.label, *(curve.y[place] for place in places)) for curve in curves)
     digits = 0 if name == "figure3" else 2

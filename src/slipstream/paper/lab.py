@@ -29,7 +29,7 @@ from slipstream.text.jsontext import json_text
 MEASURED = "measured"  # the folder of the measurements
 LENGTHS = {TRANSLATION: 128, SUMMARIES: 96, EDITING: 128}
 PLANE_LENGTH = 64  # tokens of a text of the baselines
-STORY, STORY_GAMMA = 38, 7  # tokens, as many as in Figure 1
+STORY, STORY_GAMMA = 38, 7  # tokens of the text in Figure 1, as many as in the paper, and its gamma
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Scale:
-    """The amount to measure: `tokens` for every alpha, `length` of texts of the embedded pair, sentences for BLEU."""
+    """The amount to measure: `FULL` for the page of results, `QUICK` to check that everything runs."""
 
-    tokens: int = 10_000
-    length: int = 128
-    sentences: int = 1000
+    tokens: int = 10_000  # tokens of the target's texts along which every alpha is measured
+    length: int = 128  # the most tokens of a text of the embedded pair
+    sentences: int = 1000  # sentences that are translated for BLEU
     course: Course = field(default_factory=Course)
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
     plane: tuple[int, int] = (5, 3)  # texts and repetitions of the baselines
-    plane_length: int = 48  # tokens of their texts; edits are written to their end
+    plane_length: int = 48  # the most tokens of their texts, except of edits, which are written to their end
     calibration: int = 40  # texts that thresholds of exits are calibrated on
     lessons: Lessons = field(default_factory=Lessons)
-    most_pairs: int | None = None
+    most_pairs: int | None = None  # the most pairs that are read from a corpus; None: all
     shuffles: int = 3  # orders in which sentences are joined to documents that stand-ins learn to translate
     quick: bool = False
 
@@ -68,9 +68,9 @@ QUICK = Scale(1500, 48, 60, Course(2, 8, 3), QUICK_RECIPES, (3, 1), 24, 30, QUIC
 
 @dataclass
 class Lab:
-    """Makes the measurements that tables need, each once; with a folder `out`, they are kept for later runs.
+    """Makes the measurements that tables need, each once; with a folder `out`, they are stored for later runs.
 
-    With `again`, those of earlier runs are not used.
+    With `again`, everything is measured again, even if an earlier run has stored it.
     """
 
     inputs: Inputs
@@ -80,21 +80,22 @@ class Lab:
     again: bool = False
     say: Callable[[str], Any] = print
     _subjects: dict[tuple[str, bool], Subject] = field(default_factory=dict)
-    _tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # n-grams, counted once
-    _found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _ngrams: dict[str, dict[str, Any]] = field(default_factory=dict)  # n-gram models by task, counted once
+    _records: dict[str, dict[str, Any]] = field(default_factory=dict)  # measurements by name
 
     # ---- models and corpora ----
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
         """The tasks with encoder-decoders that can be measured with the given models and corpora."""
-        found = {TRANSLATION: self.inputs.pairs, SUMMARIES: self.inputs.articles}
-        there = tuple(task for task, source in found.items() if source and (self.inputs.standins or self.inputs.target))
-        if self.inputs.target and not there:
+        corpora_by_task = {TRANSLATION: self.inputs.pairs, SUMMARIES: self.inputs.articles}
+        has_models = self.inputs.standins or self.inputs.target
+        measurable = tuple(task for task, corpus in corpora_by_task.items() if corpus and has_models)
+        if self.inputs.target and not measurable:
             raise ValueError(
                 "--target needs something to translate or to summarize: give --pairs FOLDER or --articles FILE."
             )
-        return there
+        return measurable
 
     def need_tasks(self) -> tuple[str, ...]:
         """Return the tasks that can be measured. Raises ValueError if there are none."""
@@ -106,7 +107,7 @@ class Lab:
         return self.tasks
 
     def subject(self, task: str, compiled: bool | None = None) -> Subject:
-        """Return the models of a task, loaded once."""
+        """Return the models and texts of a task, loaded once; `compiled` overrides the setting of `how`."""
         key = (task, self.how.compile if compiled is None else compiled)
         if key not in self._subjects:
             how = replace(self.how, compile=key[1])
@@ -122,7 +123,7 @@ class Lab:
 
     @cached_property
     def trained(self) -> Trained | None:
-        """The copies of the embedded target that other papers' methods were trained into; None without a folder."""
+        """The copies of the embedded target trained for other papers' methods; None without a folder of stand-ins."""
         if self.inputs.standins is None:
             return None
         return Trained(Copies(self.standins / WRITING, self.scale.lessons, self.say), replace(self.how, compile=False))
@@ -153,18 +154,18 @@ class Lab:
     # ---- measurements ----
 
     def alphas(self, task: str, temperature: int) -> dict[str, Any]:
-        """Return the acceptance of n-grams and drafts along the target's texts, by draft."""
+        """Return the acceptance of n-grams and draft models along the target's texts, by draft."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(task, compiled=False)
-            if task not in self._tables:
-                self._tables[task] = trails.tables(subject)
-            return trails.measure(subject, temperature, self.scale.tokens, self._tables[task], self.say)
+            if task not in self._ngrams:
+                self._ngrams[task] = trails.tables(subject)
+            return trails.measure(subject, temperature, self.scale.tokens, self._ngrams[task], self.say)
 
         return self._measured(f"alphas-{task}-{temperature}", measure)
 
     def raced(self, task: str, temperature: int) -> dict[str, Any]:
-        """Return the drafts' acceptance along texts of only those sources that the race takes."""
+        """Return the drafts' acceptance along the target's texts for only those sources that the race decodes."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(task, compiled=False)
@@ -174,7 +175,7 @@ class Lab:
         return self._measured(f"raced-{task}-{temperature}", measure)
 
     def speeds(self, task: str, temperature: int) -> dict[str, Any]:
-        """Return the results of the race of plain, speculative and transformers' decoding."""
+        """Return the speeds of plain, speculative and transformers' decoding, which run in turns."""
 
         def measure() -> dict[str, Any]:
             alphas, raced = (each(task, temperature)["drafts"] for each in (self.alphas, self.raced))
@@ -195,16 +196,16 @@ class Lab:
         return self._measured(f"baselines-{task}-{temperature}", measure)
 
     def _methods(self, task: str, subject: Subject, temperature: int) -> list[methods.Method]:
-        """What is measured: rules for a draft, and the methods that have something for this task and temperature."""
-        found = methods.drafted(subject, next(iter(subject.drafts)))
+        """Return the methods to measure: rules for a draft model, and those that suit this task and temperature."""
+        chosen = methods.drafted(subject, next(iter(subject.drafts)))
         if task == EDITING and not temperature:
-            found += methods.from_sources(subject, edits.source_of(subject.sources, subject.engine.encode))
+            chosen += methods.from_sources(subject, edits.source_of(subject.sources, subject.engine.encode))
         if task == WRITING and self.trained is not None:
             texts, most, calibrate = self.scale.plane[0], self.scale.calibration, self.trained.calibrate
             calibration = self._measured("calibration", lambda: calibrate(subject, texts, most, self.say))
-            found += self.trained.blockwise(subject) if not temperature else []
-            found += self.trained.early_exits(subject, calibration)
-        return found
+            chosen += self.trained.blockwise(subject) if not temperature else []
+            chosen += self.trained.early_exits(subject, calibration)
+        return chosen
 
     def bleu(self) -> dict[str, Any]:
         """Return the BLEU of translations. Raises ValueError without pairs of texts."""
@@ -226,7 +227,7 @@ class Lab:
         return self._measured("story", measure)
 
     def timeline(self) -> dict[str, Any]:
-        """Return the calls over time: of translations if they can be measured, else of the embedded pair."""
+        """Return the calls over time of translations if they can be measured, else of the embedded pair (Figure 5)."""
 
         def measure() -> dict[str, Any]:
             subject = self.subject(TRANSLATION if TRANSLATION in self.tasks else WRITING)
@@ -235,14 +236,14 @@ class Lab:
         return self._measured("timeline", measure)
 
     def _measured(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the figures measured under this name, now or, in the folder, at the same scale before."""
+        """Return the measurement of this name: from this run, from an earlier one at the same scale, or made now."""
         file = self.out / MEASURED / f"{name}.json" if self.out else None
-        if name not in self._found and file and file.is_file() and not self.again:
+        if name not in self._records and file and file.is_file() and not self.again:
             record = json.loads(file.read_text(encoding="utf-8"))
             if record["quick"] == self.scale.quick:
-                self._found[name] = record
-        if name not in self._found:
-            self._found[name] = {**json.loads(json_text(measure())), "quick": self.scale.quick}
+                self._records[name] = record
+        if name not in self._records:
+            self._records[name] = {**json.loads(json_text(measure())), "quick": self.scale.quick}
             if file:
-                write_json(self._found[name], file)
-        return self._found[name]
+                write_json(self._records[name], file)
+        return self._records[name]

@@ -16,7 +16,7 @@ METHODS_TRAINED = (BLOCKWISE, EXITS, SOURCES)
 
 
 def baselines(lab: Lab) -> Sheet:
-    """Return the sheet of all methods over their settings, on the embedded pair and on the tasks that were given."""
+    """Return the sheet of all methods at all their settings, on the embedded pair and on the lab's other tasks."""
     rows, curves, measured = list[tuple[Cell, ...]](), list[Curve](), list[dict[str, Any]]()
     trained = lab.inputs.standins is not None
     for task in (WRITING, *([EDITING] if trained else []), *lab.tasks):

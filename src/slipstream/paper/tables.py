@@ -107,7 +107,7 @@ PARTS = {
 
 
 def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
-    """Yield reasons where Theorem 3.8, or all costs together, is more than 15 % off: the step that explains most."""
+    """Yield reasons why the measured speed is over 15 % off Theorem 3.8, or off the speed that all costs let expect."""
     measured = row["over_plain"]["median"]
     gap = measured / row["theorem"] - 1
     if abs(gap) > TOLERANCE:
@@ -222,7 +222,7 @@ def _sheet(lab: Lab, name: str, title: str, columns: Any, rows: list[Row], notes
 
 
 def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
-    """Return the description of a sheet's runs: by task the machine, and the models' sizes and types."""
+    """Return the description of a sheet's runs: the machine by task, and the models' sizes and dtypes."""
     environment = {
         "runs": {each["subject"]: each["environment"] for each in found},
         **{fact: _of_models(found, fact) for fact in ("parameters", "dtypes")},
@@ -231,6 +231,6 @@ def about(lab: Lab, found: Sequence[Found]) -> dict[str, Any]:
 
 
 def _of_models(found: Sequence[Found], fact: str) -> dict[str, Any]:
-    """Return a fact of all models, by task and model."""
+    """Return a fact ("parameters" or "dtypes") of all models, by task and model."""
     models = [(each["subject"], name, value) for each in found for name, value in each.get(fact, {}).items()]
     return {name if name.startswith(task) else f"{task} {name}": value for task, name, value in models}

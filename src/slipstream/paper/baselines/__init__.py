@@ -1,1 +1,1 @@
-"""Methods of other papers to compare with, each with its own rule or its own models; engines do not use them."""
+"""Methods of other papers to compare with, each with its own rule or its own models; no engine uses them."""

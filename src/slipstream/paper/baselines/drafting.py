@@ -18,8 +18,8 @@ from slipstream.drafters.sampled import law_of
 class ScoredDrafter:
     """Samples chains from a model like `ModelDrafter`, and keeps the scores of greedy choices, to compute confidence.
 
-    With `sure`, a row's chain ends at the first position where the most probable token has a lower probability than
-    that, which is known before the token is drawn. Several drafters may use one `follower` in turns.
+    A row's chain ends at the first position where the most probable token has a probability below `sure`, which is
+    known before the token is drawn. Several drafters may use one `follower` in turns.
     """
 
     on_target_rows = False
@@ -66,9 +66,9 @@ class ScoredDrafter:
         return law_of(context, pad_vocabulary(logits, self.vocab), tokens, self.follower.scorer.name)
 
     def _goes_on(self, law: Law, lengths: Sequence[int], wanted: Sequence[int]) -> list[bool]:
-        """Return which rows draft one more token: those whose chain has not ended, is not full, and is sure."""
-        here, sure = max(lengths, default=0), (confidence(law)[:, -1] >= self.sure).tolist()
-        return [length == here < most and yes for length, most, yes in zip(lengths, wanted, sure, strict=True)]
+        """Return which rows draft one more token: those still drafting, below their gamma, and sure enough."""
+        depth, sure = max(lengths, default=0), (confidence(law)[:, -1] >= self.sure).tolist()
+        return [length == depth < most and yes for length, most, yes in zip(lengths, wanted, sure, strict=True)]
 
 
 def probabilities(law: Law) -> Tensor:

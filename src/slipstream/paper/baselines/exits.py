@@ -25,7 +25,7 @@ STEEPNESS = 4.0
 """The rate at which the threshold falls along a text (tau of eq. 5)."""
 
 Confidence = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], float]
-"""A function of the states before and behind a layer, (1, 1, width), and of the norm and head, that returns the
+"""A function of the states before and after a layer, (1, 1, width), and of the norm and head, that returns the
 confidence of exiting there, 0 to 1."""
 
 
@@ -36,7 +36,7 @@ def softmax_gap(before: Tensor, behind: Tensor, head: Callable[[Tensor], Tensor]
 
 
 def saturation(before: Tensor, behind: Tensor, head: Callable[[Tensor], Tensor]) -> float:
-    """Return the cosine similarity of the states before and behind the layer."""
+    """Return the cosine similarity of the states before and after the layer."""
     return float(functional.cosine_similarity(before.flatten(), behind.flatten(), dim=0))
 
 
@@ -49,7 +49,7 @@ class ExitRule:
     length: int
 
     def bar(self, place: int) -> float:
-        """Return the threshold for token `place` of the output (eq. 5)."""
+        """Return the threshold for token `place` of the output, counted from 0 (eq. 5)."""
         falling = math.exp(-STEEPNESS * place / self.length)
         return min(1.0, max(0.0, 0.9 * self.threshold + 0.1 * falling))
 
@@ -68,24 +68,24 @@ class Exits:
             raise ValueError(f"{target.name} is no Llama: early exits are made for the embedded target's kind.")
         self.layers = len(layers)
         self.rule: ExitRule | None = None
-        self.place = 0  # the position of the present token in the output
-        self.passes, self.layers_run = 0, 0
-        self._left = False
+        self.place = 0  # the position in the output of the token being decoded
+        self.passes, self.layers_run = 0, 0  # counts over passes that decode one token
+        self._exited = False  # in the current pass
         for number in range(self.layers):
             layers[number] = _Leaving(layers[number], number, self)
 
     def runs(self, number: int, hidden: Tensor) -> bool:
         """Return whether a layer runs in this pass, and count it."""
         if number == 0:
-            self._left = False
+            self._exited = False
             self.passes += hidden.shape[1] == 1
-        self.layers_run += not self._left and hidden.shape[1] == 1
-        return not self._left
+        self.layers_run += not self._exited and hidden.shape[1] == 1
+        return not self._exited
 
     def look(self, number: int, before: Tensor, behind: Tensor) -> None:
         """Exit after this layer if its confidence suffices and the pass decodes one token."""
         if self.rule is not None and before.shape[:2] == (1, 1) and number < self.layers - 1:
-            self._left = self.rule.confidence(before, behind, self._head) >= self.rule.bar(self.place)
+            self._exited = self.rule.confidence(before, behind, self._head) >= self.rule.bar(self.place)
 
     def _head(self, states: Tensor) -> Tensor:
         return self.model.lm_head(self.model.model.norm(states))

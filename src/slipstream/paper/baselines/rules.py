@@ -26,7 +26,7 @@ def typical(epsilon: float) -> Verifier:
     A drafted token is accepted if p(x) > min(epsilon, delta exp(-H(p))), where delta is the square root of epsilon and
     H the entropy; after the first that is not, the next token is drawn from p.
 
-    Greedy decoding keeps the target's own tokens alone, as Medusa does at temperature 0.
+    Greedy decoding keeps only the target's own tokens, as Medusa does at temperature 0.
     """
 
     def verify(p: Law, draft: Draft, draw: Draw) -> Verdict:
@@ -35,10 +35,10 @@ def typical(epsilon: float) -> Verifier:
         ours = p.first(draft.law.positions)
         entropy = torch.special.entr(ours.dense).sum(-1)
         bar = torch.minimum(torch.full_like(entropy, epsilon), epsilon**0.5 * (-entropy).exp())
-        stands = ours.dense > bar.unsqueeze(-1)
-        kept = draft.law.dense * stands
+        acceptable = ours.dense > bar.unsqueeze(-1)
+        kept = draft.law.dense * acceptable
         law = kept + (1 - kept.sum(-1, keepdim=True)) * ours.dense
-        passed = stands.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
+        passed = acceptable.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
         return _verdict(passed, p, draft, total_variation(law, ours.dense))
 
     return verify

@@ -1,4 +1,4 @@
-"""The drafts of Shallow Aggressive Decoding (arXiv 2106.04970): the source is the draft of a text that resembles it."""
+"""The drafts of Shallow Aggressive Decoding (arXiv 2106.04970), copied from a source that the output resembles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SourceDrafter:
 
 
 def continuation(source: Sequence[int], output: Sequence[int]) -> int | None:
-    """Return the position at which the source continues an output; None if there is no unique one, or at its end."""
+    """Return the position at which the source continues an output; None if it is not unique or the source's end."""
     source, output = list(source), list(output)
     if output == source[: len(output)]:
         return len(output) if len(output) < len(source) else None

@@ -1,1 +1,1 @@
-"""The page of results: sheets of figures, drawings, and the generated page."""
+"""The page of results: sheets (tables and figures as records), drawings, and the generated page."""

@@ -1,4 +1,4 @@
-"""Sheets as pictures: curves in panels, and timelines."""
+"""Draws sheets as pictures: curves in panels, and timelines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTINGS = {"svg.hashsalt": "slipstream", "font.size": 9.0}
 
 
 def check_drawing() -> None:
-    """Raise ValueError in one sentence if nothing can be drawn, before anything is measured."""
+    """Raise ValueError if matplotlib is not installed, which is checked before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -39,7 +39,7 @@ def _curves(sheet: Sheet, group: str, panel: Any) -> None:
     colours: dict[str, Any] = {}
     for curve in sheet.curves:
         if curve.group == group:
-            pair = curve.label.split(", ")[-1]  # dashed lines have the colour of their solid ones
+            pair = curve.label.split(", ")[-1]  # a dashed curve takes the colour of the solid one of the same pair
             style = f"{'o' if curve.marked else ''}{'--' if curve.dashed else '-'}"
             (line,) = panel.plot(curve.x, curve.y, style, label=curve.label, color=colours.get(pair), markersize=4)
             if any(each.dashed for each in sheet.curves):

@@ -1,4 +1,4 @@
-"""A table or figure as one record, which is written as JSON, drawn, printed and put on the page."""
+"""`Sheet`: a table or figure as one record, which is written as JSON, drawn, printed and put on the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its head, and the digits of its numbers."""
+    """A column of a table: its heading, and the decimal places of its numbers."""
 
     name: str
     digits: int = 2
@@ -24,7 +24,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a plot. `group` is the panel it belongs to; the points of a `marked` one are seen."""
+    """A line of a plot. `group` is the panel it belongs to; a `marked` line shows its points."""
 
     label: str
     x: tuple[float, ...]
@@ -44,10 +44,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Sheet:
-    """One table or figure of the paper beside ours.
+    """One table or figure with the paper's figures next to ours.
 
-    `notes` are sentences below it, `text` is preformatted, `axes` name x and y of the curves, `environment` describes
-    the machine if anything was measured, and `quick` is True if models and texts were small.
+    `notes` are sentences below it, `text` is preformatted, `axes` name x and y of the curves, `command` makes the
+    sheet, `environment` describes the machine if anything was measured, and `quick` is True if models and texts were
+    small.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Sheet:
 
 
 def sheet(record: dict[str, Any]) -> Sheet:
-    """Return the sheet of a JSON object."""
+    """Return the sheet that `as_dict` has turned into a JSON object."""
     parts = {
         "columns": tuple(Column(**column) for column in record["columns"]),
         "rows": tuple(map(tuple, record["rows"])),
@@ -93,7 +94,7 @@ def sheet(record: dict[str, Any]) -> Sheet:
 
 
 def shown(cell: Cell, digits: int) -> str:
-    """Return a cell as text; an empty one for None."""
+    """Return a cell as text: floats with `digits` decimal places, None as an empty cell."""
     if cell is None:
         return ""
     return f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell)
@@ -115,7 +116,7 @@ def markdown(sheet: Sheet) -> list[str]:
 
 
 def write_json(record: Any, file: Path) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically, and make its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as part:
         part.write_text(json_text(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -31,9 +31,11 @@ Scout = Callable[[Sequence[Request], Outputs], Iterator[Law]]
 
 BATCH = 32
 TIMES = 8  # the greatest number of texts from one source
-LAGS, RUN, PLACES = 5, 6, 12
-REPLICATES = 200
-GAMMAS, ENDLESS = range(1, 17), range(1, 17)
+LAGS = 5  # autocorrelations are computed at 1 to LAGS positions apart
+RUN = 6  # acceptance is computed after 0 to RUN - 1 accepted tokens
+PLACES = 12  # acceptance is computed at each of the first PLACES tokens
+REPLICATES = 200  # bootstrap samples for the interval of alpha
+GAMMAS, ENDLESS = range(1, 17), range(1, 17)  # gammas on the texts as they are, and on all of them joined to one
 
 
 class Trail:
@@ -50,7 +52,7 @@ class Trail:
         self.chances += [[] for _ in range(texts)]
 
     def step(self, texts: Sequence[int], p: Law, q: Law, written: Tensor) -> None:
-        """Add one position of some of the texts; `written` (rows, 1) are their tokens at it."""
+        """Add one position of some of the texts; `written` (rows, 1) are the target's tokens there."""
         beta = acceptance.beta(p, q)
         chance = beta if p.point else (q.of(written) / p.of(written)).clamp(max=1)
         for text, kept, kept_here in zip(texts, beta[:, 0].tolist(), chance[:, 0].tolist(), strict=True):
@@ -90,7 +92,7 @@ def lenient_beta(p: Law, q: Law, lenience: float) -> Tensor:
 def write(
     subject: Subject, temperature: float, tokens: int, say: Callable[[str], object]
 ) -> tuple[list[Request], Outputs]:
-    """Let the target write about `tokens` tokens -> requests and outputs; above temperature 0 sources may be reused."""
+    """Decode about `tokens` tokens with the target -> requests and outputs; above temperature 0 sources may repeat."""
     decoder, requests, outputs = replace(subject.plain, batch_size=BATCH), list[Request](), list[list[int]]()
     places, written = range(len(subject.sources)), 0
     for seed in range(TIMES if temperature else 1):
@@ -108,15 +110,15 @@ def write(
 def tables(subject: Subject) -> dict[str, NgramModel]:
     """Return unigram and bigram models of the text that a subject's models were trained on."""
     vocab, known = subject.engine.decoder.target.vocab, subject.known()
-    opened = [[*subject.begin, *text] for text in known]
-    return {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(opened, 2, vocab)}
+    with_begin = [[*subject.begin, *text] for text in known]
+    return {"unigram": NgramModel.fit(known, 1, vocab), "bigram": NgramModel.fit(with_begin, 2, vocab)}
 
 
 def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Scout]:
     """Return the scouts of n-gram models and of a subject's drafts, by name."""
     vocab = subject.engine.decoder.target.vocab
-    found: dict[str, Scout] = {name: ngram_scout(model, name) for name, model in counted.items()}
-    return found | {name: model_scout(subject.lend(name), vocab) for name in subject.drafts}
+    ngrams: dict[str, Scout] = {name: ngram_scout(model, name) for name, model in counted.items()}
+    return ngrams | {name: model_scout(subject.lend(name), vocab) for name in subject.drafts}
 
 
 def model_scout(draft: Scorer, vocab: int) -> Scout:
@@ -153,13 +155,13 @@ def follow(
         some, texts = requests[start : start + BATCH], outputs[start : start + BATCH]
         for trail in trails.values():
             trail.begin(len(texts))
-        others = {name: scout(some, texts) for name, scout in found.items()}
+        draft_laws = {name: scout(some, texts) for name, scout in found.items()}
         for place, _, _, p in replay(subject.engine.decoder.target, some, texts):
             alive = torch.tensor([row for row, text in enumerate(texts) if place < len(text)])
             written = torch.tensor([[texts[row][place]] for row in alive])
-            for name, other in others.items():
-                here, there = p.select(alive.to(p.device)), next(other).to(p.device).select(alive.to(p.device))
-                trails[name].step([start + row for row in alive.tolist()], here, there, written.to(p.device))
+            for name, laws in draft_laws.items():
+                alive_p, alive_q = p.select(alive.to(p.device)), next(laws).to(p.device).select(alive.to(p.device))
+                trails[name].step([start + row for row in alive.tolist()], alive_p, alive_q, written.to(p.device))
     return trails
 
 
@@ -169,10 +171,10 @@ def measure(
     """Measure the acceptance of n-grams and drafts along about `tokens` tokens of the target -> a JSON object."""
     requests, outputs = write(subject, temperature, tokens, say)
     say(f"{subject.name} at temperature {temperature:g}: acceptance along {sum(map(len, outputs))} tokens")
-    found = follow(subject, scouts(subject, counted), requests, outputs)
+    trails = follow(subject, scouts(subject, counted), requests, outputs)
     return {
         "subject": subject.name,
         "environment": environment(subject.engine),
         **subject.models,
-        "drafts": {name: trail.figures() for name, trail in found.items()},
+        "drafts": {name: trail.figures() for name, trail in trails.items()},
     }

@@ -1,4 +1,4 @@
-"""Measures how far a method with a model of its own is from the target's law, by scoring its texts with the target."""
+"""Measures how far the law of a method with its own model is from the target's, which scores the method's texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.paper.runs.subjects import Subject
 
 
 class Laws:
-    """Decodes like `rounds`, one text at a time, and stores the law by which every token was emitted."""
+    """Decodes like `rounds`, one text at a time, and stores the law from which every token was emitted."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}

@@ -67,9 +67,9 @@ def _race(
         run(contender, replace(task, prompts=task.prompts[:1]))
     numbers, texts = range(course.repetitions), len(task.prompts)
     laps = [replace(task, prompts=(prompt,), seed=seed) for seed in numbers for prompt in task.prompts]
-    found, repeated = list(race(contenders, laps, run)), list[Repetition]()
+    lap_outputs, repeated = list(race(contenders, laps, run)), list[Repetition]()
     for start in range(0, len(laps), texts):
-        turns = zip(contenders, zip(*found[start : start + texts], strict=True), strict=True)
+        turns = zip(contenders, zip(*lap_outputs[start : start + texts], strict=True), strict=True)
         repeated.append({contender: _pooled(outputs) for contender, outputs in turns})
     return repeated
 
@@ -83,15 +83,15 @@ def _pooled(outputs: Sequence[Output]) -> Output:
 
 def _row(subject: Subject, contender: Contender, task: BenchTask, repeated: Sequence[Repetition]) -> dict[str, Any]:
     """Return the figures of one method over all repetitions, with the text quality of the first."""
-    found, runs = result(contender, task, repeated), [outputs[contender] for outputs in repeated]
+    figures, runs = result(contender, task, repeated), [outputs[contender] for outputs in repeated]
     plain = next(output for one, output in repeated[0].items() if one.name == PLAIN)
     stats = sum((run.stats for run in runs), Stats())
     row = {
-        "over_plain": found.ratio_to_plain,
+        "over_plain": figures.ratio_to_plain,
         "tokens_per_call": stats.mean_acceptance_length,
         "distance": stats.distance / stats.emitted,
-        "same": found.matches_plain,
-        "of": found.prompts,
+        "same": figures.matches_plain,
+        "of": figures.prompts,
     }
     if subject.references or not task.temperature:
         references = subject.references[: len(task.prompts)] or _texts(subject, plain)
@@ -105,7 +105,7 @@ def _texts(subject: Subject, output: Output) -> list[str]:
 
 
 def _about(subject: Subject, method: Method, task: BenchTask) -> dict[str, Any]:
-    """Return the method's name and setting, and, for a method with its own model, figures of another, untimed run."""
+    """Return the method's name and setting; for one with its own model, also figures of a second, untimed run."""
     about: dict[str, Any] = {"method": method.method, "setting": method.setting}
     if method.other:
         laws, exits = Laws(), method.exits

@@ -16,7 +16,7 @@ GAMMA = 5
 
 
 def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Compute sacrebleu of plain and speculative translations of the held-out sources, and count equal texts.
+    """Return BLEU (sacrebleu) of plain and speculative translations of held-out sources, and counts of equal texts.
 
     Above temperature 0, only the first draft is used.
     """

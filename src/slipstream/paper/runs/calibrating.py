@@ -14,13 +14,13 @@ from slipstream.paper.runs.quality import unlike
 from slipstream.paper.runs.subjects import Subject
 
 RISKS = (0.1, 0.25, 0.5)
-"""The risks: allowed mean distances (1 - chrF) from the texts of all layers."""
+"""The risks: allowed mean distances (1 - chrF) from the texts that all layers give."""
 
 FAILURE = 0.05
 """The allowed chance that a threshold exceeds its risk."""
 
 THRESHOLDS = (1.1, 1.07, 1.04, 1.0, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0)
-"""The thresholds that are tried, the safest first; the decay along a text lowers each to no less than 0.9 of it."""
+"""The thresholds that are tried, the safest first; along a text, each falls to no less than 0.9 of its value."""
 
 
 def thresholds(subject: Subject, exits: Exits, first: int, texts: int, say: Callable[[str], Any]) -> dict[str, Any]:
@@ -34,17 +34,18 @@ def thresholds(subject: Subject, exits: Exits, first: int, texts: int, say: Call
         rows = sound(generate(exiting(subject, exits, rule), requests))
         return [subject.engine.decode(row.output) for row in rows]
 
-    whole, found = write(None), list[dict[str, Any]]()
+    unshortened, calibrations = write(None), list[dict[str, Any]]()
     for name, confidence in CONFIDENCES.items():
 
         @cache
         def losses(threshold: float, name: str = name, confidence: Any = confidence) -> tuple[float, ...]:
-            said = write(ExitRule(confidence, threshold, subject.length))
-            lost = tuple(map(unlike, said, whole))
-            say(f"CALM, {name}: at {threshold:g} the texts are {sum(lost) / len(lost):.3f} from those of all layers")
-            return lost
+            shortened = write(ExitRule(confidence, threshold, subject.length))
+            distances = tuple(map(unlike, shortened, unshortened))
+            mean = sum(distances) / len(distances)
+            say(f"CALM, {name}: at {threshold:g} the texts are {mean:.3f} from those of all layers")
+            return distances
 
         for risk in RISKS:
             chosen = calibrated(THRESHOLDS, losses, risk, FAILURE)
-            found.append({"confidence": name, "risk": risk, "threshold": chosen})
-    return {"texts": len(requests), "length": subject.length, "failure": FAILURE, "thresholds": found}
+            calibrations.append({"confidence": name, "risk": risk, "threshold": chosen})
+    return {"texts": len(requests), "length": subject.length, "failure": FAILURE, "thresholds": calibrations}

@@ -1,8 +1,8 @@
 """Predictions from chances of acceptance along a text: costs of gammas and of an oracle, and how far betas are i.i.d.
 
 A chance is min(1, q(x)/p(x)) at a token x that the target wrote (greedy: whether the draft's choice is x). Given the
-text, tests are independent coins with these chances (Algorithm 1), so sums over them are exact for that text: no i.i.d.
-assumption, no sampling of drafts.
+text, acceptance tests are independent coins with these chances (Algorithm 1), so expectations are computed exactly for
+that text, without an i.i.d. assumption and without sampling drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from itertools import chain
 from slipstream.theory import LIMIT
 
 Chances = Sequence[float]
-NEGLIGIBLE = 1e-9
+"""The chances at the positions of one text."""
+
+NEGLIGIBLE = 1e-9  # the probability of reaching a position below which the rest of a round is ignored
 
 
 def cost(chances: Chances, gamma: int, price: Callable[[int], float]) -> float:
@@ -41,7 +43,7 @@ def cost(chances: Chances, gamma: int, price: Callable[[int], float]) -> float:
 
 
 def tokens_per_round(texts: Sequence[Chances], gamma: int) -> float:
-    """Return tokens over expected rounds, pooled over texts; the last round of a text may be cut."""
+    """Return tokens over the expected number of rounds, pooled over texts; a text's end may cut its last round."""
     return sum(map(len, texts)) / sum(cost(text, gamma, lambda kept: 1.0) for text in texts)
 
 
@@ -66,7 +68,7 @@ def best(per_round: Mapping[int, float], c: float) -> tuple[int, float]:
 
 
 def endless(texts: Sequence[Chances]) -> list[Chances]:
-    """Return all texts joined to one, so that no round is cut by an end."""
+    """Return all texts joined to one, so that no round is cut by the end of a text."""
     return [list(chain.from_iterable(texts))]
 
 
@@ -84,7 +86,7 @@ def autocorrelation(texts: Sequence[Chances], lag: int) -> float | None:
 
 
 def after(texts: Sequence[Chances], kept: int) -> float | None:
-    """Return the chance that a token is kept after exactly `kept` accepted ones, themselves after a refusal.
+    """Return the chance that a token is kept after a rejected token and exactly `kept` accepted ones.
 
     None if there is no such place. With i.i.d. betas it is alpha for every `kept`.
     """

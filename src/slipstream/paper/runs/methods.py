@@ -29,8 +29,8 @@ SOURCES = "Shallow Aggressive Decoding"
 class Method:
     """A method at one setting.
 
-    `other`: it has a model of its own, so the distance of its law must be measured by scoring its texts with the
-    target. `exits`: the model with early exits, if any, which counts the layers that ran.
+    `other`: whether it has a model of its own, so that the distance of its law must be measured by scoring its texts
+    with the target. `exits`: the model with early exits, if any, which counts the layers that ran.
     """
 
     method: str
@@ -98,14 +98,14 @@ def blockwise(subject: Subject, frozen: ParallelHeads, tuned: tuple[Engine, Para
     The base checks a block by its most probable tokens, so this is for greedy decoding.
     """
     bases = {"frozen base": (subject.engine, frozen), "fine-tuned base": tuned}
-    found = []
+    methods = []
     for name, (engine, heads) in bases.items():
         drafter = HeadsDrafter(engine.decoder.target, heads)  # type: ignore[arg-type]
         alone = replace(subject.plain, target=engine.decoder.target)
         for block in BLOCKS:
             decoder = _drafting(alone, drafter, block - 1)
-            found.append(Method(BLOCKWISE, f"k = {block}, {name}", decoder, block - 1, engine is not subject.engine))
-    return found
+            methods.append(Method(BLOCKWISE, f"k = {block}, {name}", decoder, block - 1, engine is not subject.engine))
+    return methods
 
 
 # ---- CALM ----------------------------------------------------------------------------------------------------------
@@ -125,13 +125,14 @@ def early_exits(subject: Subject, exits: Exits, thresholds: Sequence[dict[str, A
 
 
 def exiting(subject: Subject, exits: Exits, rule: ExitRule | None) -> Decoder:
-    """Return a decoder of the copy with exits, which leaves by `rule`, or runs all layers if it is None."""
+    """Return a decoder of the copy with exits, which exits by `rule`, or runs all layers if it is None."""
     return replace(subject.plain, target=exits.target, drafter=ExitClock(exits, rule))
 
 
 # ---- Shallow Aggressive Decoding -----------------------------------------------------------------------------------
 
 PIECES = {"all of the source": 512, "pieces of 16": 16}
+"""The name of a setting -> the most tokens that are copied per round."""
 
 
 def from_sources(subject: Subject, source: Source) -> list[Method]:

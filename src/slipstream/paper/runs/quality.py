@@ -7,7 +7,7 @@ from typing import Any
 
 
 def quality(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Compute BLEU and chrF of texts, 0 to 100. Raises ValueError in one sentence without sacrebleu."""
+    """Return BLEU and chrF of texts, 0 to 100. Raises ValueError if sacrebleu is not installed."""
     scores = {"bleu": _sacrebleu().BLEU(), "chrf": _sacrebleu().CHRF()}
     return {name: metric.corpus_score(list(texts), [list(references)]).score for name, metric in scores.items()}
 

@@ -1,4 +1,4 @@
-"""Speed against our own plain decoding and transformers, and the speed that Theorem 3.8 and all costs predict."""
+"""Speed compared with our plain decoding and transformers, and the speed that Theorem 3.8 and all costs predict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.theory import tokens_per_round, walltime_factor
 
 @dataclass(frozen=True)
 class Course:
-    """The amount to run: texts of the pilot, which measures costs, texts of the race, and its repetitions."""
+    """The amount to run: texts of the pilot, which measures costs, and texts and repetitions of the race after it."""
 
     pilot: int = 8
     texts: int = 24
@@ -35,7 +35,7 @@ class Course:
 
 @dataclass
 class Log:
-    """The rounds of one contender, and the seconds of its texts before their first round."""
+    """The timed rounds of one contender, and the seconds in which the target read each prompt before them."""
 
     beats: list[Beat] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Log:
             yield round
 
     def costs(self, gamma: int) -> SpeedCosts:
-        """Return medians of the recorded times; a draft's first round, which reads the source, counts separately."""
+        """Return medians of the recorded times; the first round, in which the draft reads the source, is separate."""
         later = [beat for beat in self.beats if not beat.new] or self.beats
         first = [beat for beat in self.beats if beat.new]
         draft = median(beat.draft for beat in later)
@@ -63,7 +63,7 @@ class Log:
 
 @dataclass(frozen=True)
 class SpeedCosts:
-    """The seconds of a target run, of a draft run, and of the rest of a round; and once per text, of target and draft.
+    """The seconds of a target run, of a draft run, and of the rest of a round, and the seconds spent once per text.
 
     The target's time once per text is that of its encoder, or of reading the prompt.
     """
@@ -87,11 +87,11 @@ def race(
     course: Course,
     say: Callable[[str], Any],
 ) -> dict[str, Any]:
-    """Measure every draft at the gamma that theory chooses -> a JSON object.
+    """Measure the speed of every draft at the gamma that should be fastest -> a JSON object.
 
     `alphas` are the figures of `acceptance` at this temperature by draft, `raced` those of the sources that run here. A
-    pilot measures the costs of gamma 3, 5 and 7; the gamma with the least expected time runs. All run in turns, text
-    by text; ratios are taken within a repetition, and their median is reported.
+    pilot measures the costs of gamma 3, 5 and 7; the gamma with the least expected time runs. All contenders run in
+    turns, text by text; ratios are taken within a repetition, and their median is reported.
     """
     pilot = _pilot(subject, temperature, course.pilot, say)
     gammas = {name: chosen(alphas[name], pilot[name]) for name in subject.drafts}
@@ -124,7 +124,7 @@ def race(
 
 
 def chosen(alphas: Mapping[str, Any], costs: Mapping[int, SpeedCosts]) -> int:
-    """Return the gamma of Table 2 with the least time per text, at its costs and its tokens per round on real texts."""
+    """Return the gamma of Table 2 with the least expected time per text, by its costs and tokens per round."""
     rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in GAMMAS}
     return min(GAMMAS, key=lambda gamma: costs[gamma].per_text(gamma, rounds[gamma]))
 
@@ -132,7 +132,7 @@ def chosen(alphas: Mapping[str, Any], costs: Mapping[int, SpeedCosts]) -> int:
 def _pilot(
     subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]
 ) -> dict[str, dict[int, SpeedCosts]]:
-    """Measure the costs of every draft and gamma, in turns; the first text of each warms up."""
+    """Measure the costs of every draft and gamma, in turns; the first of several texts is an unrecorded warm-up."""
     logs = {(name, gamma): Log() for name in subject.drafts for gamma in GAMMAS}
     texts = min(texts, len(subject.sources))
 
@@ -161,13 +161,13 @@ def _run(
 
 
 def _row(
-    result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], found: tuple[SpeedCosts, SpeedCosts]
+    result: Any, gamma: int, alphas: Mapping[str, Any], raced: Mapping[str, Any], spent: tuple[SpeedCosts, SpeedCosts]
 ) -> dict[str, Any]:
-    """Return the figures of one draft: its expected speed, with step by step more costs included, and the measured one.
+    """Return the figures of one draft: the speed expected as more and more costs are counted, and the measured one.
 
-    `found` are its own costs and those of plain decoding.
+    `spent` are its own costs and those of plain decoding.
     """
-    costs, plain = found
+    costs, plain = spent
     alpha, c, verify = alphas["alpha"]["value"], costs.draft / plain.target, costs.target / plain.target
 
     def expected(length: float, tokens_per_round: float) -> float:

@@ -35,8 +35,8 @@ DRAFT = "embedded draft"
 class Subject:
     """A target (as an engine without a draft), with drafts and texts to measure on.
 
-    `drafts` are by name, `sources` are texts, `references` the expected answers (or none), and `known()` returns the
-    token ids of the texts in which n-grams are counted.
+    `drafts` are by name, `sources` are texts, `references` the expected answers (or none), `length` is the most tokens
+    of an answer, and `known()` returns the token ids of the texts in which n-grams are counted.
     """
 
     name: str
@@ -66,30 +66,30 @@ class Subject:
         return replace(self.plain, drafter=self._drafters[draft], controller=Fixed(gamma))
 
     def lend(self, draft: str) -> Scorer:
-        """Return a draft's Scorer with an empty cache, for other use than drafting."""
+        """Return a draft's Scorer with an empty cache, for uses other than drafting."""
         self._drafters.pop(draft, None)
         self.drafts[draft].free(range(len(self.drafts[draft].lengths)))
         return self.drafts[draft]
 
     def requests(self, temperature: float, places: Sequence[int], seed: int = 0) -> list[Request]:
         """Return requests for some of the sources; repeated sources get different random numbers."""
-        sampler, copies, made = Sampling(temperature=temperature), Counter[int](), list[Request]()
+        sampler, copies, requests = Sampling(temperature=temperature), Counter[int](), list[Request]()
         eos, frame = self.engine.eos, self.engine.frame
         for place in places:
             text = self.engine.encode(self.sources[place])
             request = request_for(text, sampler, self.length, eos=eos, seed=seed, frame=frame)
-            made.append(replace(request, key=request_key((place, *request.prompt), copies[place])))
+            requests.append(replace(request, key=request_key((place, *request.prompt), copies[place])))
             copies[place] += 1
-        return made
+        return requests
 
     @property
     def models(self) -> dict[str, dict[str, Any]]:
         """The numbers of parameters and the dtypes of all models, for reports."""
         scorers = {"target": self.engine.decoder.target, **self.drafts}
-        found = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
+        models = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
         return {
-            "parameters": {name: parameters(model) for name, model in found.items()},
-            "dtypes": {name: str(model.dtype).removeprefix("torch.") for name, model in found.items()},
+            "parameters": {name: parameters(model) for name, model in models.items()},
+            "dtypes": {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()},
         }
 
 
@@ -106,7 +106,7 @@ class Loading:
 
 
 def embedded(length: int, how: Loading) -> Subject:
-    """Return the embedded pair, which ships with the package, with Python code as texts."""
+    """Return the embedded pair, which ships with the package, with Python functions to write."""
     engine, drafts = _loaded(EMBEDDED / "target", {DRAFT: EMBEDDED / "draft"}, how)
 
     def known() -> list[list[int]]:
@@ -117,26 +117,27 @@ def embedded(length: int, how: Loading) -> Subject:
 
 def family(pairs: Pairs, target: str | Path, drafts: Mapping[str, str | Path], length: int, how: Loading) -> Subject:
     """Return a target and drafts that answer the sources of `pairs`, from folders or by hub names."""
-    engine, found = _loaded(target, drafts, how)
+    engine, scorers = _loaded(target, drafts, how)
     sources, references = zip(*pairs.held_out, strict=True)
 
     def known() -> list[list[int]]:
         return engine.tokenizer([target for _, target in pairs.train])["input_ids"]
 
-    return Subject(pairs.name, engine, found, sources, known, length, references)
+    return Subject(pairs.name, engine, scorers, sources, known, length, references)
 
 
 def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
-    named: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
-    engine = load(target, dtype=how.dtype, device=how.device, **named)
+    """Load a target without a draft, and the draft models by name, which must share its tokenizer."""
+    options: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
+    engine = load(target, dtype=how.dtype, device=how.device, **options)
     mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
     context = BuildContext(
         engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode, waits=True
     )
-    found = dict[str, Scorer]()
+    scorers = dict[str, Scorer]()
     for name, source in drafts.items():
         made = drafter(str(source), context)
         if not isinstance(made, ModelDrafter):
             raise ValueError(f"draft {name} does not share the target's tokenizer, as the paper's drafts do.")
-        found[name] = made.scorer
-    return engine, found
+        scorers[name] = made.scorer
+    return engine, scorers

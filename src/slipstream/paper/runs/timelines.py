@@ -19,11 +19,11 @@ from slipstream.observers.explain import Explanation
 from slipstream.paper.published import FIGURE_5_GAMMAS
 from slipstream.paper.runs.subjects import Subject
 
-WIDTH = 110
+WIDTH = 110  # columns of the text of Figure 1
 
 
 def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: int = 0) -> dict[str, Any]:
-    """Decode one text round by round -> a JSON object with its marked text, the same as coloured HTML, and counts."""
+    """Decode one text round by round -> a JSON object with counts and the text marked by token source, also as HTML."""
     screens = [Console(file=io.StringIO(), width=WIDTH, record=True, color_system=None, markup=False, highlight=False)]
     screens.append(Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, markup=False))
     (request,) = subject.requests(temperature, [0], seed)
@@ -51,7 +51,7 @@ def story(subject: Subject, draft: str, gamma: int, temperature: float, seed: in
 
 @dataclass(frozen=True)
 class Run:
-    """One decoding of a text: calls as (start, end, kind) in milliseconds, and the number of tokens."""
+    """One decoding of a text: models' calls as (start, end, kind) in milliseconds, and the number of tokens."""
 
     calls: tuple[tuple[float, float, str], ...]
     tokens: int
@@ -63,12 +63,13 @@ class Run:
 
 
 def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Record calls over time with gamma 7, 3 and plain, greedily, in turns; of each, keep the run with the median time.
+    """Record the calls of greedy decoding with gamma 7, 3 and none, in turns -> a JSON object.
 
-    The text is the one with the most tokens among the answers to the first 20 sources.
+    Of each decoder, the run nearest to the median time is kept. The text is the one with the most tokens among the
+    answers to the first 20 sources.
     """
     some = subject.requests(0.0, range(min(20, len(subject.sources))))
-    # A round of plain decoding makes one token.
+    # A round of plain decoding makes one token, so the rounds count the tokens.
     request = max(some, key=lambda request: sum(1 for _ in rounds(subject.plain, [request])))
     decoders = {f"gamma {gamma}": subject.drafted(draft, gamma) for gamma in FIGURE_5_GAMMAS}
     decoders["plain"] = subject.plain
@@ -77,7 +78,7 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
         say(f"timeline: run {number} of {repetitions}")
         for name, decoder in decoders.items():
             runs[name].append(_run(decoder, request))
-    lanes = {name: _middle(found[1:]) for name, found in runs.items()}
+    lanes = {name: _middle(repeated[1:]) for name, repeated in runs.items()}
     return {
         "subject": subject.name,
         **subject.models,
@@ -89,24 +90,24 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
 
 def _middle(runs: Sequence[Run]) -> Run:
     """Return the run nearest to the median time."""
-    usual = median(run.end for run in runs)
-    return min(runs, key=lambda run: abs(run.end - usual))
+    middle = median(run.end for run in runs)
+    return min(runs, key=lambda run: abs(run.end - middle))
 
 
 def _run(decoder: Decoder, request: Request) -> Run:
-    """Return the calls of a text one after the other, by kind: once, draft, target, rest."""
+    """Decode a text and return its calls in order, of the kinds once (reading the source), draft, target and rest."""
     calls, now, tokens = list[tuple[float, float, str]](), 0.0, 0
     for round, beat in beats(decoder, [request]):
         before = prompt_seconds(round, 0) if beat.new else 0.0
         parts = (("once", before), ("draft", beat.draft), ("target", beat.target), ("rest", beat.rest))
-        for who, seconds in parts:
+        for kind, seconds in parts:
             if seconds > 0:
-                calls.append((round_ms(now), round_ms(now + seconds), who))
+                calls.append((round_ms(now), round_ms(now + seconds), kind))
                 now += seconds
         tokens += len(round.tokens[0])
     return Run(tuple(calls), tokens)
 
 
 def round_ms(seconds: float) -> float:
-    """Return milliseconds with three digits."""
+    """Return seconds as milliseconds, rounded to three decimal places."""
     return round(1000 * seconds, 3)

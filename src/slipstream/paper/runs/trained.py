@@ -1,4 +1,4 @@
-"""The methods in the plane of baselines that need training, with their models loaded from the folder of the copies."""
+"""The methods in the plane of baselines that need trained models, which are loaded from the folder of the copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.paper.standins.tuning import HEADS, TARGET
 
 @dataclass
 class Trained:
-    """The models that were trained for the methods, each loaded once."""
+    """The methods that need trained models, each of which is trained if missing and loaded once."""
 
     copies: Copies
     how: Loading

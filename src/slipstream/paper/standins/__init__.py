@@ -1,1 +1,1 @@
-"""Stand-ins for the paper's models: their corpora, training and files."""
+"""Small stand-ins for the paper's models: their corpora, training and files."""

@@ -21,7 +21,7 @@ from slipstream.training.heads import HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Progress
 
 HEADS = 5
-"""The number of parallel heads beside the base, for blocks of up to six tokens."""
+"""The number of parallel heads in addition to the base's own head, for blocks of up to six tokens."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Copies:
 
     def editing(self, pairs: Pairs) -> dict[str, Path]:
         """Return the folders of a target and a draft that write corrected functions, by role."""
-        found = {role: self.folder / edits.NAME / role for role in self.lessons.editing}
-        if not all((folder / "config.json").is_file() for folder in found.values()):
-            lesson = edits.Editing.of(pairs.train, self._tokenizer)
-            for role, folder in found.items():
+        folders = {role: self.folder / edits.NAME / role for role in self.lessons.editing}
+        if not all((folder / "config.json").is_file() for folder in folders.values()):
+            editing = edits.Editing.of(pairs.train, self._tokenizer)
+            for role, folder in folders.items():
                 model = load_model(EMBEDDED / role, "float32")
-                edits.train(model, self._tokenizer, lesson, self.lessons.editing[role], folder, self.say)
-        return found
+                edits.train(model, self._tokenizer, editing, self.lessons.editing[role], folder, self.say)
+        return folders
 
     @property
     def _teaching(self) -> Teaching:
@@ -99,7 +99,7 @@ class Copies:
 
     @cached_property
     def _text(self) -> Tensor:
-        """The training text of the embedded pair, as tokens."""
+        """The training text of the embedded pair, as token ids (n,)."""
         ids = self._tokenizer(list(writing.texts()), verbose=False)["input_ids"]
         return torch.tensor([token for text in ids for token in text])
 

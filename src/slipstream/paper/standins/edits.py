@@ -1,4 +1,4 @@
-"""A task whose answers resemble their sources: Python functions with typing errors, to be written correctly."""
+"""A task whose answers resemble their sources: Python functions with typing errors, to be corrected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPENING, CLOSING = "# Broken:\n", "\n# Corrected:\n"
 """The text before and after the broken function in a prompt."""
 
 SHORTEST, LONGEST = 60, 260  # characters of a function
-SLIPS = 3  # at most, of a text
+SLIPS = 3  # the most typing errors of a text
 NAMES = re.compile(r"[A-Za-z_]{3,}")
 
 
@@ -37,14 +37,14 @@ def pairs(seed: int = 0, most: int = 20_000_000) -> Pairs:
     rng = random.Random(seed)
     held_out = list(functions((writing.library() / name).read_text(encoding="utf-8") for name in writing.HELD_OUT))
     rng.shuffle(held_out)
-    kept_aside = set(held_out)
-    known = [text for text in functions(writing.texts(most)) if text not in kept_aside]
-    train, tested = ([(prompt(broken(text, rng)), text) for text in texts] for texts in (known, held_out))
-    return Pairs(NAME, tuple(train), tuple(tested))
+    excluded = set(held_out)
+    known = [text for text in functions(writing.texts(most)) if text not in excluded]
+    train, test = ([(prompt(broken(text, rng)), text) for text in texts] for texts in (known, held_out))
+    return Pairs(NAME, tuple(train), tuple(test))
 
 
 def functions(files: Iterable[str]) -> Iterator[str]:
-    """Yield the short functions in source files, each once."""
+    """Yield the short functions without decorators in the texts of source files, each once."""
     seen = set[str]()
     for source in files:
         try:

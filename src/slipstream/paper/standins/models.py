@@ -1,7 +1,8 @@
 """The stand-ins for the paper's models: a T5-type target and three drafts of growing size, with one tokenizer.
 
-The target is trained at a moderate width and then grown (Net2Net, arXiv 1511.05641): its feed-forward layers become
-wider by units whose outputs start at zero, so that the function stays the same, and all weights are trained further.
+The target is trained at a moderate width and then grown (Net2Net, arXiv 1511.05641): its feed-forward layers get
+more hidden units, whose output weights start at zero so that the function stays the same, and all weights are trained
+further.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a T5-type model: width, heads of `head` units, hidden units, and layers of encoder and decoder."""
+    """The size of a T5-type model."""
 
     width: int
     heads: int
-    head: int
-    inner: int
-    encoder: int
+    head: int  # units of a head
+    inner: int  # hidden units of a feed-forward layer
+    encoder: int  # layers
     decoder: int
 
 
@@ -40,7 +41,7 @@ DRAFTS = {
     "base": Size(128, 4, 32, 320, 1, 2),
     "large": Size(192, 6, 32, 896, 2, 2),  # as the target before it grows; a wider one learned less in the same time
 }
-"""The sizes of the drafts: about 1/100, 1/30 and 1/10 of the grown target, like T5 small, base and large beside XXL."""
+"""The sizes of the drafts: about 1/100, 1/30 and 1/10 of the grown target, as T5 small, base and large are of XXL."""
 
 
 def new_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
@@ -86,7 +87,7 @@ def new_model(size: Size, vocab: int, seed: int = 0, dropout: float = DROPOUT) -
 
 @torch.no_grad()
 def grown(model: T5ForConditionalGeneration, inner: int, seed: int = 0) -> T5ForConditionalGeneration:
-    """Return a copy with every feed-forward layer widened to `inner` hidden units; the output is the same at first."""
+    """Return a copy with every feed-forward layer widened to `inner` hidden units, which gives the same output."""
     config = T5Config(**{**model.config.to_dict(), "d_ff": inner})
     torch.manual_seed(seed)
     wide = T5ForConditionalGeneration(config)

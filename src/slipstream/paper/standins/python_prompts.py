@@ -1,4 +1,4 @@
-"""The prompts on which the embedded pair is measured: Python's standard library, which stands for lm1b."""
+"""The prompts on which the embedded pair is measured: functions of Python's standard library, in place of lm1b."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HELD_OUT = (
     *("calendar.py", "csv.py", "fnmatch.py", "fractions.py", "graphlib.py", "heapq.py", "json/encoder.py"),
     *("queue.py", "sched.py", "shlex.py", "tempfile.py", "textwrap.py"),
 )
-"""The modules that the pair was not trained on (its model card)."""
+"""The modules that the pair was not trained on, according to its model card."""
 
-LONGEST = 1000  # characters of a prompt: some hundred tokens
+LONGEST = 1000  # characters of a prompt: a few hundred tokens
 
 
 def library() -> Path:

@@ -1,4 +1,4 @@
-"""Training a T5-type model on pairs, or a draft on its target's laws; an interrupted training resumes."""
+"""Trains a T5-type model on pairs, or a draft on its target's laws; an interrupted training is resumed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ IGNORED = -100
 
 
 HASTE = 10.0
-"""The factor on the learning rate of embeddings: T5's begin with a spread of 1, and would hardly move without it."""
+"""The factor on the learning rate of embeddings: T5's start with a standard deviation of 1, and would otherwise hardly
+change."""
 
 
 SOFT = 32
-"""The number of tokens kept of a law for a draft to learn from."""
+"""The number of likeliest tokens of a law that are kept for a draft to learn from."""
 
 
 SAVE_EVERY = 100
-"""The steps between two savings of a training's state."""
+"""The number of steps between saves of a training's state."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids with </s>. `laws` are, at every target position, the likeliest tokens and their probabilities."""
+    """A source and a target text as token ids ending with </s>, and the likeliest tokens at every target position.
+
+    `laws` are these tokens' ids and their probabilities under the model that a draft learns from.
+    """
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -43,21 +47,21 @@ class Example:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of a training: passes over the examples, pairs per step, learning rate and its end."""
+    """The schedule of a training: passes over the examples, pairs per step, and the course of the learning rate."""
 
     epochs: float
     batch: int = 128
     rate: float = 1e-3
-    last: float = 0.0  # share of the rate that is left at the end
-    warm: int = 200  # steps until the full rate
+    last: float = 0.0  # the share of the rate that is left at the end
+    warm: int = 200  # warm-up steps until the full rate
     seed: int = 0
 
 
 def copies(count: int, vocab: int, longest: int = 16, seed: int = 0) -> list[Example]:
     """Return examples of random tokens to be copied.
 
-    A model that copies these finds its way in sources of words; without them one of a few million weights does not find
-    copying in an hour.
+    A model that has learned to copy these also copies words of its sources; without them, one of a few million weights
+    does not learn to copy in an hour.
     """
     rng = random.Random(seed)
     texts = (tuple(rng.randrange(SPECIAL, vocab) for _ in range(rng.randint(4, longest))) for _ in range(count))
@@ -65,7 +69,7 @@ def copies(count: int, vocab: int, longest: int = 16, seed: int = 0) -> list[Exa
 
 
 Watch = Callable[[int, int, float], object]
-"""(steps done, steps in all, loss): called after every step."""
+"""A function of the steps done, the steps in all and the loss that is called after every step."""
 
 
 def train(
@@ -77,7 +81,7 @@ def train(
 ) -> None:
     """Train a model on examples, on the GPU if there is one; an interrupted training is resumed.
 
-    `file` holds the state. Raises ValueError if it belongs to another training.
+    `file` holds the state. Raises ValueError if it was written with another plan.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).train()
@@ -126,7 +130,7 @@ class Batches:
 
 
 def _groups(model: T5ForConditionalGeneration, rate: float) -> list[dict[str, Any]]:
-    """Return embeddings, matrices and scales as parameter groups, with their learning rates and weight decay."""
+    """Return embeddings, matrices and scales (of norms) as parameter groups with learning rates and weight decay."""
     embedding = model.get_input_embeddings().weight
     matrices = [weight for weight in model.parameters() if weight.dim() > 1 and weight is not embedding]
     scales = [weight for weight in model.parameters() if weight.dim() < 2]
@@ -140,7 +144,7 @@ def _groups(model: T5ForConditionalGeneration, rate: float) -> list[dict[str, An
 def _loss(model: T5ForConditionalGeneration, batch: Sequence[Example]) -> Tensor:
     """Return the cross entropy against the text, or against the target's laws if given; a mean over tokens.
 
-    Only the SOFT likeliest tokens of a law count; the small rest is ignored.
+    Only the SOFT likeliest tokens of a law count; the small probability of the others is ignored.
     """
     sources, labels = [example.source for example in batch], [example.target for example in batch]
     logits, targets = _answers(model, sources, labels)
@@ -160,15 +164,15 @@ def _answers(
 
     The texts (rows, longest) are padded with IGNORED.
     """
-    read, labels = padded(sources, PAD).to(model.device), padded(texts, IGNORED).to(model.device)
+    inputs, labels = padded(sources, PAD).to(model.device), padded(texts, IGNORED).to(model.device)
     with torch.autocast(model.device.type, torch.bfloat16):
-        begun = model.prepare_decoder_input_ids_from_labels(labels)
-        logits = model(input_ids=read, attention_mask=read != PAD, decoder_input_ids=begun).logits
+        shifted = model.prepare_decoder_input_ids_from_labels(labels)
+        logits = model(input_ids=inputs, attention_mask=inputs != PAD, decoder_input_ids=shifted).logits
     return logits.float(), labels
 
 
 def _factor(step: int, steps: int, plan: Plan) -> float:
-    """Return the factor on the learning rate: a warm-up, then half a cosine down to `last`."""
+    """Return the factor on the learning rate: a linear warm-up times half a cosine that falls to `last`."""
     falling = 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * step / steps)).item()
     return min(1.0, (step + 1) / plan.warm) * (plan.last + (1 - plan.last) * falling)
 
@@ -194,7 +198,7 @@ def with_laws(
 ) -> list[Example]:
     """Return examples of texts for sources, with the model's laws (at temperature 1) at every position of the texts."""
     order = sorted(range(len(sources)), key=lambda i: (len(texts[i]), len(sources[i])))
-    found: dict[int, Example] = {}
+    examples: dict[int, Example] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 16)  # few, so that layers' outputs fit a CPU's caches
     model.to(device).eval()
@@ -205,6 +209,6 @@ def with_laws(
         tops, shares = law.indices.to(torch.int16).cpu(), law.values.to(torch.bfloat16).cpu()
         for row, i in enumerate(places):
             end = len(texts[i])
-            found[i] = Example(sources[i], texts[i], (tops[row, :end].clone(), shares[row, :end].clone()))
-        watch(len(found), len(order))
-    return [found[i] for i in range(len(order))]
+            examples[i] = Example(sources[i], texts[i], (tops[row, :end].clone(), shares[row, :end].clone()))
+        watch(len(examples), len(order))
+    return [examples[i] for i in range(len(order))]

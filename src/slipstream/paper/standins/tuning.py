@@ -38,7 +38,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Teaching:
-    """The inputs for training a copy: the target with its tokenizer, the tokens of a text, and a progress callback."""
+    """The inputs for training a copy: the target with its tokenizer, a text as token ids, and a progress callback."""
 
     model: Any
     tokenizer: Any
@@ -47,7 +47,10 @@ class Teaching:
 
 
 def tune(module: nn.Module, loss_of: Loss, lesson: Lesson, file: Path, said: tuple[str, Say]) -> None:
-    """Train a module, saving the state in `file`. `said`: the module's name for messages, and their callback."""
+    """Train a module, or resume its training from the state in `file`.
+
+    `said`: the module's name in progress messages, and the callback that gets them.
+    """
     name, say = said
     optimizer = torch.optim.AdamW(module.parameters(), lr=lesson.rate, betas=(0.9, 0.95), weight_decay=0.01)
     known = {field: value for field, value in asdict(lesson).items() if field != "save_every"}
@@ -64,7 +67,7 @@ def tune(module: nn.Module, loss_of: Loss, lesson: Lesson, file: Path, said: tup
 
 
 def _factor(step: int, used: float) -> float:
-    """Return the factor of the learning rate: a short warm-up, then constant, then linear decay to zero."""
+    """Return the factor on the learning rate: a short warm-up, then 1, then a linear decay to zero."""
     return min(1.0, used / 0.1 + 0.05, (1.0 - used) / 0.7)
 
 
@@ -134,9 +137,9 @@ class Blockwise(nn.Module):
         self.heads = ParallelHeads(Sizes(heads, config.hidden_size, config.intermediate_size, False, name))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (rows, n, 1 + heads, vocab): entry [t, k] predicts the token k + 1 places behind t."""
+        """Return logits (rows, n, 1 + heads, vocab): entry [t, k] predicts the token k + 1 positions after t."""
         out = self.base(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        hidden = out.hidden_states[-1]  # behind the final norm
+        hidden = out.hidden_states[-1]  # after the final norm
         states = self.heads(hidden, hidden[..., :0])
         return torch.cat([out.logits.unsqueeze(2), self.base.get_output_embeddings()(states)], 2)
 
