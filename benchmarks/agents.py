@@ -1,10 +1,10 @@
-"""How many tokens per target call copying gives on recorded agent conversations, in their order.
+"""Measures how many tokens per target call drafts by copying give on recorded agent conversations, in their order.
 
 python benchmarks/agents.py CONVERSATIONS.json [--target DIR] [--limit 50] [--gamma 16] [--json]
 
-A replay of recorded text: the target is a stand-in that says exactly the recorded assistant turns, so this measures
-the drafts, not a model. Each turn is a request whose prompt is the conversation before it. The memory learns a turn
-when it has ended; the corpus holds the assistant turns of all earlier conversations and is built anew for each.
+The text is replayed: the target is a stand-in that emits exactly the recorded assistant turns, so this measures the
+drafts, not a model. Each turn is a request whose prompt is the conversation before it. The memory learns a turn when it
+has ended; the corpus holds the assistant turns of all earlier conversations and is rebuilt for each conversation.
 
 CONVERSATIONS is a list of objects with `traj` or `messages` (tau-bench's results as they are published): messages
 with role, content and tool_calls. `--tasks-once` keeps the first conversation of every `task_id`.
@@ -36,17 +36,18 @@ from slipstream.drafters.datastore.memory import Memory
 from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
 from slipstream.models.tables import TableScorer
 
-Turn = tuple[list[int], list[int]]  # prompt, response
+Turn = tuple[list[int], list[int]]  # token ids of the prompt and of the response
 SOURCES = ("own", "corpus", "memory", "corpus+memory", "own+corpus", "own+memory", "own+corpus+memory")
+"""Where drafts are copied from; "own" is the request's own text."""
 
 
 class Recorded(TableScorer):
-    """Says `said`, whatever was drafted: the stand-in for the model that was recorded."""
+    """A stand-in for the model that was recorded: its text is always `said`, regardless of the drafts."""
 
     said: Sequence[int] = ()
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Logits (rows, n, vocab) of the recorded tokens."""
+        """Return logits (rows, n, vocab) whose greatest one is the next recorded token."""
         logits = torch.zeros(*tokens.shape, self.vocab)
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             for j, new in enumerate(row[:count]):
@@ -60,13 +61,13 @@ def main() -> None:
     tokenizer = load_tokenizer(args.target or EMBEDDED / "target")
     model = load_model(args.target or EMBEDDED / "target", "float32", "cpu")
     weights = model.get_input_embeddings().weight
-    found = list(conversations(args, tokenizer))[: args.limit]
-    turns = [turn for conversation in found for turn in conversation]
+    recorded = list(conversations(args, tokenizer))[: args.limit]
+    turns = [turn for conversation in recorded for turn in conversation]
     prompts, size = [len(prompt) for prompt, _ in turns], sum(len(response) for _, response in turns)
-    about = f"{len(found)} conversations, {len(turns)} turns, {size} tokens, prompts of {sum(prompts) // len(turns)}"
-    rows = [{"source": source, **replay(found, source, weights, args)} for source in args.sources]
+    about = f"{len(recorded)} conversations, {len(turns)} turns, {size} tokens, prompts of {sum(prompts) // len(turns)}"
+    rows = [{"source": source, **replay(recorded, source, weights, args)} for source in args.sources]
     if args.json:
-        print(json.dumps({"conversations": len(found), "turns": len(turns), "tokens": size, "rows": rows}))
+        print(json.dumps({"conversations": len(recorded), "turns": len(turns), "tokens": size, "rows": rows}))
         return
     print(f"{about} on average, gamma {args.gamma}; replay of recorded text")
     for row in rows:
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def replay(found: Sequence[Sequence[Turn]], source: str, weights: Tensor, args: argparse.Namespace) -> dict[str, float]:
-    """One source of drafts on all conversations in order."""
+    """Replay all conversations in order with drafts from one of SOURCES -> its figures."""
     stats: list[Stats] = []
     with TemporaryDirectory() as folder:
         memory = Memory(Path(folder) / "memory.sqlite", InputEmbeddings(weights)) if "memory" in source else None
@@ -94,7 +95,7 @@ def replay(found: Sequence[Sequence[Turn]], source: str, weights: Tensor, args: 
                     learn=bool(memory),
                     settings=DatastoreSettings(own="own" in source, factor=args.factor),
                 )
-            else:  # the first conversation has no earlier one
+            else:  # no corpus yet, as no conversation came before the first
                 drafter = None
             for prompt, response in conversation:
                 stats[-1] += respond(prompt, response, drafter, len(weights), args.gamma)
@@ -114,19 +115,19 @@ def replay(found: Sequence[Sequence[Turn]], source: str, weights: Tensor, args: 
 
 
 def respond(prompt: list[int], response: list[int], drafter: Datastore | None, vocab: int, gamma: int) -> Stats:
-    """One turn, token for token as it was recorded."""
+    """Replay one turn, token for token as it was recorded -> its statistics."""
     target = Recorded(lambda prefix: (), vocab, "the recorded agent")
     target.said = [*prompt, *response]
-    made = (
+    decoder = (
         Decoder(target, controller=Fixed(0)) if drafter is None else Decoder(target, drafter, controller=Fixed(gamma))
     )
-    (row,) = generate(made, [Request(tuple(prompt), Sampling(), len(response))])
+    (row,) = generate(decoder, [Request(tuple(prompt), Sampling(), len(response))])
     assert row.output == response
     return row.stats
 
 
 def conversations(args: argparse.Namespace, tokenizer: Any) -> Iterator[list[Turn]]:
-    """The turns of each conversation: what stands before, and what the agent said."""
+    """Yield the turns of each conversation: the text before the agent's answer, and the answer."""
     seen = set()
     for number, record in enumerate(json.loads(Path(args.conversations).read_text())):
         task = record.get("task_id", number)
@@ -144,10 +145,10 @@ def conversations(args: argparse.Namespace, tokenizer: Any) -> Iterator[list[Tur
 
 
 def content(message: dict[str, Any]) -> str:
-    """What a message says, its tool calls as JSON."""
+    """Return the text of a message, with its tool calls as JSON."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    shown = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in calls]
-    return (message.get("content") or "") + "".join(f"<tool_call>{call}</tool_call>" for call in shown)
+    calls_json = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in calls]
+    return (message.get("content") or "") + "".join(f"<tool_call>{call}</tool_call>" for call in calls_json)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -157,8 +158,10 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("conversations", help="a JSON file")
-    parser.add_argument("--target", help="whose tokenizer and input embeddings; without: the embedded target")
-    parser.add_argument("--limit", type=int, help="so many conversations")
+    parser.add_argument(
+        "--target", help="the model whose tokenizer and input embeddings are used (default: the embedded target)"
+    )
+    parser.add_argument("--limit", type=int, help="conversations to use (default: all)")
     parser.add_argument("--tasks-once", action="store_true", help="only the first conversation of each task")
     parser.add_argument("--gamma", type=int, default=16)
     parser.add_argument("--factor", type=float, default=1.0, help="drafted tokens per matched token")

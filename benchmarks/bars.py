@@ -1,12 +1,12 @@
-"""The bars a fast implementation has to pass, measured in one place and printed as a table.
+"""Measures the bars (limits on times and ratios) that a fast implementation has to reach, and prints a table of them.
 
 python benchmarks/bars.py --target build/target-134m --draft build/draft-24m [--compile] [--only PART ...]
                           [--json FILE] [--peers PEER.json ...]
 
-Parts: `steps` (what one and six tokens of a row cost, float32 and bfloat16; the memory's read bandwidth), `race`
-(batch 1, gamma 5, beside transformers), `batch` (batches of 1, 8 and 16, with drafts of fixed lengths and of those that
-gamma="auto" chooses). With `--json`, parts measured by separate commands add up in one file. `--peers` adds what
-`benchmarks/peers/` measured on the same models.
+Parts: `steps` (the time of a pass over one and six tokens of a row, in float32 and bfloat16, and the memory's read
+bandwidth), `race` (batch 1, gamma 5, compared with transformers), `batch` (batches of 1, 8 and 16, with drafts of fixed
+lengths and of those that gamma="auto" chooses). With `--json`, parts measured by separate commands add up in one file.
+`--peers` adds what `benchmarks/peers/` measured on the same models.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from slipstream.text.prompts import gather
 
 PARTS = ("steps", "race", "batch")
 BATCHES = (1, 8, 16)
-BATCH_GAMMAS = (1, 2, 3, 5)  # a batch fills the processor with fewer drafted tokens: each size has the best one for it
-WORTHWHILE = 0.7  # the least alpha at which a batch of 8 has to gain
-ROWS = 6  # the pending token and gamma = 5 drafted ones
+BATCH_GAMMAS = (1, 2, 3, 5)  # the larger the batch, the fewer drafted tokens fill the processor, so several are tried
+WORTHWHILE = 0.7  # the least alpha at which speculation must be faster than plain decoding for a batch of 8
+ROWS = 6  # tokens of a pass: the pending one and gamma = 5 drafted ones
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
 
 
 def engines(args: argparse.Namespace, dtype: str) -> dict[str, Engine]:
-    """The eager engine and, if asked for, the compiled one: each with weights of its own."""
+    """Return the eager engine and, with --compile, the compiled one, each with its own copy of the weights."""
     kinds: dict[str, dict[str, Any]] = {"eager": {}, **({"compiled": {"compile": True}} if args.compile else {})}
     return {
         kind: slipstream.load(args.target, args.draft, dtype=dtype, gamma=args.gamma, **how)
@@ -98,7 +98,10 @@ def prompts(args: argparse.Namespace) -> list[Any]:
 
 
 def steps(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of one pass over 1 and 6 new tokens after 128, by model, dtype and execution; bytes read by one."""
+    """Return the milliseconds of a pass over 1 and 6 new tokens after 128, by model, dtype and execution.
+
+    With them come the bytes of the weights that a pass reads, and the memory's bandwidth in bytes per second.
+    """
     times: dict[str, Any] = {}
     for dtype in args.step_dtypes:
         for kind, engine in engines(args, dtype).items():
@@ -115,9 +118,9 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def pass_times(scorer: Scorer, context: int = 128, count: int = 30) -> dict[int, float]:
-    """Seconds of a pass by the number of new tokens; the widths alternate, medians."""
+    """Return the median seconds of a pass by the number of new tokens; the widths alternate."""
     text = [1 + i % 1000 for i in range(context)]
-    scorer.free(range(len(scorer.lengths)))  # a drafter's cache remembers the text before
+    scorer.free(range(len(scorer.lengths)))  # a drafter's cache may still hold its last text
     scorer.add(1)
     scorer.prefill([text])
     times: dict[int, list[float]] = {1: [], ROWS: []}
@@ -134,14 +137,14 @@ def pass_times(scorer: Scorer, context: int = 128, count: int = 30) -> dict[int,
 
 
 def matrix_bytes(scorer: Scorer) -> int:
-    """Bytes of the matrices that every pass reads."""
+    """Return the bytes of the weight matrices that every pass reads."""
     model = getattr(scorer, "model")  # noqa: B009
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear | PackedLinear)]
     return sum(m.in_features * m.out_features for m in linear) * model.dtype.itemsize
 
 
 def read_bandwidth(count: int = 15) -> float:
-    """Bytes per second of summing 512 MB, far more than the caches hold; the best of all runs, for it is a limit."""
+    """Return the bytes per second of summing 512 MB, far more than caches hold: the best run, as this is a limit."""
     data, times = torch.ones(128 * 2**20), []
     for _ in range(count):
         start = perf_counter()
@@ -151,7 +154,7 @@ def read_bandwidth(count: int = 15) -> float:
 
 
 def race(args: argparse.Namespace) -> dict[str, Any]:
-    """Batch 1 at temperature 0 and 1: ours, eager and compiled, beside transformers."""
+    """Measure batch 1 at temperature 0 and 1: our decoding, eager and compiled, and transformers'."""
     settings = BenchSettings((args.gamma,), (1,), tuple(args.temperature), args.max_new_tokens, args.repetitions)
     kinds = engines(args, args.dtype)
     engine = kinds.pop("eager")
@@ -162,7 +165,7 @@ def race(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch(args: argparse.Namespace) -> dict[str, Any]:
-    """Batches of the same prompts, plain and speculative; every row accepts as many tokens as it likes."""
+    """Measure batches of the same prompts, plain and speculative; each row accepts its own number of tokens."""
     settings = BenchSettings(BATCH_GAMMAS, args.batch, (0.0,), args.max_new_tokens, args.repetitions)
     rows = []
     for kind, engine in engines(args, args.dtype).items():
@@ -188,11 +191,12 @@ def say(line: str) -> None:
 # ---- the table --------------------------------------------------------------------------------------------------
 
 
-Line = tuple[str, str, float | None, str]  # what, bar ("<= 1.3"; "" for none), measured, how it is read
+Line = tuple[str, str, float | None, str]
+"""A line of the table: what is measured, its bar ("<= 1.3"; "" for none), the figure, and where it comes from."""
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: every bar with what was measured, or that it was not."""
+    """Return a Markdown table of every bar with the measured figure, or "not measured"."""
     lines = [*race_lines(found), *step_lines(found), *batch_lines(found), *limit_lines(found), *peer_lines(found)]
     text = ["| what | bar | measured | reached | from |", "|---|---|---|---|---|"]
     for what, bar, value, how in lines:
@@ -257,7 +261,7 @@ def step_lines(found: dict[str, Any]) -> Iterator[Line]:
 
 
 def batch_lines(found: dict[str, Any]) -> Iterator[Line]:
-    """Every size with what is fastest for it: of all, plain decoding too, and of speculative decoding alone."""
+    """Yield lines on batch 8 over batch 1, each at its fastest setting: of all settings, and of speculative ones."""
     for kind, bar in (("compiled", ">= 2.5"), ("eager", "")):
         rows = [row for row in found.get("batch", []) if row["execution"] == kind]
         yield batch_line(f"{kind}, batch 8 / batch 1", bar, rows)
@@ -266,7 +270,7 @@ def batch_lines(found: dict[str, Any]) -> Iterator[Line]:
 
 
 def by_clock_line(kind: str, row: dict[str, Any]) -> Line:
-    """Drafts of the lengths that gamma="auto" chooses, against plain decoding in the same repetitions."""
+    """Return the line of drafts whose lengths gamma="auto" chooses, over plain decoding in the same repetitions."""
     what, bar = f'{kind}, batch {row["batch"]}: gamma="auto" / plain', ">= 0.98"
     if kind == "compiled" and row["batch"] == 8 and row["alpha"] and row["alpha"] >= WORTHWHILE:
         bar = ">= 1.15"
@@ -286,7 +290,7 @@ def _how(row: dict[str, Any]) -> str:
 
 
 def limit_lines(found: dict[str, Any], dtype: str = "bfloat16", gamma: int = ROWS - 1) -> Iterator[Line]:
-    """Times against reading every matrix once."""
+    """Yield lines that compare measured times with the time of reading every weight matrix once from memory."""
     if f"target {dtype} eager" not in found.get("steps", {}):
         return
     pace = found["bandwidth"]

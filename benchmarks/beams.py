@@ -1,14 +1,14 @@
-"""Beam search beside transformers' own: the same hypotheses and scores, how many calls of the target, how fast.
+"""Compares beam search with transformers' own: whether texts and scores agree, calls of the target, and speed.
 
 python benchmarks/beams.py [--prompts FILE] [--count 200] [--beams 2 --beams 4 --beams 8] [--draft embedded --gamma 4]
                            [--repetitions 3] [--json]
 
-Every prompt is searched by transformers, by ours without a draft and by ours with it, alone (batch 1), in an order that
+Every prompt is searched alone (batch 1) by transformers, by ours without a draft and by ours with it, in an order that
 rotates; times are sums over prompts, of which the median over repetitions is taken. A prompt whose texts differ while
 all its scores agree to 1e-4 is a near-tie, and counted; any other difference ends the command with exit code 1. The
-acceptance is the paper's condition (appendix A.4): how often the w prefixes that the target goes on from, its top w,
-are among those that the draft proposed from its own top u. With --json: all figures, nothing else. Without --prompts: a
-few lines of Python code in many variations. Without --target and --draft: the embedded pair. float32.
+acceptance is the paper's condition (appendix A.4): how often the w prefixes that the target continues, its top w, are
+among those that the draft proposed from its own top u. With --json, nothing but the figures is printed. The prompts are
+by default a few lines of Python code in many variations, the models the embedded pair, in float32.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from slipstream.measure.environment import environment, without_folder
 from slipstream.models.loading import EMBEDDED
 from slipstream.text.prompts import gather
 
-TIE = 1e-4
+TIE = 1e-4  # the difference of scores below which two hypotheses count as tied
 CONTENDERS = ("transformers", "plain", "drafted")
 Texts = list[tuple[tuple[int, ...], float]]
+"""The hypotheses of a prompt, best first: token ids and score."""
 
 BEGINNINGS = (
     *("def {}(n):\n", "class {}:\n    def __init__(self", "import {}\n\n", "for {} in range(", "if {} is None:\n"),
@@ -49,7 +50,7 @@ NAMES = (
 
 @dataclass
 class Lap:
-    """One contender's run over all prompts."""
+    """One contender's run over all prompts: seconds, hypotheses and statistics."""
 
     seconds: float = 0.0
     texts: list[Texts] = field(default_factory=list)
@@ -57,7 +58,7 @@ class Lap:
 
 
 def by_transformers(model: Any, ids: Sequence[int], settings: dict[str, Any], eos: Sequence[int]) -> Texts:
-    """Texts and scores of transformers' beam search."""
+    """Return the texts and scores of transformers' beam search."""
     prompt = torch.tensor([ids])
     out = model.generate(
         prompt,
@@ -74,29 +75,29 @@ def by_transformers(model: Any, ids: Sequence[int], settings: dict[str, Any], eo
 
 
 def ended(line: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
-    """A padded output up to its first EOS token."""
+    """Return a padded output up to its first EOS token, which is included."""
     stop = next((place for place, token in enumerate(line, 1) if token in eos), len(line))
     return tuple(line[:stop])
 
 
 def lap(contender: str, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, ...]], settings: dict[str, Any]) -> Lap:
-    """Search for every prompt, one after the other."""
+    """Run one contender's beam search on every prompt, one after the other."""
     model, engine = pair
-    found, eos = Lap(), sorted(engine.eos)
+    one_lap, eos = Lap(), sorted(engine.eos)
     for ids in prompts:
         start = perf_counter()
         if contender == "transformers":
-            found.texts.append(by_transformers(model, ids, settings, eos))
+            one_lap.texts.append(by_transformers(model, ids, settings, eos))
         else:
             done = engine.generate(ids, plain=contender == "plain", **settings)
-            found.texts.append([(each.tokens, each.score or 0.0) for each in done])
-            found.stats += done[0].stats
-        found.seconds += perf_counter() - start
-    return found
+            one_lap.texts.append([(each.tokens, each.score or 0.0) for each in done])
+            one_lap.stats += done[0].stats
+        one_lap.seconds += perf_counter() - start
+    return one_lap
 
 
 def compare(ours: Sequence[Texts], reference: Sequence[Texts]) -> dict[str, Any]:
-    """How many prompts have equal texts, near-ties, and others."""
+    """Return how many prompts have equal texts, near-ties and other differences, and the largest gap of scores."""
     counts: dict[str, Any] = {"equal": 0, "near_ties": 0, "different": 0, "largest_score_difference": 0.0}
     for our, expected in zip(ours, reference, strict=True):
         gap = max(abs(one - other) for (_, one), (_, other) in zip(our, expected, strict=True))
@@ -107,7 +108,7 @@ def compare(ours: Sequence[Texts], reference: Sequence[Texts]) -> dict[str, Any]
 
 
 def measure(beams: int, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, ...]], args: Any) -> dict[str, Any]:
-    """One row of the report."""
+    """Measure all contenders with this number of beams -> a row of the report."""
     settings = {
         "num_beams": beams,
         "num_return_sequences": beams,
@@ -115,7 +116,7 @@ def measure(beams: int, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, .
         "length_penalty": args.length_penalty,
     }
     laps: dict[str, list[Lap]] = {contender: [] for contender in CONTENDERS}
-    for contender in CONTENDERS:  # nobody pays for the first touch of anything
+    for contender in CONTENDERS:  # warm up, so that no contender is timed on its first call
         lap(contender, pair, prompts[:1], settings)
     for repetition in range(args.repetitions):
         for place in range(len(CONTENDERS)):
@@ -143,7 +144,7 @@ def measure(beams: int, pair: tuple[Any, Engine], prompts: Sequence[tuple[int, .
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     equal, ties = row["drafted"]["equal"], row["drafted"]["near_ties"]
     return (
         f"| {row['beams']} | {equal} + {ties} near-ties of {row['prompts']} | {row['draft_beams']} | "
@@ -154,7 +155,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def read_prompts(engine: Engine, args: Any) -> list[tuple[int, ...]]:
-    """Token ids of the prompts."""
+    """Return the token ids of the prompts."""
     if args.prompts is not None:
         texts = [item.prompt for item in gather([], args.prompts, False)]
     else:
@@ -163,7 +164,7 @@ def read_prompts(engine: Engine, args: Any) -> list[tuple[int, ...]]:
 
 
 def main() -> int:
-    """Measure, print a table, write the figures."""
+    """Measure and print a table or JSON -> exit code 1 if results differ by more than near-ties, else 0."""
     args = _arguments()
     target = args.target or EMBEDDED / "target"
     engine = slipstream.load(target, args.draft, gamma=args.gamma, dtype="float32", compile=args.compile)
@@ -187,7 +188,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="hub name or folder")
     parser.add_argument("--draft", default="embedded", help="a draft as for `slipstream generate --draft`")
     parser.add_argument("--gamma", type=int, default=4, help="steps drafted per round")
-    parser.add_argument("--beams", type=int, action="append", help="2, 4 and 8 without")
+    parser.add_argument("--beams", type=int, action="append", help="beams w; repeatable (default: 2, 4 and 8)")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--length-penalty", type=float, default=1.0)
     parser.add_argument("--repetitions", type=int, default=1)

@@ -1,13 +1,13 @@
-"""What long contexts cost: prompts beside transformers, attention beside the memory, rounds beside plain steps.
+"""Measures what long contexts cost: prefill, attention, and rounds compared with plain steps.
 
 python benchmarks/contexts.py --target build/target-134m --draft build/draft-24m [--compile] [--parts rounds] [--json]
 
-Parts: `prefill` reads a prompt by ours and by transformers' model (torch's attention, oneDNN's products), by turns;
-`attention` gives the bytes of keys and values of a layer per second, for one and six tokens, beside what the memory
-gives in the same run; `rounds` decodes behind prompts of each length, plainly and with gamma 5, and leaves the reading
-of the prompt out: times of a step and of a round, and how much faster the rounds write. `--draft` may be any draft,
-`window:1024?weights=int4` for example. Models take longer texts here than they were trained for: the price is that of
-such texts, the text is not.
+Parts: `prefill` reads a prompt with our model and with transformers' (torch's attention, oneDNN's products) in turns;
+`attention` gives the bytes of keys and values of a layer read per second, for one and six new tokens, and the memory's
+bandwidth in the same run; `rounds` decodes after prompts of each length, plainly and with drafts (gamma 5), and gives
+the times of a step and of a round and the speed-up, without prefill. `--draft` may be any draft, for example
+`window:1024?weights=int4`. The models read longer texts here than they were trained for: times are those of such
+lengths, but the generated text means nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def prefills(engine: Engine, target: str, args: argparse.Namespace, text: Sequence[int]) -> list[dict[str, Any]]:
-    """Seconds of reading prompts, ours and transformers'."""
+    """Return the seconds of prefill by prompt length, ours and transformers'."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=args.dtype, attn_implementation="sdpa").eval()
     scorer, rows = engine.decoder.target, []
     for length in args.prompts:
@@ -77,7 +77,10 @@ def prefills(engine: Engine, target: str, args: argparse.Namespace, text: Sequen
 
 @torch.inference_mode()
 def attentions(args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of keys and values per second, of one and six tokens over many slots; every run has a layer of its own."""
+    """Return the seconds and bytes of attention with one and six queries, by the number of slots in the KV cache.
+
+    Every run reads a layer of its own, so that keys and values come from memory, not from the processor's caches.
+    """
     rows, (heads, groups) = [], HEADS
     for slots in args.slots:
         size = 2 * groups * slots * WIDTH * 2
@@ -99,28 +102,28 @@ def attentions(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps(engine: Engine, prompt: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a plain step and of a round behind a prompt, the tokens of a round, and what it gains."""
+    """Return the milliseconds of a plain step and of a round after a prompt, the tokens per round, and the speed-up."""
 
     def decoded(**how: Any) -> tuple[float, float]:
-        """Milliseconds and tokens of a target call."""
+        """Decode a text -> milliseconds and tokens per target call."""
         [done] = engine.generate(tuple(prompt), max_new_tokens=args.max_new_tokens, ignore_eos=True, **how)
         calls = done.stats.target_calls
         return 1000 * without_prefill(done.stats) / calls, len(done.tokens) / calls
 
     laps = [(decoded(plain=True)[0], *decoded()) for _ in range(args.repetitions + 1)][1:]
-    plain, round, tokens = (median(lap) for lap in zip(*laps, strict=True))
-    ratio = median(one / other for other, one, _ in laps)
-    speedup = median(other * count / one for other, one, count in laps)
+    plain, round, tokens = (median(values) for values in zip(*laps, strict=True))
+    ratio = median(round_ms / plain_ms for plain_ms, round_ms, _ in laps)
+    speedup = median(plain_ms * count / round_ms for plain_ms, round_ms, count in laps)
     say(
         f"behind {len(prompt)} tokens: plain step {plain:.1f} ms, round {round:.1f} ms, {tokens:.2f} tokens a round, "
         f"{speedup:.2f} x plain"
     )
-    found = {"context": len(prompt), "plain": plain, "round": round, "ratio": ratio}
-    return {**found, "tokens_per_round": tokens, "speedup": speedup}
+    times = {"context": len(prompt), "plain": plain, "round": round, "ratio": ratio}
+    return {**times, "tokens_per_round": tokens, "speedup": speedup}
 
 
 def without_prefill(stats: Stats) -> float:
-    """Seconds of the rounds of a text."""
+    """Return the seconds of the rounds of a text, without prefill."""
     return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
 
 
@@ -136,10 +139,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--gamma", type=int, default=5)
-    parser.add_argument("--context", type=int, default=16384, help="positions that the models take")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens, of prefill")
-    parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384], help="of attention")
-    parser.add_argument("--behind", type=int, nargs="+", default=[128, 1024, 4096, 8192], help="tokens, of rounds")
+    parser.add_argument("--context", type=int, default=16384, help="positions that the models accept")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096, 8192], help="prefill: prompt tokens")
+    parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384], help="attention: slots of the cache")
+    parser.add_argument("--behind", type=int, nargs="+", default=[128, 1024, 4096, 8192], help="rounds: prompt tokens")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", action="store_true")

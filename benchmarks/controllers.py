@@ -1,10 +1,11 @@
-"""Adaptive gamma beside fixed ones, plain decoding and transformers' heuristic: on recorded traces and live.
+"""Compares adaptive gamma with fixed gammas, plain decoding and transformers' heuristic, live and on recorded traces.
 
 python benchmarks/controllers.py CODE NEWS [--texts 2] [--max-new-tokens 300] [--repetitions 2] [--json]
 
 CODE and NEWS are files of prompts, which the embedded target continues greedily. Then these texts, random tokens, and a
-text that changes character (code, random tokens, the code again) are decoded once more by every controller: the
-target's law is that text, the draft drafts as usual, and every model runs for real, so all do the same work.
+text that changes character (code, random tokens, the same code) are decoded with every controller: the target is made
+to emit exactly that text, while the draft drafts as usual and both models really run, so that all do the same work. A
+trace is the list of a text's tokens that the draft would get right; on it, controllers are replayed without models.
 """
 
 from __future__ import annotations
@@ -39,32 +40,32 @@ NOTHING = Verdict(torch.zeros(1), Law(tokens=torch.zeros(1, 1).long()), torch.ze
 
 @dataclass(frozen=True)
 class Heuristic:
-    """transformers' schedule "heuristic": 2 more when all drafted tokens stood, else 1 less, at least 1."""
+    """transformers' schedule "heuristic": gamma grows by 2 when all drafted tokens are accepted, else falls by 1."""
 
     start: int = 5
     most: int = 64
 
     def init(self) -> dict[int, int]:
-        """The gamma of each row that was seen."""
+        """Return an empty state: the gamma of each row by its index."""
         return {}
 
     def gammas(self, state: dict[int, int], rows: Sequence[Row]) -> list[int]:
-        """Its own for each row."""
+        """Return the gamma of each row."""
         return [state.get(row.index, self.start) for row in rows]
 
     def update(self, state: dict[int, int], round: Round) -> dict[int, int]:
-        """By what was accepted."""
+        """Return the state after a round, by how many drafted tokens of each row it accepted."""
         new = dict(state)
-        for row, gamma, stood in zip(round.rows, round.gammas, round.accepted, strict=True):
-            new[row.index] = min(self.most, gamma + 2) if stood == gamma else max(1, gamma - 1)
+        for row, gamma, accepted in zip(round.rows, round.gammas, round.accepted, strict=True):
+            new[row.index] = min(self.most, gamma + 2) if accepted == gamma else max(1, gamma - 1)
         return new
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a round: `draft` and `rest` by the depth of the draft, `missing` per token the draft has not read.
+    """The seconds of a round: `draft` and `rest` by the draft's depth, `missing` per token that the draft has not read.
 
-    `noise` is the spread of a round (log-normal); one round in `stalls` takes three times as long.
+    `noise` is the log-normal spread of a round's time; one round in `stalls` takes three times as long.
     """
 
     draft: Sequence[float]
@@ -74,7 +75,7 @@ class Machine:
     stalls: int = 0
 
     def seconds(self, rng: random.Random, depth: int, missing: int) -> dict[str, float]:
-        """Of one round, by phase."""
+        """Return the seconds of one round by phase; `missing` is the number of tokens that the draft has not read."""
         factor = rng.lognormvariate(0, self.noise) * (3 if self.stalls and rng.random() * self.stalls < 1 else 1)
         draft = self.draft[depth] + self.missing * missing if depth else 0.0
         return {"draft": draft * factor, "target": self.rest[depth] * factor}
@@ -82,7 +83,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a controller made of a trace."""
+    """The result of replaying traces: tokens, seconds, and each round's gammas and accepted tokens."""
 
     tokens: int
     seconds: float
@@ -93,57 +94,58 @@ class Replayed:
 def replay(
     controller: Controller, texts: Sequence[Sequence[bool]], machine: Machine, batch: int = 1, seed: int = 0
 ) -> Replayed:
-    """Run a controller on texts of which is known, token by token, whether the draft would say the same.
+    """Run a controller on traces, which say for every token of a text whether the draft gets it right.
 
     A round emits the drafted tokens up to the first that the draft gets wrong, and one more, as greedy decoding does.
     """
     rng, state = random.Random(seed), controller.init()
     waiting = [Row(Request((0,), Sampling(), len(text)), index, [0]) for index, text in enumerate(texts)]
-    running, seconds, behind, gammas, stood = list[Row](), 0.0, 0, list[tuple[int, ...]](), list[int]()
+    running, seconds, unread, gammas, kept = list[Row](), 0.0, 0, list[tuple[int, ...]](), list[int]()
     while waiting or running:
         while waiting and len(running) < batch:
             running.append(waiting.pop(0))
-        asked = tuple(controller.gammas(state, running))
-        lengths = tuple(min(gamma, row.room - 1) for gamma, row in zip(asked, running, strict=True))
+        chosen = tuple(controller.gammas(state, running))
+        lengths = tuple(min(gamma, row.room - 1) for gamma, row in zip(chosen, running, strict=True))
         depth = max(lengths)
         accepted = tuple(
-            _stood(texts[row.index], len(row.output), length) for row, length in zip(running, lengths, strict=True)
+            _accepted(texts[row.index], len(row.output), length) for row, length in zip(running, lengths, strict=True)
         )
-        spent = machine.seconds(rng, depth, behind)
-        behind = 0 if depth else behind + 1
-        tokens = tuple((1,) * (stood + 1) for stood in accepted)
+        spent = machine.seconds(rng, depth, unread)
+        unread = 0 if depth else unread + 1
+        tokens = tuple((1,) * (count + 1) for count in accepted)
         for row, new in zip(running, tokens, strict=True):
             row.tokens += new
             row.finish_reason = None if row.room else "length"
         draft = Draft(torch.empty(len(running), depth), None, lengths)
-        state = controller.update(state, Round(tuple(running), draft, NOTHING, tokens, accepted, asked, spent))
+        state = controller.update(state, Round(tuple(running), draft, NOTHING, tokens, accepted, chosen, spent))
         running = [row for row in running if row.room]
         seconds += sum(spent.values())
-        gammas.append(asked)
-        stood.append(sum(accepted))
-    return Replayed(sum(map(len, texts)), seconds, gammas, stood)
+        gammas.append(chosen)
+        kept.append(sum(accepted))
+    return Replayed(sum(map(len, texts)), seconds, gammas, kept)
 
 
-def _stood(text: Sequence[bool], start: int, length: int) -> int:
+def _accepted(text: Sequence[bool], start: int, length: int) -> int:
+    """Return how many of `length` tokens from `start` on the draft gets right before its first error."""
     return next((i for i in range(length) if not text[start + i]), length)
 
 
 # ---- recording and running live ---------------------------------------------------------------------------------
 
-START = 16  # tokens of a text that are its prompt
+START = 16  # the number of tokens of a text that are used as its prompt
 GAMMAS = (0, 1, 2, 3, 5, 8)
 
 
 @dataclass(frozen=True)
 class Dictated:
-    """A sampler under which the target says the given texts, whatever it thinks; the draft is greedy."""
+    """A sampler that makes the target emit the given texts, regardless of its logits; the draft is greedy."""
 
     texts: Sequence[Sequence[int]]
     target: str
     greedy: bool = True
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
-        """Point masses on the texts' own tokens, or on the draft's best."""
+        """Return point masses: on the texts' own tokens for the target, on the likeliest tokens for the draft."""
         if model != self.target:
             return Sampling().law(logits, rows, texts, model)
         tokens = [[self._token(row, len(path)) for path in texts.paths] for row in rows]
@@ -155,25 +157,25 @@ class Dictated:
 
 
 def collect(engine: Engine, args: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """The texts of each kind, as token ids."""
-    rng, own = random.Random(0), {}
+    """Return the texts of each kind, as token ids."""
+    rng, continued = random.Random(0), {}
     for kind, file in (("code", args.code), ("news", args.news)):
         prompts = [item.prompt for item in gather([], file, False)][: args.texts]
         ids = [engine.encode(prompt)[:100] for prompt in prompts]
         done = engine.generate(ids, plain=True, max_new_tokens=args.max_new_tokens, ignore_eos=True)
-        own[kind] = [[*prompt, *one.tokens] for prompt, one in zip(ids, done, strict=True)]
+        continued[kind] = [[*prompt, *one.tokens] for prompt, one in zip(ids, done, strict=True)]
     noise = [[rng.randrange(100, engine.decoder.target.vocab) for _ in range(START + 500)] for _ in range(args.texts)]
-    third = args.max_new_tokens
-    changing = [[*code[-third:], *rest[:third], *code[-third:]] for code, rest in zip(own["code"], noise, strict=True)]
-    return {**own, "random tokens": noise, "changing": changing}
+    third, pairs = args.max_new_tokens, zip(continued["code"], noise, strict=True)
+    changing = [[*code[-third:], *rest[:third], *code[-third:]] for code, rest in pairs]
+    return {**continued, "random tokens": noise, "changing": changing}
 
 
 def trace(engine: Engine, text: Sequence[int]) -> list[bool]:
-    """Would the draft say the same, after every prefix from START on: one pass of the draft over the text."""
+    """Return, for every token from START on, whether it is the draft's likeliest one, by one pass over the text."""
     model = engine.decoder.drafter.scorer.model  # type: ignore[attr-defined]
     with torch.inference_mode():
-        said = model(torch.tensor([text])).logits[0].argmax(-1).tolist()
-    return [said[place - 1] == text[place] for place in range(START, len(text))]
+        predicted = model(torch.tensor([text])).logits[0].argmax(-1).tolist()
+    return [predicted[place - 1] == text[place] for place in range(START, len(text))]
 
 
 def live(engine: Engine, texts: Sequence[Sequence[int]], controller: Controller) -> list[Round]:
@@ -187,17 +189,17 @@ def live(engine: Engine, texts: Sequence[Sequence[int]], controller: Controller)
 
 
 def spent(played: Sequence[Round]) -> float:
-    """Seconds of all rounds, the target's prefill excluded, the draft's included."""
+    """Return the seconds of all rounds, without the target's prefill but with the draft's."""
     return sum(sum(round.seconds.values()) for round in played)
 
 
 def machine_of(played: dict[int, list[Round]]) -> Machine:
-    """The costs that were measured with fixed gammas: medians by depth, with lines between them."""
+    """Return the costs measured with fixed gammas: medians by depth, interpolated linearly between them."""
 
     def medians(draft: bool) -> list[float]:
         known = {}
-        for gamma, found in played.items():
-            full = [round.seconds for round in found if round.draft.lengths[0] == gamma]
+        for gamma, rounds_of in played.items():
+            full = [round.seconds for round in rounds_of if round.draft.lengths[0] == gamma]
             known[gamma] = statistics.median(s["draft"] if draft else sum(s.values()) - s["draft"] for s in full)
         return [_between(known, depth) for depth in range(65)]
 
@@ -211,15 +213,15 @@ def _between(known: dict[int, float], at: int) -> float:
 
 
 def contenders() -> dict[str, Controller]:
-    """All, by name."""
+    """Return all controllers by name; "gamma 0" is plain decoding."""
     return {**{f"gamma {g}": Fixed(g) for g in GAMMAS}, "heuristic": Heuristic(), "adaptive": Adaptive()}
 
 
 def compare(engine: Engine, texts: dict[str, list[list[int]]], repetitions: int) -> list[dict[str, Any]]:
-    """Per kind of text and contender: seconds live (median of the repetitions) and on the recorded trace."""
+    """Return, by kind of text and contender, the seconds live (median of repetitions) and on the recorded trace."""
     times: dict[tuple[str, str], list[float]] = {}
     costs: dict[int, list[Round]] = {gamma: [] for gamma in GAMMAS}
-    for kind in texts:  # once to warm up
+    for kind in texts:  # warm up
         live(engine, [text[:60] for text in texts[kind]], Fixed(3))
     for repetition in range(repetitions):
         for kind, some in texts.items():
@@ -240,7 +242,7 @@ def compare(engine: Engine, texts: dict[str, list[list[int]]], repetitions: int)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: speed relative to plain decoding, live and on the trace."""
+    """Return a Markdown table of the speed relative to plain decoding, live and on the trace."""
     lines = ["| text (draft agrees) | contender | live, x plain | trace, x plain |", "|---|---|---|---|"]
     base = {row["text"]: row for row in rows if row["contender"] == "gamma 0"}
     for row in rows:
@@ -251,7 +253,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print the table, or JSON."""
+    """Measure, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("code", help="prompts whose continuation is code, one per line or JSON lines")
     parser.add_argument("news", help="prompts of another kind")

@@ -8,15 +8,15 @@ arithmetic and the memory traffic of a step are those of the large one. Nothing 
 every entry that cannot matter is noise of the usual size, so nothing is cheaper for being zero or denormal. What makes
 the noise not matter:
 
-- wider: the new channels of the residual stream stay zero, for nothing writes to them. A wider root mean square of the
-  same numbers is smaller by sqrt(old / new): norm weights are multiplied by that, and eps by old / new;
+- wider: the new channels of the residual stream stay zero, since nothing writes to them. The root mean square over more
+  channels is smaller by the factor sqrt(old / new): norm weights are multiplied by that, and eps by old / new;
 - more heads and more hidden units of the MLP: their columns of o_proj and down_proj are zero. The head size and the
   number of query heads per key head stay, so that rotation and grouping do;
 - deeper: all of o_proj and down_proj of the new layers is zero;
-- a larger vocabulary: one new channel of the residual stream holds a constant c, which eps of every norm takes back
+- a larger vocabulary: one new channel of the residual stream holds a constant c, which eps of every norm compensates
   (eps_new * new = eps_old * old - c * c). The layers give it weight zero; the head gives the added ids a huge negative
-  logit from it, so that their probability is exactly zero and their price is paid. Embedding and head are then no
-  longer tied (a step reads one row of the embedding, so this costs memory and no time).
+  logit from it, so that their probability is exactly zero although their logits are computed. Embedding and head are
+  then no longer tied (a step reads one row of the embedding, so this costs memory and no time).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOOR = 2.0**20  # logit of an added id: -FLOOR / root mean square of the last h
 
 @dataclass(frozen=True)
 class Size:
-    """What to enlarge to; None keeps what the model has. `vocab` needs a larger `hidden`."""
+    """The size to enlarge a model to; None keeps the model's own. A larger `vocab` needs a larger `hidden`."""
 
     hidden: int | None = None
     layers: int | None = None
@@ -56,7 +56,7 @@ PRESETS = {
 
 
 def enlarge(model: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausalLM:
-    """A model of the given size with the same logits, up to rounding; in the dtype of the given one.
+    """Return a model of the given size with the same logits up to rounding, in the dtype of the given model.
 
     Raises ValueError if the model is of another type, or if a size is smaller than what the model has.
     """
@@ -88,7 +88,7 @@ def _fill(name: str, weight: Tensor, old: Tensor | None, hidden: int) -> None:
 
 
 def _add_vocabulary(large: LlamaForCausalLM, old: LlamaConfig, constant: float) -> None:
-    """Let the first new channel hold a constant, and the head push the added ids down with it."""
+    """Make the first new channel hold a constant, from which the head computes the negative logits of the added ids."""
     channel, amplified = old.hidden_size, 2.0**14
     large.model.embed_tokens.weight[:, channel] = constant
     large.model.norm.weight[channel] = amplified * (old.hidden_size / large.config.hidden_size) ** 0.5
@@ -97,7 +97,7 @@ def _add_vocabulary(large: LlamaForCausalLM, old: LlamaConfig, constant: float) 
 
 
 def enlarged_config(old: LlamaConfig, size: Size) -> tuple[LlamaConfig, float]:
-    """The configuration of the large model, and the constant of its added channel (0: the vocabulary stays)."""
+    """Return the configuration of the large model, and the constant of its added channel (0: no larger vocabulary)."""
     _refuse(old, size)
     hidden, heads, vocab = (
         size.hidden or old.hidden_size,
@@ -141,7 +141,7 @@ def _refuse(old: LlamaConfig, size: Size) -> None:
 
 
 def weights_read(model: LlamaForCausalLM) -> int:
-    """Weights of the matrices that a step reads: all but the embedding's rows."""
+    """Return the number of weights in the matrices that a step reads: all but the embedding."""
     inner = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("proj.weight"))
     return inner + model.lm_head.weight.numel()
 
@@ -165,7 +165,7 @@ def main() -> None:
 
 def write(source: str, dest: Path, size: Size, dtype: str = "auto") -> None:
     """Enlarge the model of a folder, compare the logits, and write it with its tokenizer."""
-    disable_progress_bar()  # ours say what is done
+    disable_progress_bar()  # our own messages say what is being done
     say(f"reading {source}")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     say(f"enlarging {model.num_parameters() / 1e6:.1f} M parameters, a step reads {weights_read(model) / 1e6:.1f} M")
@@ -180,9 +180,9 @@ def write(source: str, dest: Path, size: Size, dtype: str = "auto") -> None:
 
 @torch.inference_mode()
 def difference(model: LlamaForCausalLM, large: LlamaForCausalLM, text: Tensor) -> float:
-    """The largest difference of the logits of a text (rows, length) over the old ids.
+    """Return the largest difference between both models' logits of the old ids on a text (rows, length).
 
-    Raises ArithmeticError if an added id is possible at all.
+    Raises ArithmeticError if an added id has a probability above zero.
     """
     old, new = model(text).logits, large(text).logits
     known = old.shape[-1]

@@ -1,12 +1,12 @@
-"""What a corpus costs and gives: building and lookups at a size, and generation with it against plain decoding.
+"""Measures a corpus for drafting: the time to build it and to look up text, and generation with it against plain.
 
 python benchmarks/datastore.py --megabytes 100                       # tokens made up: Zipf, with copied passages
 python benchmarks/datastore.py --documents DIR --prompts HumanEval.jsonl.gz [--target DIR] [--gamma 5]
 
 Made-up tokens: ranks drawn from Zipf's law (exponent 1.2) over 32,000 ids, two bytes each, of which about every eighth
-stands in a passage of 5 to 500 tokens copied from elsewhere. Lookups: suffixes of 64 tokens taken from the text (they
-match in full), and the same with one foreign token four places before the end (they match a little). Half of the
-queries warm the pages up; the others are timed.
+is in a passage of 5 to 500 tokens copied from elsewhere. Lookups: suffixes of 64 tokens taken from the text (they match
+in full), and the same with one foreign token as the fourth from the end (only the last three tokens match). Half of the
+queries load the file's pages into memory; the others are timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings
 from slipstream.text.documents import read
 from slipstream.text.prompts import gather
 
-VOCAB, DOCUMENT = 32_000, 1_000
+VOCAB, DOCUMENT = 32_000, 1_000  # token ids, and tokens of a made-up document
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def size(megabytes: float) -> dict[str, Any]:
-    """Build, save, map and ask a corpus of made-up tokens."""
+    """Build, save and memory-map a corpus of made-up tokens, and look up text in it -> times and sizes."""
     tokens = made_up(int(megabytes * 1e6) // 2)
     with TemporaryDirectory() as folder:
         path, times = Path(folder) / "corpus.safetensors", [time.perf_counter()]
@@ -67,6 +67,7 @@ def size(megabytes: float) -> dict[str, Any]:
 
 
 def made_up(count: int) -> np.ndarray[Any, Any]:
+    """Return `count` made-up tokens (count,) with copied passages."""
     rng = np.random.default_rng(0)
     tokens = (rng.zipf(1.2, count) % (VOCAB - 1)).astype(np.int32)
     for start, origin, length in zip(
@@ -77,22 +78,22 @@ def made_up(count: int) -> np.ndarray[Any, Any]:
 
 
 def timed(corpus: Corpus, queries: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Microseconds of one lookup of 8 tokens: the median and the 99th percentile."""
-    taken = []
+    """Return the microseconds of one lookup of 8 tokens: the median and the 99th percentile."""
+    microseconds = []
     for query in queries:
         start = time.perf_counter()
         corpus.match(query, 8)
-        taken.append(1e6 * (time.perf_counter() - start))
-    timed_half = sorted(taken[len(taken) // 2 :])
+        microseconds.append(1e6 * (time.perf_counter() - start))
+    timed_half = sorted(microseconds[len(microseconds) // 2 :])
     return {"median": statistics.median(timed_half), "p99": timed_half[int(0.99 * len(timed_half))]}
 
 
 def generation(args: argparse.Namespace) -> dict[str, Any]:
-    """The target with and without each source, on the same prompts, alternating; medians over repetitions."""
+    """Measure plain decoding and drafts from each source in turns, on the same prompts; medians over repetitions."""
     plain = slipstream.load(args.target)
     vocab = plain.decoder.target.vocab
-    found = (document for _, document in read([args.documents]))
-    texts = [plain.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in found]
+    documents = (document for _, document in read([args.documents]))
+    texts = [plain.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in documents]
     corpus = Corpus.build(texts, vocab)
     drafters = {
         "own text": Datastore(vocab),
@@ -104,7 +105,7 @@ def generation(args: argparse.Namespace) -> dict[str, Any]:
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_eos": True}
     speeds: dict[str, list[float]] = {name: [] for name in ("plain", *engines)}
     stats: dict[str, Stats] = {}
-    for seed in range(-1, args.repetitions):  # the first warms up
+    for seed in range(-1, args.repetitions):  # seed -1 is the warm-up
         for name in speeds:
             engine = plain if name == "plain" else engines[name]
             start = time.perf_counter()
@@ -126,7 +127,7 @@ def generation(args: argparse.Namespace) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=100, help="of made-up tokens")
+    parser.add_argument("--megabytes", type=float, default=100, help="size of the made-up tokens")
     parser.add_argument("--documents", help="a folder or file to index instead")
     parser.add_argument("--prompts", help="a file of prompts to continue")
     parser.add_argument("--target")

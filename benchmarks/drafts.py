@@ -1,4 +1,4 @@
-"""Which draft for which work: acceptance, time per drafted token and speed of several drafts on files of prompts.
+"""Compares drafts on files of prompts: acceptance, time per drafted token, and speed.
 
 python benchmarks/drafts.py PROMPTS.jsonl ... --draft lookup --draft "lookup|embedded" [--target DIR] [--json]
 """
@@ -33,23 +33,23 @@ def main() -> None:
 
 
 def read(file: str, args: argparse.Namespace) -> list[Any]:
-    """The first prompts of a file."""
+    """Return the first prompts of a file."""
     return [item.prompt for item in gather([], file, False)][: args.limit]
 
 
 def measure(engine: Engine, prompts: Sequence[Any], temperature: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Figures pooled over prompts; plain decoding and drafts in turn, after a warm-up."""
+    """Return figures pooled over prompts; plain and speculative decoding take turns, after a warm-up."""
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "ignore_eos": True}
     engine.generate(prompts[0], **{**settings, "max_new_tokens": 8})
-    fast, slow = Stats(), Stats()
+    drafted, plain = Stats(), Stats()
     for prompt in prompts:
-        slow += engine.generate(prompt, plain=True, **settings)[0].stats
-        fast += engine.generate(prompt, **settings)[0].stats
-    speeds = fast.tokens_per_second or 0, slow.tokens_per_second or 0
+        plain += engine.generate(prompt, plain=True, **settings)[0].stats
+        drafted += engine.generate(prompt, **settings)[0].stats
+    speeds = drafted.tokens_per_second or 0, plain.tokens_per_second or 0
     return {
-        "alpha": fast.alpha,
-        "mean_acceptance_length": fast.mean_acceptance_length,
-        "ms_per_drafted_token": 1000 * fast.seconds["draft"] / fast.drafted if fast.drafted else None,
+        "alpha": drafted.alpha,
+        "mean_acceptance_length": drafted.mean_acceptance_length,
+        "ms_per_drafted_token": 1000 * drafted.seconds["draft"] / drafted.drafted if drafted.drafted else None,
         "tokens_per_second": speeds[0],
         "plain_tokens_per_second": speeds[1],
         "against_plain": speeds[0] / speeds[1],
@@ -57,7 +57,7 @@ def measure(engine: Engine, prompts: Sequence[Any], temperature: float, args: ar
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--draft", action="append", required=True)

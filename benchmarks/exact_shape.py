@@ -1,4 +1,7 @@
-"""Plain and speculative greedy text: how many differ, in one shape, in any, and compiled, and at what speed.
+"""Compares plain and speculative greedy texts: how many differ, and the speed, with and without one tensor shape.
+
+Rounding may depend on the shape of a pass. `exact_shape` runs every pass in the same shape, so that no text should
+differ; without it, passes have any shape, eager or compiled.
 
 python benchmarks/exact_shape.py PROMPTS.jsonl[.gz] [--target DIR --draft DIR] [--dtype float32 bfloat16]
                                  [--json]
@@ -38,23 +41,24 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One comparison in words."""
+    """Return one comparison in words."""
     speeds = f"plain {row['plain']:.0f}, speculative {row['speculative']:.0f}"
     texts = f"{row['tokens']} tokens in {row['texts']} texts, {row['differ']} texts differ"
     return f"{row['dtype']:9} {row['way']:11} {texts}; tokens per second: {speeds}"
 
 
 def compare(engine: Engine, prompts: list[str], limit: int) -> dict[str, Any]:
-    """How many texts differ, out of how many tokens, and the tokens per second of both."""
+    """Return how many texts differ, how many tokens they have, and the tokens per second of both."""
     engine.warm_up(rows=(1, 2))  # graphs for batches, which loading does not make
-    (slow, slow_time), (fast, fast_time) = (timed(engine, prompts, limit, plain) for plain in (True, False))
-    differ = sum(one != other for one, other in zip(slow, fast, strict=True))
-    tokens = sum(map(len, slow))
-    speeds = {"plain": tokens / slow_time, "speculative": tokens / fast_time}
-    return {"tokens": tokens, "texts": len(slow), "differ": differ, **speeds}
+    (plain, plain_time), (drafted, drafted_time) = (timed(engine, prompts, limit, each) for each in (True, False))
+    differ = sum(one != other for one, other in zip(plain, drafted, strict=True))
+    tokens = sum(map(len, plain))
+    speeds = {"plain": tokens / plain_time, "speculative": tokens / drafted_time}
+    return {"tokens": tokens, "texts": len(plain), "differ": differ, **speeds}
 
 
 def timed(engine: Engine, prompts: list[str], limit: int, plain: bool) -> tuple[list[tuple[int, ...]], float]:
+    """Decode all prompts greedily -> their texts as token ids, and the seconds."""
     start = perf_counter()
     done = engine.generate(prompts, max_new_tokens=limit, plain=plain, ignore_eos=True)
     return [one.tokens for one in done], perf_counter() - start

@@ -1,9 +1,9 @@
-"""What making the masks of a grammar costs, as a share of a round: those of every drafted token, and the target's.
+"""Measures the time of making a grammar's token masks, for drafted tokens and the target, as a share of a round.
 
 python benchmarks/grammar.py TARGET DRAFT [--tokens 200] [--gamma 5]
 
-Meant for a pair with 32,000 words (`benchmarks/cost_padded.py`). Their words are too few for such a vocabulary, so a
-tokenizer is trained on Python's standard library; texts are sampled, and what stands in them does not matter here.
+It is meant for a pair with a vocabulary of 32,000 tokens (`benchmarks/cost_padded.py`). The pair's own tokenizer has
+fewer tokens, so one of that size is trained on Python's standard library; the sampled texts themselves do not matter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.loading import load_scorer
 
-PROMPT = tuple(range(10, 60))
+PROMPT = tuple(range(10, 60))  # any token ids
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -41,12 +41,12 @@ SCHEMA: dict[str, Any] = {
 
 
 class Timed(Grammar):
-    """A grammar that counts the seconds of its masks."""
+    """A grammar that adds up the seconds in which its masks are made."""
 
     seconds = 0.0
 
     def masks(self, outputs: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The masks, timed."""
+        """Make the masks, and add the time to `seconds`."""
         start = perf_counter()
         made = super().masks(outputs)
         self.seconds += perf_counter() - start
@@ -54,7 +54,7 @@ class Timed(Grammar):
 
 
 def main() -> None:
-    """Print a table: a line per grammar."""
+    """Measure, and print a table with a line per grammar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
     parser.add_argument("draft")
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def trained_tokenizer(words: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with that many words."""
+    """Train a byte-level BPE tokenizer with a vocabulary of `words` tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -92,12 +92,12 @@ def trained_tokenizer(words: int) -> PreTrainedTokenizerFast:
 
 
 def measured(decoder: Decoder, grammar: Grammar, tokens: int) -> tuple[int, float, float]:
-    """Generate within a grammar -> rounds, their seconds, and the seconds of masks among them."""
-    grammar.__class__ = Timed
+    """Generate within a grammar -> the number of rounds, their seconds, and the seconds of masks among these."""
+    grammar.__class__ = Timed  # `Grammars` makes plain grammars
     assert isinstance(grammar, Timed)
     count, seconds = 0, 0.0
     sampler = Sampling(temperature=1.0, eos=frozenset({0}), grammar=grammar)
-    for key in range(6):  # a text may end early; the first one warms up
+    for key in range(6):  # several texts, as one may end early; the first is the warm-up
         grammar.seconds = 0.0 if key == 1 else grammar.seconds
         for round in rounds(decoder, [Request(PROMPT, sampler, tokens, frozenset({0}), key=key)]):
             count += key > 0

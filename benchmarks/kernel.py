@@ -1,5 +1,6 @@
-"""Our kernels beside oneDNN's packed products and torch's attention: the products of models, in bfloat16 and quantized,
-and single attentions.
+"""Compares our kernels with oneDNN's packed products and torch's attention.
+
+Products are all matrices of a model one after the other, in bfloat16 and quantized; attentions are single calls.
 
 python benchmarks/kernel.py [--threads 2] [--repetitions 15] [--json]
 """
@@ -23,6 +24,7 @@ from slipstream.kernels.packing import Columns, QuantizedLinear, Stretch
 from slipstream.kernels.panels import into_panels, panel_bytes
 from slipstream.kernels.quantization import Precision, quantize
 
+# The matrices of a model as (output features, input features).
 TARGET = [(768, 768), (384, 768), (384, 768), (768, 768), (2304, 768), (2304, 768), (768, 2304)] * 12 + [(32000, 768)]
 DRAFT = [(256, 288), (128, 288), (128, 288), (288, 256), (896, 288), (896, 288), (288, 896)] * 6 + [(32000, 288)]
 LARGE = [(2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632)] * 22 + [
@@ -30,6 +32,7 @@ LARGE = [(2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (56
 ]
 PRECISIONS = (Precision.named("int8"), Precision.named("int4"))
 ATTENTIONS = [(4, 2, 1, 150, 64), (12, 6, 6, 150, 64), (12, 6, 6, 1000, 64), (32, 8, 512, 512, 128)]
+"""Query heads, key-value heads, new tokens, slots of the KV cache, and head size of each case."""
 
 
 @torch.inference_mode()
@@ -56,7 +59,7 @@ def main() -> None:
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: the products and the attentions."""
+    """Return Markdown tables of the products and the attentions."""
     lines = ["| bfloat16 | rows | ours, ms | oneDNN, ms |", "|---|---|---|---|"]
     for row in found["products"]:
         lines.append(f"| {row['model']} | {row['rows']} | {1000 * row['ours']:.2f} | {1000 * row['onednn']:.2f} |")
@@ -75,7 +78,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, ...]:
-    """Seconds for all matrices one after another, ours and oneDNN's."""
+    """Return the seconds of multiplying `rows` inputs by all matrices one after another, ours and oneDNN's."""
     inputs = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     stretch = Stretch(sum(map(panel_bytes, weights)))
@@ -94,7 +97,7 @@ def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tupl
 
 
 def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str, Any]]:
-    """Seconds for all matrices one after another in bfloat16 and quantized, by rows, and the bytes that are read."""
+    """Return the seconds for all matrices in bfloat16 and quantized, by number of rows, and the bytes read."""
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     plain = Stretch(sum(map(panel_bytes, weights)))
     layers: dict[str, list[Callable[[Tensor], Tensor]]] = {"bfloat16": []}
@@ -125,13 +128,13 @@ def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str,
 
 
 def linear_of(weight: Tensor) -> torch.nn.Linear:
-    """A layer of a weight's shape and dtype, without values."""
+    """Return a layer of a weight's shape and dtype on the meta device, which holds no values."""
     features, width = weight.shape
     return torch.nn.Linear(width, features, bias=False, device="meta", dtype=weight.dtype)
 
 
 def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, repetitions: int) -> tuple[float, ...]:
-    """Seconds of one attention of a causal text, ours and torch's, which wants keys for every head."""
+    """Return the seconds of one causal attention, ours and torch's, for which keys and values are repeated per head."""
     queries = torch.randn(1, tokens, heads, width).bfloat16().transpose(1, 2)
     keys, values = torch.randn(2, 1, groups, slots + 13, width).bfloat16()[..., :slots, :]
     hidden = (
@@ -146,14 +149,14 @@ def attentions(heads: int, groups: int, tokens: int, slots: int, width: int, rep
 
 
 def timed(runs: Sequence[Callable[[], object]], repetitions: int) -> tuple[float, ...]:
-    """Medians of alternating runs; the first of each is left out."""
+    """Return the median seconds of alternating runs; the first of each is a warm-up."""
     laps: list[list[float]] = [[] for _ in runs]
     for _ in range(repetitions + 1):
-        for kind, run in zip(laps, runs, strict=True):
+        for seconds, run in zip(laps, runs, strict=True):
             start = perf_counter()
             run()
-            kind.append(perf_counter() - start)
-    return tuple(median(kind[1:]) for kind in laps)
+            seconds.append(perf_counter() - start)
+    return tuple(median(seconds[1:]) for seconds in laps)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured for the tables of README.md and RESULTS.md, by which commands.
+"""The commands that measure the figures of the tables in README.md and RESULTS.md.
 
 `measure` runs the commands of a measurement and writes what they print as JSON to `results/NAME.json`, with the date,
 the machine, and a digest of the package's source, so that `tables` can refuse figures of different builds.
@@ -20,15 +20,16 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 SAME = ("cpu", "cores", "threads", "torch", "transformers", "build")
-"""Facts in which all measurements have to agree before they stand in one document."""
+"""The facts of the machine in which all measurements must agree, so that one document may hold them."""
 
 Command = tuple[str, ...]
-"""Words after `python`. {prompts}, {news}, {target}, {draft} stand for files, {json} for one that a script adds to."""
+"""The words after `python`. {prompts}, {news}, {target} and {draft} stand for files or folders, and {json} for the file
+to which a script adds its figures instead of printing them."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Some commands whose JSON makes one file of `results/`."""
+    """A measurement: its name, and the commands whose JSON becomes one file of `results/`."""
 
     name: str
     commands: tuple[Command, ...]
@@ -105,7 +106,7 @@ PADDED = {
 
 
 def measure(measurement: Measurement, prompts: Path, news: Path) -> Path:
-    """Run the commands, one after the other, and write their JSON -> the file. CalledProcessError if one fails."""
+    """Run the commands in order, and write their JSON -> the file. Raises CalledProcessError if one fails."""
     for command in PADDED.values():
         if not (ROOT / command[2]).exists():
             run(command)
@@ -137,41 +138,41 @@ def measure(measurement: Measurement, prompts: Path, news: Path) -> Path:
 
 
 def run(command: Command | list[str]) -> str:
-    """Run a command with this interpreter in the repository's root -> what it prints; its stderr is ours."""
+    """Run a command with this interpreter in the repository's root -> its standard output; stderr is passed through."""
     print("python", *command, file=sys.stderr, flush=True)
     return subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def shown(command: Command) -> Command:
-    """A command as a reader types it."""
+    """Return a command as a reader would type it."""
     return command[1:] if command[0] == "-m" else ("python", *command)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: the processor, the threads, the versions, and the build."""
+    """Return the facts that figures depend on: processor, threads, versions, and a digest of the source."""
     import slipstream
     from slipstream.measure.environment import environment
 
     facts = environment(slipstream.load())
-    left_out = ("date", "command", "rule", "target", "draft", "load_average", "platform")
-    return {name: fact for name, fact in facts.items() if name not in left_out} | {"build": digest()}
+    omitted = ("date", "command", "rule", "target", "draft", "load_average", "platform")
+    return {name: fact for name, fact in facts.items() if name not in omitted} | {"build": digest()}
 
 
 def digest(folder: Path = ROOT / "src") -> str:
-    """Names the source of the package by its content."""
+    """Return a hash of the package's source files, which identifies the build."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp"))
     content = (f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() for path in files)
     return hashlib.sha256(b"\0".join(content)).hexdigest()[:12]
 
 
 def records(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """What was measured, by name. Raises ValueError if that was on several machines, or with several builds."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    """Return the records of all measurements by name. Raises ValueError if machines or builds differ."""
+    by_name = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     for fact in SAME:
-        values = {name: record["machine"][fact] for name, record in found.items()}
+        values = {name: record["machine"][fact] for name, record in by_name.items()}
         if len(set(values.values())) > 1:
             raise ValueError(
                 f"the figures are of several builds or machines, which differ in {fact} ({values}): "
                 "measure all of them again with `make figures`."
             )
-    return found
+    return by_name

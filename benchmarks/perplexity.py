@@ -1,11 +1,12 @@
-"""What quantizing a target costs: its perplexity on texts, and how often its own quantized copy agrees with it.
+"""Measures what quantization costs a target: its perplexity on texts, and how often its quantized copy agrees with it.
 
 python benchmarks/perplexity.py TEXT... [--target MODEL] [--precision int4?group=64] [--json FILE]
 
-Texts are files that the model was not trained on (for the embedded one: Python). Each is read by the target as it is
-and by each precision, in windows that begin anew. `perplexity` is exp of the mean negative log-likelihood of a token;
-`alpha` is the chance that a token which the quantized copy drafts is kept, at every place of these texts: the mean of
-sum_x min(p(x), q(x)) at temperature 1, and how often both find the same token likeliest at temperature 0.
+Texts are files that the model was not trained on (for the embedded one: Python). Each is read by the unquantized target
+and in each precision, in separate windows without context before them. `perplexity` is exp of the mean negative
+log-likelihood of a token; `alpha` is the chance that a token drafted by the quantized copy is accepted, over all
+positions of these texts: the mean of sum_x min(p(x), q(x)) at temperature 1, and the share of positions where both have
+the same likeliest token at temperature 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PRECISIONS = ("int8", *(f"int4?group={each}{rest}" for rest in ("", "&rounding=g
 
 @dataclass(frozen=True)
 class Cost:
-    """One precision: `change` is perplexity over that of the weights as they are, less one; alphas as above."""
+    """The figures of one precision: `change` is its perplexity over that of the unquantized weights, minus one."""
 
     precision: str
     perplexity: float
@@ -48,25 +49,25 @@ class Sums:
     """Sums over the tokens of all texts."""
 
     tokens: int = 0
-    loss: float = 0.0
-    same: float = 0.0
-    overlap: float = 0.0
+    loss: float = 0.0  # negative log-likelihood, in nats
+    same: float = 0.0  # positions where both have the same likeliest token
+    overlap: float = 0.0  # sum_x min(p(x), q(x))
 
     def add(self, p: Tensor, q: Tensor, text: Tensor) -> None:
-        """Count a window, of whose tokens (n,) all but the first are predicted by laws (n - 1, vocab)."""
+        """Add a window: its tokens (n,), of which all but the first are predicted by laws p and q (n - 1, vocab)."""
         self.tokens += len(text) - 1
         self.loss -= float(q.gather(1, text[1:, None]).log().sum())
         self.same += float((p.argmax(1) == q.argmax(1)).sum())
         self.overlap += float(torch.minimum(p, q).sum())
 
     def cost(self, precision: str, base: float) -> Cost:
-        """The figures, beside the perplexity of the weights as they are."""
-        found = math.exp(self.loss / self.tokens)
-        return Cost(precision, found, found / base - 1, self.same / self.tokens, self.overlap / self.tokens)
+        """Return the figures; `base` is the perplexity of the unquantized weights."""
+        perplexity = math.exp(self.loss / self.tokens)
+        return Cost(precision, perplexity, perplexity / base - 1, self.same / self.tokens, self.overlap / self.tokens)
 
 
 def windows(files: Sequence[Path], tokenizer: Any, length: int) -> Iterator[Tensor]:
-    """The tokens of every file, in windows (n,)."""
+    """Yield the tokens of every file, in windows (n,) of `length` tokens or fewer."""
     for file in files:
         ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
         yield from (part for part in torch.tensor(ids).split(length) if len(part) > 1)
@@ -74,13 +75,13 @@ def windows(files: Sequence[Path], tokenizer: Any, length: int) -> Iterator[Tens
 
 @torch.inference_mode()
 def law(model: Any, text: Tensor) -> Tensor:
-    """The laws (n - 1, vocab) of all tokens but the first."""
-    found: Tensor = model(text[None], use_cache=False).logits[0, :-1].float().softmax(-1)
-    return found
+    """Return the model's laws (n - 1, vocab) of all tokens of a text (n,) but the first."""
+    laws: Tensor = model(text[None], use_cache=False).logits[0, :-1].float().softmax(-1)
+    return laws
 
 
 def measure(model: Any, name: str, texts: Sequence[Tensor], precisions: Sequence[str]) -> list[Cost]:
-    """The figures of the weights as they are, and of each precision."""
+    """Return the figures of the unquantized weights, and of each precision."""
     twins = {each: quantized_twin(model, name, Precision.read(each)) for each in precisions}
     sums = {each: Sums() for each in ("as it is", *precisions)}
     for text in texts:
@@ -89,11 +90,11 @@ def measure(model: Any, name: str, texts: Sequence[Tensor], precisions: Sequence
         for each, twin in twins.items():
             sums[each].add(p, law(twin, text), text)
     base = math.exp(sums["as it is"].loss / sums["as it is"].tokens)
-    return [found.cost(each, base) for each, found in sums.items()]
+    return [total.cost(each, base) for each, total in sums.items()]
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """The figures in Markdown."""
+    """Return the figures as a Markdown table."""
     head = "| weights | perplexity | change | alpha, T = 0 | alpha, T = 1 |\n|---|---|---|---|---|"
     rows = [
         (
@@ -109,7 +110,7 @@ def table(costs: Sequence[Cost]) -> str:
 
 
 def main() -> int:
-    """Measure, print the table, write the JSON."""
+    """Measure, print the table, and write the JSON file."""
     args = _arguments()
     engine = load(args.target or EMBEDDED / "target", dtype=args.dtype, device="cpu")
     scorer = engine.decoder.target
@@ -118,8 +119,8 @@ def main() -> int:
     print(table(costs))
     if args.json:
         about = {"texts": len(args.texts), "tokens": sum(map(len, texts)), "window": args.window}
-        found = {**environment(engine), **about, "costs": [asdict(each) for each in costs]}
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        report = {**environment(engine), **about, "costs": [asdict(each) for each in costs]}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 

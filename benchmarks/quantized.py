@@ -1,11 +1,11 @@
-"""Quantized targets and drafts beside the same target in bfloat16, and beside other programs; prints a table.
+"""Compares quantized targets and drafts with the same target in bfloat16, and with other programs; prints a table.
 
 python benchmarks/quantized.py HumanEval.jsonl.gz --target build/target-134m --draft build/draft-24m --compile
                                [--target-precision bfloat16 int8 int4] [--json FILE] [--peers PEER.json ...]
 
 A target of each precision decodes plainly, with the draft model in a precision of its own, and with its own weights
-in 4 bits. All run in turns in one process, and are counted as `slipstream bench` counts: new tokens / seconds of the
-whole call. Targets that are measured by separate commands add up in the JSON file. `--peers` adds what
+in 4 bits as the draft. All run in turns in one process, and speed is counted as in `slipstream bench`: new tokens /
+seconds of the whole call. Targets that are measured by separate commands add up in the JSON file. `--peers` adds what
 `benchmarks/peers/` measured on the same models and prompts.
 """
 
@@ -31,7 +31,7 @@ PLAIN = "plain"
 DRAFTS = {"bfloat16": ("model", "model in int8", "int4"), "int8": ("model in int8", "int4"), "int4": ("model in int8",)}
 """The drafts that are raced, by the precision of the target."""
 CUT = "model in int8, cut"
-"""The draft model that knows the target's most frequent tokens only, with --draft-vocab."""
+"""The draft model with a vocabulary cut to the target's most frequent tokens, with --draft-vocab."""
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def precision_of(row: dict[str, Any]) -> str:
-    """The precision of a row's target."""
+    """Return the precision of a row's target."""
     return str(row["contender"]).partition(", ")[0]
 
 
@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
 
 
 def raced(args: argparse.Namespace) -> dict[str, Any]:
-    """All targets with all their drafts, in turns: the facts of the machine, and a row for each."""
+    """Measure all targets with all their drafts, in turns -> the facts of the machine, and a row for each."""
     engines = {
         (precision, draft): load(args, precision, draft)
         for precision in args.target_precision
@@ -94,11 +94,12 @@ def raced(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def drafts(args: argparse.Namespace, precision: str) -> tuple[str, ...]:
-    """The drafts that are raced for a target of this precision."""
+    """Return the drafts that are raced for a target of this precision."""
     return (*DRAFTS[precision], *([CUT] if args.draft_vocab else []))
 
 
 def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
+    """Load the target in a precision, with a draft by its name here."""
     in_int8 = f"{args.draft}?quantize=int8"
     names = {"model": args.draft, "model in int8": in_int8, "int4": "int4"}
     names[CUT] = f"{in_int8}&draft_vocab={args.draft_vocab}"
@@ -113,7 +114,7 @@ def load(args: argparse.Namespace, precision: str, draft: str) -> Engine:
 
 
 def of_target(args: argparse.Namespace, precision: str, engines: dict[tuple[str, str], Engine]) -> Iterator[Contender]:
-    """The contenders of a target: plain decoding, and every draft with every gamma."""
+    """Yield the contenders of a target: plain decoding, and every draft with every gamma."""
     for place, draft in enumerate(drafts(args, precision)):
         decoder = engines[precision, draft].decoder
         if not place:
@@ -130,7 +131,7 @@ def progress(done: int, count: int, name: str) -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: one line for each target, draft and temperature, with its best gamma; then those of other programs."""
+    """Return a Markdown table: each target, draft and temperature at its fastest gamma, and then other programs."""
     lines = ["| target, draft | temperature | gamma | tokens/s (without prefill) | alpha | x plain |"]
     lines += ["|---|---|---|---|---|---|"]
     best: dict[tuple[str, float], dict[str, Any]] = {}
@@ -158,7 +159,7 @@ def speed(row: dict[str, Any]) -> float:
 
 
 def bare_speed(row: dict[str, Any]) -> float:
-    """Tokens per second of the rounds alone."""
+    """Return the tokens per second of the rounds, without prefill."""
     return float(1000 * row["mean_acceptance_length"] / row["milliseconds"]["round"])
 
 

@@ -1,12 +1,13 @@
-"""What going back costs a hybrid model: a round with partial acceptance beside a bare pass over as many tokens.
+"""Measures what rollback costs a hybrid model: a round with partial acceptance over a bare pass of as many tokens.
 
 python benchmarks/recurrent.py [--family qwen3_5 nemotron_h] [--gamma 5] [--json FILE]
 
-Models are random, of a size where a pass reads a gigabyte of weights, so that text is none, but costs are real. Drafts
-are the target's own greedy tokens up to the place where one is wrong, which moves from round to round: 1 to gamma - 1
-tokens stand. The bare pass is the model called by transformers' own ways with gamma + 1 tokens behind the text; "our
-pass" is our Scorer's over as many, all forgotten; "two passes" is the same engine told to read again what stood;
-"compiled" runs the layers by graphs. All take turns; ratios are medians.
+Models have random weights, of a size where a pass reads a gigabyte of them, so that the text means nothing but costs
+are real. Drafts are the target's own greedy tokens up to a wrong one, whose position moves from round to round, so that
+1 to gamma - 1 tokens are accepted. The bare pass is transformers' own forward pass over gamma + 1 tokens after the
+text; "our pass" is our Scorer's over as many, which are then rolled back; "two passes" reads the accepted tokens again
+instead of restoring states from within the pass; "compiled" runs the layers as graphs. All take turns; ratios are
+medians.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def made(family: str, layers: int | None) -> StateScorer:
-    """A random model of a family, or its first layers, with packed weights as when it is loaded by name, in float32,
-    where no rounding makes texts differ."""
+    """Return a random model of a family, or its first layers, with packed weights as when it is loaded by name.
+
+    It is in float32, so that rounding makes no texts differ.
+    """
     config, kind, sizes = FAMILIES[family]
     if layers:
         first = sizes.get("layers_block_type", [])[:layers]
@@ -74,40 +77,40 @@ def made(family: str, layers: int | None) -> StateScorer:
 
 
 class Known:
-    """Drafts of a known text, wrong behind a place that moves: 1, 2, ..., gamma - 1 tokens of a round stand."""
+    """Drafts a known text with one wrong token, so that 1, 2, ..., gamma - 1 tokens are accepted in turn."""
 
     def __init__(self, text: Sequence[int], vocab: int) -> None:
         self.text, self.vocab, self.turn = list(text), vocab, 0
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The text, and a wrong token in it."""
+        """Return the next gamma tokens of the text, one of them wrong."""
         [gamma], done = gammas, len(context.rows[0].output)
         if not gamma:
             return Draft.empty(1, torch.device("cpu"))
-        stands = 1 + self.turn % (gamma - 1) if gamma > 1 else 0
+        correct = 1 + self.turn % (gamma - 1) if gamma > 1 else 0
         self.turn += 1
         tokens = (self.text[done : done + gamma] + [0] * gamma)[:gamma]
-        tokens[stands] = (tokens[stands] + 1) % self.vocab
-        found = torch.tensor([tokens])
-        return Draft(found, Law(tokens=found), (gamma,))
+        tokens[correct] = (tokens[correct] + 1) % self.vocab
+        drafted = torch.tensor([tokens])
+        return Draft(drafted, Law(tokens=drafted), (gamma,))
 
     def observe(self, round: Round) -> None:
-        """Nothing to learn."""
+        """Do nothing: the text is known."""
 
 
 def round_seconds(decoder: Decoder, request: Request) -> tuple[float, int, list[int]]:
-    """The median seconds of a round, how many tokens stood in all, and the text."""
-    times, stood, began = list[float](), 0, perf_counter()
+    """Decode a text -> the median seconds of a round, the number of accepted tokens, and the text."""
+    times, accepted, began = list[float](), 0, perf_counter()
     output: list[int] = []
     for round in rounds(decoder, [request]):
         times.append(perf_counter() - began)
-        stood += sum(round.accepted)
+        accepted += sum(round.accepted)
         output, began = list(round.rows[0].output), perf_counter()
-    return statistics.median(times[1:]), stood, output  # the first one has read the prompt
+    return statistics.median(times[1:]), accepted, output  # the first round includes reading the prompt
 
 
 def pass_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
-    """Seconds of our pass over `count` tokens behind a prompt, which are rolled back."""
+    """Yield the seconds of our Scorer's pass over `count` tokens after a prompt, which are then rolled back."""
     scorer.clear()
     scorer.add(1)
     scorer.prefill([prompt])
@@ -121,7 +124,7 @@ def pass_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
 
 
 def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
-    """Seconds of a pass of transformers' model over `count` tokens behind a prompt, without ours around it."""
+    """Yield the seconds of transformers' own forward pass over `count` tokens after a prompt."""
     model: Any = scorer.model
     with torch.inference_mode():
         before = model(input_ids=torch.tensor([prompt]), use_cache=True).past_key_values
@@ -133,32 +136,32 @@ def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
 
 
 WAYS = (("one pass", True, False), ("two passes", False, False), ("compiled", True, True))
-"""How rounds are run: what that is called, whether one goes back within a pass, and whether layers are graphs."""
+"""How rounds are run: the name, whether rollback restores states from within a pass, and whether layers are graphs."""
 
 
 def taken_in_turn(scorer: StateScorer, graphs: LayerGraphs, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Seconds by what was measured, of every turn."""
+    """Return the seconds of every turn, by what was measured."""
     prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     request, plain = Request(tuple(prompt), Sampling(), args.tokens), Decoder(scorer, controller=Fixed(0))
     text, way, turns = generate(plain, [request])[0].output, scorer.way, list[dict[str, float]]()
     for _ in range(1 + args.repetitions):
-        found = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
+        seconds = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
         for name, rewinds, compiled in WAYS:
             scorer.way, scorer.layer_graphs = replace(way, rewinds=rewinds), graphs if compiled else None
-            found[f"our pass, {name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
+            seconds[f"our pass, {name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
             drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
-            found[name], stood, output = round_seconds(drafted, request)
-            assert stood and (compiled or output == text), "a draft must not change the text"
+            seconds[name], accepted, output = round_seconds(drafted, request)
+            assert accepted and (compiled or output == text), "a draft must not change the text"
             scorer.clear()
-            found[f"plain step, {name}"] = round_seconds(plain, request)[0]
+            seconds[f"plain step, {name}"] = round_seconds(plain, request)[0]
             scorer.clear()
-        turns.append(found)
+        turns.append(seconds)
     scorer.way, scorer.layer_graphs = way, None
-    return turns[1:]  # the first warms up
+    return turns[1:]  # the first is the warm-up
 
 
 def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a family."""
+    """Measure a family -> its figures: milliseconds, ratios, and the facts of the model and machine."""
     scorer = made(family, args.layers)
     before, began = replace(GRAPHS), perf_counter()
     turns = taken_in_turn(scorer, LayerGraphs(scorer.model, family), args)
@@ -184,11 +187,11 @@ def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parameters(model: Any) -> int:
-    """How many numbers the weights are, those of packed layers included."""
-    packed_ones = sum(
+    """Return the number of weights, including those of packed layers, which are no parameters of the module."""
+    in_packed_layers = sum(
         part.in_features * part.out_features for part in model.modules() if isinstance(part, PackedLinear)
     )
-    return packed_ones + sum(each.numel() for each in model.parameters())
+    return in_packed_layers + sum(each.numel() for each in model.parameters())
 
 
 def main() -> None:

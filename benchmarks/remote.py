@@ -1,14 +1,14 @@
-"""A draft on another machine: measured speed against what the plan predicts, by the milliseconds in between.
+"""Compares the measured speed of a draft on another machine with the plan's prediction, by the delay between them.
 
 python benchmarks/remote.py [--target T --draft D] [--delay 0 --delay 1 --delay 5] [--gamma 2 --gamma 4] [--json FILE]
 
-The draft is served by another process on this machine, behind a relay that holds every byte back for half of the delay
-in each direction. Acceptance and costs are measured with the same draft in this process, as `slipstream plan` does; how
-far the server is, is the median time of a question whose answer is ready: what a round costs that drafts nothing, with
-all that both sides do to ask and to answer. Then plain decoding and the served draft take turns, text by text, and
-their speeds are compared with the prediction. Each process has one thread; on an idle machine with two cores or more,
-predictions should be within 10 %. Going ahead, the server takes memory bandwidth from a target on the same machine, as
-it would not on two: "T slower" is by how much, and the columns behind it count that in.
+The draft is served by another process on this machine, behind a relay that delays every byte by half of the delay in
+each direction. Acceptance and costs are measured with the same draft in this process, as `slipstream plan` does. The
+round-trip time is the median over requests whose answer the server already has, so it includes what both sides do to
+ask and to answer, but no drafting. Then plain decoding and the served draft take turns, text by text, and their speeds
+are compared with the prediction. Each process has one thread; on an idle machine with two cores or more, predictions
+should be within 10 %. While the server drafts ahead, it takes memory bandwidth from the target, which it would not do
+on a machine of its own: "T slower" is the factor on the target's time, and the columns to the right of it include that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
 from slipstream.plan.predict import Outline, PlanCosts, Tally, predict
 
 QUESTIONS = 60
-"""How often the distance is measured."""
+"""The number of requests of which the round-trip time is the median."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -58,7 +58,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def relay(upstream: int, delay: float) -> None:
-    """Listen at a free port, print it, and pass bytes on `delay` seconds later, in a process of its own."""
+    """Listen on a free port, print it, and forward bytes to and from port `upstream`, each `delay` seconds later.
+
+    It runs forever, in a process of its own.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     while True:
@@ -72,7 +75,7 @@ def relay(upstream: int, delay: float) -> None:
 
 
 def take(source: socket.socket, held: queue.SimpleQueue[tuple[float, bytes]], delay: float) -> None:
-    """Read, and note when it may go on; nothing is the end."""
+    """Read from a socket, and queue each piece with the time at which it is due; an empty piece is the end."""
     data = b"?"
     while data:
         data = b""
@@ -82,7 +85,7 @@ def take(source: socket.socket, held: queue.SimpleQueue[tuple[float, bytes]], de
 
 
 def give(sink: socket.socket, held: queue.SimpleQueue[tuple[float, bytes]]) -> None:
-    """Write what was held back long enough."""
+    """Write the queued pieces to a socket, each when it is due."""
     while True:
         due, data = held.get()
         if (wait := due - perf_counter()) > 0:
@@ -96,7 +99,7 @@ def give(sink: socket.socket, held: queue.SimpleQueue[tuple[float, bytes]]) -> N
 
 @contextmanager
 def started(*command: str) -> Iterator[str]:
-    """A process of its own, and the first line that it prints."""
+    """Run a Python process within the context, and yield the first line that it prints."""
     process = subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **ONE_THREAD}
     )
@@ -116,9 +119,9 @@ def started(*command: str) -> Iterator[str]:
 
 
 def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
-    """Seconds from question to answer, there and back, where the answer is ready: the median of many.
+    """Return the median round-trip time, in seconds, of requests whose answer the server already has.
 
-    The first question drafts; the others ask for the same tokens again.
+    Only the first request makes the server draft; the others ask for the same tokens again.
     """
     link, times, row = remote.link, list[float](), 1 << 30
     link.tell(link.generation, [OpenRow(row, Mode.GUESS, {"temperature": 0.0}, text, len(text)).frame()])
@@ -134,7 +137,7 @@ def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
 
 
 def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[Tally], PlanCosts]:
-    """Acceptance and costs with the draft in this process."""
+    """Measure acceptance and costs with the draft in this process."""
     plain, [record], _ = sweep(engine.decoder, [local], task, most, lambda name: None)
     return record.tallies, record.costs(plain)
 
@@ -142,19 +145,22 @@ def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[lis
 def compare(
     engine: Engine, far: RemoteDrafter, task: PlanTask, gammas: Sequence[int], repetitions: int
 ) -> dict[int, list[tuple[Speed, Speed]]]:
-    """Plain decoding and the served draft by turns -> pairs of speeds for each gamma."""
-    found: dict[int, list[tuple[Speed, Speed]]] = {gamma: [] for gamma in gammas}
+    """Run plain decoding and the served draft in turns -> pairs (plain, drafted) of speeds for each gamma."""
+    pairs: dict[int, list[tuple[Speed, Speed]]] = {gamma: [] for gamma in gammas}
     plain = using(engine.decoder, NoDraft(), Fixed(0), 1)
     for turn in range(repetitions):
         for gamma in gammas:
-            ours = using(engine.decoder, far, Fixed(gamma), 1)
-            one, other = speeds([plain, ours], task, turn)
-            found[gamma].append((one, other))
-    return found
+            drafted = using(engine.decoder, far, Fixed(gamma), 1)
+            plain_speed, drafted_speed = speeds([plain, drafted], task, turn)
+            pairs[gamma].append((plain_speed, drafted_speed))
+    return pairs
 
 
 def slowdown(engine: Engine, local: Any, far: RemoteDrafter, task: PlanTask, gamma: int) -> float:
-    """How much longer a pass of the target takes while the server, on the same machine, goes ahead; 1 on two."""
+    """Return the factor on the time of a target's pass while the server drafts ahead on the same machine.
+
+    On two machines it would be 1.
+    """
 
     def passes(draft: Any) -> list[float]:
         decoder = using(engine.decoder, draft, Fixed(gamma), 1)
@@ -166,17 +172,17 @@ def slowdown(engine: Engine, local: Any, far: RemoteDrafter, task: PlanTask, gam
 
 @dataclass(frozen=True)
 class Place:
-    """One distance: what was added to it, what it is (seconds), and what sharing a machine costs the target there."""
+    """One measured delay: the relay's, the round-trip time with it, and the factor on the target's time."""
 
-    added: float
-    away: float
+    added: float  # milliseconds, there and back
+    away: float  # seconds
     slower: float
 
 
 def lines(
     place: Place, known: tuple[list[Tally], PlanCosts], found: dict[int, list[tuple[Speed, Speed]]], length: int
 ) -> list[dict[str, Any]]:
-    """Measured and predicted speed-up for each gamma at one distance."""
+    """Return the measured and the predicted speed-up for each gamma at one delay."""
     tallies, costs = known
     outline = Outline(max(found), length, replicates=100, gammas=tuple(found))
     outlook = predict(tallies, replace(costs, delay=place.away), outline)
@@ -206,7 +212,7 @@ def lines(
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All distances, by turns with nothing: a server and a relay for each."""
+    """Measure all delays, with one server and a relay for each delay -> the report."""
     torch.set_num_threads(1)
     place, dtype = embedded(args.target, args.dtype)
     engine = load(place, dtype=dtype)
@@ -235,7 +241,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """The lines as a table."""
+    """Print the report as a table."""
     print(f"target step {result['step_ms']:.1f} ms, drafted token {result['draft_ms']:.2f} ms")
     names = ("added ms", "away ms", "gamma", "predicted", "measured", "off", "T slower", "predicted", "off")
     print(" ".join(f"{name:>9}" for name in names))
@@ -248,7 +254,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Read what was asked for, measure, print, and write."""
+    """Parse the arguments, measure, print, and write the JSON file; with --relay as the first argument, be a relay."""
     if sys.argv[1:2] == ["--relay"]:
         relay(int(sys.argv[2]), float(sys.argv[3]) / 2000)
         return
@@ -259,7 +265,7 @@ def main() -> None:
     parser.add_argument("--delay", type=float, action="append", help="milliseconds there and back; repeatable")
     parser.add_argument("--gamma", type=int, action="append", help="repeatable")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--trust", action="store_true", help="use the law that the server sends")
+    parser.add_argument("--trust", action="store_true", help="use the probabilities that the server sends")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=3)

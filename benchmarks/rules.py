@@ -1,10 +1,10 @@
-"""How many tokens each acceptance rule keeps: measured on real prompts, or computed exactly on random tables.
+"""Compares how many tokens acceptance rules keep, measured on prompts or computed exactly on random distributions.
 
 python benchmarks/rules.py PROMPTS.jsonl[.gz] [--target DIR --draft DIR] [--temperature 1.0] [--gamma 5] [--json]
 python benchmarks/rules.py PROMPTS.jsonl[.gz] --nodes 12     several paths and trees, 12 scored nodes each
 python benchmarks/rules.py --tables 200                      the same with 6 nodes, by enumeration
 
-Measured figures are paired by prompt, with a bootstrap interval.
+Figures are differences from the first rule, paired by prompt (or table), with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ from slipstream.engine.engine import Engine
 from slipstream.text.prompts import gather
 
 RULES = ("token", "block", "match", "coupled")
-TABLE_NODES, TABLE_VOCAB, LIKE_TARGET = 6, 4, 0.25
+TABLE_NODES, TABLE_VOCAB = 6, 4
+LIKE_TARGET = 0.25  # the weight of p in the draft's q on random tables
 
 
 @dataclass(frozen=True)
 class Side:
-    """A rule and the draft that it verifies: candidates per level, all drawn independently for several paths."""
+    """A rule and the shape of the drafts that it verifies: the candidates per level of a tree.
+
+    For a rule on several paths, the first number is that of the paths, which are drawn independently.
+    """
 
     verify: str
     shape: tuple[int, ...]
@@ -50,25 +54,25 @@ class Side:
 
     @property
     def depth(self) -> int:
-        """Tokens that one path has."""
+        """The number of tokens of one path."""
         return len(self.shape)
 
     @property
     def how(self) -> dict[str, Any]:
-        """What `slipstream.load` gets."""
+        """The arguments for `slipstream.load`."""
         chain = max(self.shape) == 1 or rule(self.verify).paths
         return {"verify": self.verify, **({"gamma": self.depth} if chain else {"tree": self.shape})}
 
 
 def sides(nodes: int) -> list[Side]:
-    """A chain, several paths and the trees beside them, that all have so many nodes; first the chain."""
-    found = [Side("block", (1,) * nodes)]
+    """Return a chain and then several paths and trees, all with this number of nodes."""
+    compared = [Side("block", (1,) * nodes)]
     for width in (2, 3, 4):
         if nodes % width == 0:
             shape = (width, *(1,) * (nodes // width - 1))
-            found += [Side("token", shape), Side("block", shape), Side(f"gbv:{width}", shape)]
+            compared += [Side("token", shape), Side("block", shape), Side(f"gbv:{width}", shape)]
     bushes = [shape for shape in ((2, 2), (3, 3), (4, 2), (3, 2, 1)) if sum(accumulate(shape, mul)) == nodes]
-    return found + [Side("block", shape) for shape in bushes]
+    return compared + [Side("block", shape) for shape in bushes]
 
 
 def main() -> None:
@@ -95,7 +99,7 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Every rule on the prompts, against the first of them."""
+    """Measure every rule on the prompts, and compare it with the first."""
     prompts = [item.prompt for item in gather([], args.prompts, False)][: args.limit]
     if args.nodes:
         runs = {}
@@ -111,13 +115,14 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(engine: Engine, prompts: Sequence[str], rule: str, args: argparse.Namespace) -> list[Stats]:
-    """Statistics per prompt, summed over seeds."""
+    """Decode all prompts with a rule -> statistics per prompt, summed over seeds."""
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "verify": rule}
     runs = [engine.generate(prompts, seed=seed, **settings) for seed in range(args.seeds)]
     return [sum((completion.stats for completion in column), Stats()) for column in zip(*runs, strict=True)]
 
 
 def row(name: str, stats: Sequence[Stats], base: Sequence[Stats]) -> dict[str, Any]:
+    """Return the figures of a rule; `base` are the first rule's statistics for the same prompts."""
     pairs = list(zip(stats, base, strict=True))
     rng = random.Random(0)
     draws = sorted(difference(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
@@ -133,7 +138,7 @@ def row(name: str, stats: Sequence[Stats], base: Sequence[Stats]) -> dict[str, A
 
 
 def difference(pairs: Sequence[tuple[Stats, Stats]]) -> float:
-    """Pooled mean acceptance length of the rule minus that of the first."""
+    """Return the pooled mean acceptance length of a rule minus that of the first rule."""
     length, first_length = (sum(column, Stats()).mean_acceptance_length or 0 for column in zip(*pairs, strict=True))
     return length - first_length
 
@@ -142,12 +147,12 @@ def difference(pairs: Sequence[tuple[Stats, Stats]]) -> float:
 
 
 def exactly(tables: int) -> list[dict[str, Any]]:
-    """The expected tokens of one round, exact for every table, and the mean over tables."""
+    """Compute the expected tokens of one round, exactly for every table, and their mean over tables."""
     contenders = sides(TABLE_NODES)
-    found = [[1 + expected(side, table(seed, side.depth)) for side in contenders] for seed in range(tables)]
+    lengths = [[1 + expected(side, table(seed, side.depth)) for side in contenders] for seed in range(tables)]
     lines, rng = [], random.Random(0)
-    for side, own in zip(contenders, zip(*found, strict=True), strict=True):
-        gaps = [mine - first[0] for mine, first in zip(own, found, strict=True)]
+    for side, own in zip(contenders, zip(*lengths, strict=True), strict=True):
+        gaps = [mine - first[0] for mine, first in zip(own, lengths, strict=True)]
         draws = sorted(statistics.mean(rng.choices(gaps, k=tables)) for _ in range(2000))
         lines.append(
             {
@@ -162,7 +167,7 @@ def exactly(tables: int) -> list[dict[str, Any]]:
 
 
 def table(seed: int, depth: int) -> Process:
-    """Random laws after every text of up to `depth` tokens: p from a flat Dirichlet, q partly p."""
+    """Return random laws after every text of up to `depth` tokens: p from a flat Dirichlet distribution, q partly p."""
     p, q = list[torch.Tensor](), list[torch.Tensor]()
     for length in range(depth + 1):
         rng = torch.Generator().manual_seed(1000 * seed + length)
@@ -174,7 +179,7 @@ def table(seed: int, depth: int) -> Process:
 
 
 def expected(side: Side, process: Process) -> float:
-    """Expected accepted tokens: every draft and every coin."""
+    """Return the expected number of accepted tokens, by enumerating every draft and every outcome of verification."""
     chosen = rule(side.verify)
     chain, independent = max(side.shape) == 1, bool(chosen.paths)
     parents = tuple(range(-1, side.depth - 1)) if chain else tree_parents(side.shape)[0]
@@ -189,8 +194,8 @@ def expected(side: Side, process: Process) -> float:
     q = torch.stack([after(process.q, line[:-1]) for line in lines], 1)
     lengths = (len(lines),) * len(tokens)
     draft = Draft(tokens, Law(probs=q), lengths, parents=None if chain else parents, replacement=independent)
-    found = outcomes(lambda draw: chosen.verify(Law(probs=p), draft, draw))
-    return float(sum((verdict.accepted * chance * weights).sum() for verdict, chance in found))
+    verdicts = outcomes(lambda draw: chosen.verify(Law(probs=p), draft, draw))
+    return float(sum((verdict.accepted * chance * weights).sum() for verdict, chance in verdicts))
 
 
 def arguments() -> argparse.Namespace:
@@ -200,8 +205,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--tree", type=int, nargs="*")
-    parser.add_argument("--nodes", type=int, help="compare chains, paths and trees of so many nodes")
-    parser.add_argument("--tables", type=int, help="compute on so many random tables instead")
+    parser.add_argument("--nodes", type=int, help="compare chains, paths and trees with this number of nodes")
+    parser.add_argument("--tables", type=int, help="compute on this number of random tables instead")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--limit", type=int, default=164)

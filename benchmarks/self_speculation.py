@@ -1,4 +1,4 @@
-"""What drafting by the target itself is worth: acceptance by position, and speed beside plain decoding in the same run.
+"""Measures drafts made by the target itself: acceptance by position, and speed over plain decoding in the same run.
 
 python benchmarks/self_speculation.py --prompts FILE --draft exit:1 --draft exit:4 --draft heads:DIR --gamma 3
 
@@ -36,7 +36,7 @@ PLAIN = "plain"
 
 
 def contenders(decoder: Decoder, drafts: list[str], gammas: list[int]) -> Iterator[tuple[str, int, Decoder]]:
-    """Plain decoding, and each draft with each gamma."""
+    """Yield plain decoding, and each draft with each gamma."""
     yield PLAIN, 0, replace(decoder, drafter=NoDraft(), controller=Fixed(0))
     for draft in drafts:
         own = drafter(draft, BuildContext(decoder.target, dtype="float32"))
@@ -44,12 +44,12 @@ def contenders(decoder: Decoder, drafts: list[str], gammas: list[int]) -> Iterat
 
 
 def pooled(decoder: Decoder, requests: list[Request]) -> Stats:
-    """One run, all rows added up."""
+    """Decode all requests once -> statistics summed over rows."""
     return reduce(add, [row.stats for row in generate(decoder, requests)], Stats())
 
 
 def main() -> int:
-    """Run the laps, print a table or JSON lines."""
+    """Run the laps, and print a table or JSON lines."""
     args = _arguments()
     items = gather([], args.prompts, False)[: args.count]
     engine = load(args.target or EMBEDDED / "target", dtype="float32", batch_size=args.batch)
@@ -57,7 +57,7 @@ def main() -> int:
     ids = [engine.encode(item.prompt) for item in items]
     requests = [Request(one, sampler, args.max_new_tokens, engine.eos, 0, request_key(one)) for one in ids]
     field = list(contenders(engine.decoder, args.draft, args.gamma))
-    for _, _, decoder in field:  # nobody pays for the first touch of anything
+    for _, _, decoder in field:  # warm up, so that no contender is timed on its first call
         pooled(decoder, requests[:1])
     laps: list[dict[int, Stats]] = []
     for lap in range(args.repetitions):
@@ -75,7 +75,7 @@ def _line(name: str, gamma: int, runs: list[Stats], plain: list[Stats], as_json:
 
     first = runs[0]
     ratios = [speed(run) / speed(other) for run, other in zip(runs, plain, strict=True)]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "draft": name,
         "gamma": gamma,
         "alpha": first.alpha,
@@ -86,10 +86,10 @@ def _line(name: str, gamma: int, runs: list[Stats], plain: list[Stats], as_json:
         "range": [min(ratios), max(ratios)],
     }
     if as_json:
-        return json.dumps(found)
+        return json.dumps(figures)
     shares = " ".join(f"{share:.2f}" for share in first.acceptance_by_position)
     alpha = "-" if first.alpha is None else f"{first.alpha:.3f}"
-    speeds = f"{found['tokens_per_second']:.1f} | {found['over_plain']:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    speeds = f"{figures['tokens_per_second']:.1f} | {figures['over_plain']:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
     return f"| {name} | {gamma} | {alpha} | {shares or '-'} | {first.mean_acceptance_length or 0:.2f} | {speeds} |"
 
 

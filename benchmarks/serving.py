@@ -1,15 +1,15 @@
-"""Our server beside `transformers serve` with continuous batching, on the same models, prompts and lengths, greedy.
+"""Compares our server with `transformers serve` (continuous batching) on the same models, prompts and lengths, greedy.
 
 python benchmarks/serving.py HumanEval.jsonl.gz [--target DIR --draft DIR --dtype bfloat16 --compile] [--json FILE]
 python benchmarks/serving.py HumanEval.jsonl.gz --part arrivals --trace azure-llm-2023-conversation.csv.gz
 python benchmarks/serving.py HumanEval.jsonl.gz --part prefix      # the second turn of a long chat
 python benchmarks/serving.py HumanEval.jsonl.gz --part prompt      # a short prompt while a long one is read
-python benchmarks/serving.py HumanEval.jsonl.gz --part overhead    # the server beside the library, request by request
+python benchmarks/serving.py HumanEval.jsonl.gz --part overhead    # the server over the library, request by request
 
-Both servers run, but whoever is not measured is stopped (SIGSTOP), and they take turns; figures are medians over the
-repetitions. "plain" is our own server told not to speculate, "library" the engine without a server, one prompt at a
-time. A gap is what a reader waits between two pieces of a text; ours may hold several tokens. `transformers serve`
-needs the package accelerate; its cache gets as many blocks as the streams need, for the one it chooses by itself on a
+Both servers run and take turns; the one that is not measured is stopped (SIGSTOP). Figures are medians over the
+repetitions. "plain" is our server without speculation, "library" the engine without a server, one prompt at a time. A
+gap is the time between two pieces of a streamed text; ours may hold several tokens. `transformers serve` needs the
+package accelerate; its cache gets as many blocks as the streams need, because the size that it chooses by itself on a
 CPU makes every step many times slower. Parts add up in the JSON file.
 """
 
@@ -48,7 +48,7 @@ PAGE = 256  # tokens of a block of transformers' cache
 
 
 def ours(args: argparse.Namespace) -> list[str]:
-    """The command of our server."""
+    """Return the command that starts our server."""
     pair = ["--target", str(args.target), "--draft", str(args.draft)] if args.target else []
     compiled = ["--compile"] if args.compile else []
     rows = ["--max-rows", str(args.max_rows), "--max-queue", "4096"]
@@ -56,7 +56,7 @@ def ours(args: argparse.Namespace) -> list[str]:
 
 
 def transformers_command(args: argparse.Namespace) -> list[str]:
-    """The command of transformers' server."""
+    """Return the command that starts transformers' server."""
     longest = args.longest + math.ceil((1 + args.spread) * args.max_tokens)
     blocks = max(args.streams) * math.ceil(longest / PAGE) + 1
     program = str(Path(sys.executable).with_name("transformers"))
@@ -67,6 +67,7 @@ def transformers_command(args: argparse.Namespace) -> list[str]:
 
 
 Trace = list[tuple[float, int, int]]
+"""Requests: seconds after the first arrival, tokens of the prompt, tokens of the answer."""
 
 GREEDY = {"temperature": 0, "stream": True}
 OURS = {**GREEDY, "ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -75,7 +76,7 @@ GAMMA = 3  # tokens drafted per round where the server is compared with the libr
 
 
 def transformers_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Greedy, with an end of text that never comes."""
+    """Return request fields for greedy decoding that no end-of-text token stops."""
     never = json.dumps({"eos_token_id": -1, "do_sample": False})
     return {**GREEDY, "model": str(args.target or EMBEDDED), "generation_config": never}
 
@@ -84,12 +85,12 @@ def transformers_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value that so large a share of the values does not exceed."""
+    """Return the value that `share` of the values do not exceed; None without values."""
     return sorted(values)[min(len(values) - 1, math.floor(share * len(values)))] if values else None
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Speed and latencies of some answers."""
+    """Return the speed and the latencies of answers that together took `seconds`."""
     first, gaps = [one.times[0] for one in answers if one.times], [gap for one in answers for gap in one.gaps]
     return {
         "tokens_per_second": sum(one.tokens for one in answers) / seconds,
@@ -101,7 +102,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of every figure over runs, and the speed of each run."""
+    """Return the median of every figure over runs, and the speed of each run."""
     names = [name for name, value in runs[0].items() if isinstance(value, float)]
     return {name: statistics.median(run[name] for run in runs) for name in names} | {
         "runs": [run["tokens_per_second"] for run in runs]
@@ -112,8 +113,10 @@ def median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """The contenders at every number of streams, by turns. No prompt is in a prefix cache, unless it comes twice at
-    once."""
+    """Run the contenders in turns at every number of streams.
+
+    No prompt is in a prefix cache, unless one run has it twice at the same time.
+    """
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         mine = stack.enter_context(serving(ours(args), OURS))
@@ -127,7 +130,7 @@ def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any
         engine = library(args)
         for repetition in range(args.repetitions):
             for count in args.streams:
-                head = f"# Part {repetition}.{count}\n"  # so that nobody has read a prompt before
+                head = f"# Part {repetition}.{count}\n"  # so that no server has cached a prompt
                 some = [head + prompt for prompt in islice(cycle(prompts), max(args.prompts, 2 * count))]
                 lengths = spread_lengths(args, len(some), repetition)
                 for name, server, more in contenders:
@@ -135,31 +138,31 @@ def race(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any
                     with server.awake():
                         began = perf_counter()
                         answers = asyncio.run(streams(server, some, count, lengths, more))
-                        found = figures(answers, perf_counter() - began)
-                    runs.setdefault((name, count), []).append(found)
-                    tell(f"repetition {repetition + 1}, {count} streams, {name}: {found['tokens_per_second']:.1f}")
+                        run = figures(answers, perf_counter() - began)
+                    runs.setdefault((name, count), []).append(run)
+                    tell(f"repetition {repetition + 1}, {count} streams, {name}: {run['tokens_per_second']:.1f}")
                 if count == 1:
                     runs.setdefault(("library", 1), []).append(without_server(engine, some, args.max_tokens))
-    return [{"contender": name, "streams": count, **median(found)} for (name, count), found in runs.items()]
+    return [{"contender": name, "streams": count, **median(repeated)} for (name, count), repeated in runs.items()]
 
 
 def spread_lengths(args: argparse.Namespace, count: int, seed: int) -> list[int]:
-    """The lengths of some answers, which are the same for all contenders.
+    """Return random lengths of `count` answers in tokens, the same for all contenders.
 
-    If all were equal, requests would begin and end in step, and no answer would wait for the reading of a prompt.
+    With equal lengths, requests would begin and end together, and no answer would wait for another request's prefill.
     """
     rng, spread = random.Random(seed), round(args.spread * args.max_tokens)
     return [args.max_tokens + rng.randint(-spread, spread) for _ in range(count)]
 
 
 def library(args: argparse.Namespace) -> slipstream.Engine:
-    """The engine that our server runs."""
+    """Load the engine that our server runs."""
     pair = {"target": str(args.target), "draft": str(args.draft)} if args.target else {}
     return slipstream.load(**pair, gamma="auto", dtype=args.dtype, compile=args.compile, batch_size=args.max_rows)
 
 
 def without_server(engine: slipstream.Engine, prompts: Sequence[str], tokens: int) -> dict[str, Any]:
-    """The library's speed, one prompt at a time."""
+    """Return the library's speed, one prompt at a time."""
     began, written = perf_counter(), 0
     for prompt in prompts:
         [done] = engine.generate(prompt, max_new_tokens=tokens, ignore_eos=True)
@@ -168,10 +171,10 @@ def without_server(engine: slipstream.Engine, prompts: Sequence[str], tokens: in
 
 
 def overhead(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """What the server takes longer than the library: by turns, text by text.
+    """Measure the server's time over the library's, in turns, text by text.
 
-    The client reads what comes and looks at nothing, since its own work would be counted on the same processor. Both
-    draft `GAMMA` tokens in every round: "auto" goes by the clock, and would choose other rounds in either.
+    The client does not parse what it reads, since it shares the processor with the server. Both draft `GAMMA` tokens in
+    every round: "auto" depends on measured times, and would choose different rounds for each.
     """
     rows, engine = [], library(args)
     engine.warm_up((1, 2))
@@ -193,27 +196,27 @@ def overhead(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str,
 
 
 def arrivals(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Recorded arrivals at several loads, ours with and without speculation."""
+    """Replay recorded arrivals at several loads, with our server with and without speculation."""
     trace, rows = read_trace(args.trace, args.requests), []
     with serving(ours(args), OURS) as server, server.awake():
         ids = tokens_of(args, prompts)
         for load in args.loads:
             for name, more in (("slipstream", {}), ("slipstream, plain", {"speculative": False})):
-                pace = load * trace[-1][0] / len(trace)  # the trace runs so many times as fast
+                pace = load * trace[-1][0] / len(trace)  # the factor by which the trace is sped up
                 began = perf_counter()
-                came = asyncio.run(replayed(server, trace, ids, args, pace, more))
-                done = [one for one in came if isinstance(one, Answer)]
-                found = figures(done, perf_counter() - began)
-                good = sum(is_good(one, args) for one in done) / (perf_counter() - began)
+                results = asyncio.run(replayed(server, trace, ids, args, pace, more))
+                answers = [one for one in results if isinstance(one, Answer)]
+                run = figures(answers, perf_counter() - began)
+                good = sum(is_good(one, args) for one in answers) / (perf_counter() - began)
                 about = {"contender": name, "requests_per_second": load, "time_factor": pace}
-                lost = {"lost": len(came) - len(done), "goodput": good, "length_factor": args.length_factor}
-                rows.append({**about, **found, **lost})
-                tell(f"{load} requests/s, {name}: goodput {good:.2f}, lost {len(came) - len(done)}")
+                lost = {"lost": len(results) - len(answers), "goodput": good, "length_factor": args.length_factor}
+                rows.append({**about, **run, **lost})
+                tell(f"{load} requests/s, {name}: goodput {good:.2f}, lost {len(results) - len(answers)}")
     return rows
 
 
 def read_trace(path: Path, count: int) -> Trace:
-    """Seconds after the first arrival, tokens of the prompt and of the answer, of the first requests of a trace."""
+    """Read the first `count` requests of a trace."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         lines = list(islice(csv.DictReader(file), count))
     times = [datetime.fromisoformat(line["TIMESTAMP"][:26]) for line in lines]
@@ -226,7 +229,7 @@ def read_trace(path: Path, count: int) -> Trace:
 async def replayed(
     server: Server, trace: Trace, ids: Sequence[int], args: argparse.Namespace, pace: float, more: Any
 ) -> list[Answer | BaseException]:
-    """Send each request when its time has come; lengths are scaled."""
+    """Send each request when it is due, with scaled lengths -> answers, or the exceptions of requests that failed."""
 
     async def one(number: int, at: float, read: int, written: int) -> Answer:
         await asyncio.sleep(at / pace)
@@ -239,13 +242,16 @@ async def replayed(
 
 
 def is_good(one: Answer, args: argparse.Namespace) -> bool:
-    """Whether an answer came as fast as was promised."""
+    """Whether an answer came within the limits --first-within and --gap-within."""
     gaps = one.gaps or [0.0]
     return one.times[0] <= args.first_within and statistics.fmean(gaps) <= args.gap_within
 
 
 def prefix(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """The first token of a long chat's first and second turn, and whether the second text is that of a cold cache."""
+    """Measure the time to the first token of a long chat's first and second turn, with and without the prefix cache.
+
+    The second turn's text must be the same with a cold cache.
+    """
     ids, rows = tokens_of(args, prompts), []
     with serving(ours(args), OURS) as server, server.awake():
         for number in range(args.repetitions):
@@ -263,7 +269,7 @@ def prefix(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, A
 
 
 def prompt(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """The first token of a short prompt alone, and while a long prompt is read."""
+    """Measure the time to the first token of a short prompt, alone and while a long prompt is read."""
     ids, rows = tokens_of(args, prompts), []
 
     async def both(server: Server, number: int) -> tuple[Answer, Answer]:
@@ -283,7 +289,7 @@ def prompt(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, A
 
 
 def tokens_of(args: argparse.Namespace, prompts: Sequence[str]) -> list[int]:
-    """All prompts as one row of the target's tokens, as often as the longest prompt needs."""
+    """Return all prompts joined to one list of token ids, repeated to the length that the longest prompt needs."""
     tokenizer = AutoTokenizer.from_pretrained(args.target or EMBEDDED)
     ids = [token for text in prompts for token in tokenizer.encode(text, add_special_tokens=False)]
     return list(islice(cycle(ids), max(len(ids), args.long + 1000)))
@@ -291,7 +297,10 @@ def tokens_of(args: argparse.Namespace, prompts: Sequence[str]) -> list[int]:
 
 @contextmanager
 def roomy(args: argparse.Namespace) -> Iterator[None]:
-    """Let the models take longer texts than they were trained for: the price is that of such texts, the text is not."""
+    """Let models accept longer texts than they were trained for, in temporary copies with a larger context.
+
+    Times are those of such lengths, but the generated text means nothing.
+    """
     if not args.context:
         yield
         return
@@ -299,7 +308,7 @@ def roomy(args: argparse.Namespace) -> Iterator[None]:
     with TemporaryDirectory() as folder:
         for role, source in zip(("target", "draft"), folders, strict=True):
             if not Path(source).is_dir():
-                continue  # a draft of another kind, as the target's own weights
+                continue  # a draft that is no folder, such as the target's own weights
             copy = Path(folder) / role
             shutil.copytree(source, copy)
             config = json.loads((copy / "config.json").read_text()) | {"max_position_embeddings": args.context}
@@ -315,7 +324,7 @@ PARTS = {"race": race, "overhead": overhead, "arrivals": arrivals, "prefix": pre
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The race as a table: a line per contender and number of streams."""
+    """Return the race as a Markdown table with a line per contender and number of streams."""
     lines = [
         "| streams | contender | tokens/s | first token, ms | gap p50, ms | gap p99, ms |",
         "|---|---|---|---|---|---|",
@@ -333,7 +342,7 @@ def main() -> None:
     args = arguments()
     with gzip.open(args.file, "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["prompt"] for line in file]
-    args.longest = max(map(len, texts)) // 2  # tokens are longer than two characters
+    args.longest = max(map(len, texts)) // 2  # tokens of a prompt at most, as tokens are longer than two characters
     found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     with roomy(args):
         found[args.part] = PARTS[args.part](args, texts)
@@ -350,7 +359,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="of all contenders")
-    parser.add_argument("--context", type=int, help="positions that the models take, whatever their config says")
+    parser.add_argument("--context", type=int, help="positions that the models accept, regardless of their config")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--max-rows", type=int, default=64, help="rows that our server runs together")
     parser.add_argument("--prompts", type=int, default=16, help="requests per run, at least two per stream")
@@ -380,7 +389,7 @@ def arguments() -> argparse.Namespace:
 
 
 def tell(text: str) -> None:
-    """Say how far it is."""
+    """Print a progress message to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Servers as processes, and streamed completions of them with the time of every piece; used by `serving.py`."""
+"""Starts servers as processes, and streams completions from them with the time of every piece; for `serving.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from urllib.request import urlopen
 
 START = 900
-"""Seconds that a server may take to be ready."""
+"""The most seconds that a server may take to be ready."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs as a process, and the fields that its requests have beside the prompt and the length."""
+    """A server that runs as a process, and the fields of its requests in addition to prompt and length."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -29,7 +29,7 @@ class Server:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let it run; it stands still otherwise."""
+        """Let the server run within the context; afterwards it is stopped (SIGSTOP)."""
         self.process.send_signal(signal.SIGCONT)
         try:
             yield
@@ -37,14 +37,17 @@ class Server:
             self.process.send_signal(signal.SIGSTOP)
 
     def get(self, path: str) -> Any:
-        """What a path answers."""
+        """Return the JSON that a GET request for a path answers."""
         with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
             return json.load(answer)
 
 
 @contextmanager
 def serving(command: Sequence[str], fields: Mapping[str, Any]) -> Iterator[Server]:
-    """Run a server as long as it is needed. Raises RuntimeError if it does not start."""
+    """Run a server within the context, warmed up and then stopped (SIGSTOP) until it is used.
+
+    Raises RuntimeError if it does not start.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stdout=subprocess.DEVNULL)
@@ -61,6 +64,7 @@ def serving(command: Sequence[str], fields: Mapping[str, Any]) -> Iterator[Serve
 
 
 def wait_until_ready(server: Server) -> None:
+    """Wait until the server answers. Raises RuntimeError if it exits or takes longer than START."""
     end = monotonic() + START
     while monotonic() < end and server.process.poll() is None:
         try:
@@ -73,7 +77,7 @@ def wait_until_ready(server: Server) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """When each piece of a text came, in seconds after it was asked for, its tokens, and the text."""
+    """A streamed completion: the arrival of each piece in seconds after the request, the number of tokens, the text."""
 
     times: tuple[float, ...]
     tokens: int
@@ -81,21 +85,22 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces."""
+        """The seconds between consecutive pieces."""
         return [after - before for before, after in pairwise(self.times)]
 
 
 def http_request(body: Mapping[str, Any]) -> bytes:
-    """The bytes that ask for a completion."""
+    """Return the bytes of an HTTP request for a completion."""
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + content
 
 
 def read_all(server: Server, prompt: str, tokens: int) -> None:
-    """Stream one completion to its end by a client that costs next to nothing. Raises RuntimeError if it fails.
+    """Stream one completion to its end with hardly any work in this process. Raises RuntimeError if it fails.
 
-    It wakes when all has come, as one on another machine would not disturb the server's processors either.
+    Wakes only when much data or the end has come, since a client on another machine would take no time from the
+    server's processors.
     """
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 16)
@@ -106,7 +111,7 @@ def read_all(server: Server, prompt: str, tokens: int) -> None:
 
 
 async def events(port: int, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The events of a streamed completion. Raises RuntimeError for another answer."""
+    """Yield the events of a streamed completion. Raises RuntimeError unless the HTTP status is 200."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     try:
         writer.write(http_request(body))
@@ -121,7 +126,7 @@ async def events(port: int, body: Mapping[str, Any]) -> AsyncIterator[dict[str, 
 
 
 async def ask(server: Server, prompt: str | Sequence[int], tokens: int, **more: Any) -> Answer:
-    """Stream one completion."""
+    """Stream one completion, whose request has the fields `more` in addition to the server's."""
     body = {"prompt": prompt, "max_tokens": tokens, **server.fields, **more}
     began, times, texts, written = perf_counter(), list[float](), list[str](), 0
     async for event in events(server.port, body):
@@ -138,7 +143,7 @@ async def ask(server: Server, prompt: str | Sequence[int], tokens: int, **more: 
 async def streams(
     server: Server, prompts: Sequence[str], count: int, lengths: Sequence[int], more: Any
 ) -> list[Answer]:
-    """All prompts, `count` at a time, with answers of these numbers of tokens."""
+    """Stream completions of all prompts, `count` at a time, with these numbers of tokens."""
     room = asyncio.Semaphore(count)
 
     async def one(prompt: str, tokens: int) -> Answer:

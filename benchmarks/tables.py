@@ -4,9 +4,9 @@ python benchmarks/tables.py            # write the tables again
 python benchmarks/tables.py --check    # fail if a document is not what would be written
 python benchmarks/tables.py --measure --prompts HumanEval.jsonl.gz --news NEWS.txt [--only NAME ...]
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with machine, build, date and commands below it. With
+A table is between `<!-- table: NAME -->` and `<!-- end -->`, with machine, build, date and commands below it. With
 `--measure`, `measurements.py` runs first; that takes about an hour, and nothing else should run. The prompts are
-HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, any prose. transformers'
+HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, of any prose. transformers'
 server needs `pip install accelerate`.
 """
 
@@ -33,13 +33,13 @@ Record = Mapping[str, Any]
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash for what a contender cannot tell."""
+    """Return a figure as text, or a dash for one that a contender does not have."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -47,12 +47,12 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def title(row: Record) -> str:
-    """What to call a contender of a race."""
+    """Return the name of a contender of a race, with its execution (eager or compiled)."""
     return f"{row['contender']}, {row['execution']}" if row["execution"] else str(row["contender"])
 
 
 def speed_table(record: Record) -> str:
-    """Tokens per second of a cost-padded pair, a column per temperature."""
+    """Return the table of tokens per second of a cost-padded pair, with a column per temperature."""
     rows = record["figures"][0]["race"]
     heats = sorted({row["temperature"] for row in rows})
     by_name: dict[str, dict[float, Record]] = {}
@@ -67,7 +67,7 @@ def speed_table(record: Record) -> str:
 
 
 def speed_cell(row: Record | None) -> str:
-    """A speed, and how many times that of transformers' generate it is."""
+    """Return a speed, with its ratio to that of transformers' generate."""
     if row is None:
         return "-"
     ratio = row["ratio_to_transformers"]
@@ -76,7 +76,7 @@ def speed_cell(row: Record | None) -> str:
 
 
 def bench_table(record: Record) -> str:
-    """`slipstream bench`: speed, ratios, acceptance, and where the time of a round goes."""
+    """Return the table of `slipstream bench`: speed, ratios, acceptance, and where the time of a round goes."""
     rows = []
     for row in record["figures"][0]["rows"]:
         ratios = [row["ratio_to_plain"], row["ratio_to_transformers"]]
@@ -108,13 +108,13 @@ def bench_table(record: Record) -> str:
 
 
 def bars_table(record: Record) -> str:
-    """Every bar with what was measured."""
+    """Return the table of every bar with the measured figure."""
     lines = bars.table(record["figures"][0]).splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))
 
 
 def passes_table(record: Record) -> str:
-    """Milliseconds of a pass of the target over one token and over six."""
+    """Return the table of milliseconds of a pass over one token and over six, of target and draft."""
     steps = record["figures"][0]["steps"]
     rows = []
     for what, times in steps.items():
@@ -124,7 +124,7 @@ def passes_table(record: Record) -> str:
 
 
 def rules_table(record: Record) -> str:
-    """How many tokens each acceptance rule keeps."""
+    """Return the table of how many tokens each acceptance rule keeps."""
     rows = []
     for row in record["figures"][0]["rows"]:
         low, high = row["interval"]
@@ -134,7 +134,7 @@ def rules_table(record: Record) -> str:
 
 
 def beams_table(record: Record) -> str:
-    """Beam search beside transformers' own: equal texts, the paper's acceptance, calls of the target, speed."""
+    """Return the table of beam search and transformers' own: equal texts, acceptance, calls of the target, speed."""
     rows = []
     for figures in record["figures"]:
         settings = figures["settings"]
@@ -158,7 +158,7 @@ def beams_table(record: Record) -> str:
 
 
 def exact_shape_table(record: Record) -> str:
-    """How many greedy texts differ between plain and speculative decoding, and the speeds."""
+    """Return the table of how many greedy texts differ between plain and speculative decoding, and of their speeds."""
     ways = {"": "any shape", "exact_shape": "one shape (`exact_shape`)", "compile": "any shape, compiled"}
     rows = [
         [
@@ -173,7 +173,7 @@ def exact_shape_table(record: Record) -> str:
 
 
 def plan_table(record: Record) -> str:
-    """Predicted and measured speed-up of every plan."""
+    """Return the table of the predicted and measured speed-up of every plan."""
     rows = []
     for plan in record["figures"]:
         facts, machine = plan["figures"], plan["machine"]
@@ -210,7 +210,7 @@ def plan_table(record: Record) -> str:
 
 
 def controllers_table(record: Record) -> str:
-    """The best fixed gamma, transformers' heuristic and the adaptive controller, over plain decoding."""
+    """Return the table of the best fixed gamma, transformers' heuristic and adaptive gamma, over plain decoding."""
     by_text: dict[str, dict[str, Record]] = {}
     for row in record["figures"][0]:
         by_text.setdefault(row["text"], {})[row["contender"]] = row
@@ -229,12 +229,12 @@ def controllers_table(record: Record) -> str:
 
 
 def kernel_table(record: Record) -> str:
-    """Our products beside oneDNN's, our attention beside torch's."""
+    """Return the tables of our products and oneDNN's, and of our attention and torch's."""
     return kernel.table(record["figures"][0])
 
 
 def contexts_table(record: Record) -> str:
-    """What long contexts cost: prompts, attention, and rounds."""
+    """Return the tables of what long contexts cost: prompts, attention, and rounds."""
     [found] = record["figures"]
     prompts = []
     for row in found["prefill"]:
@@ -259,7 +259,7 @@ def contexts_table(record: Record) -> str:
 
 
 def recurrent_table(record: Record) -> str:
-    """A round of hybrid models beside a bare pass over as many tokens."""
+    """Return the table of a round of hybrid models over a bare pass of as many tokens."""
     rows = []
     for row in record["figures"][0]:
         times, over = row["milliseconds"], row["over a bare pass"]
@@ -271,7 +271,7 @@ def recurrent_table(record: Record) -> str:
 
 
 def serving_table(record: Record) -> str:
-    """The server beside others, by the number of streams; ratios are medians over repetitions."""
+    """Return the table of our server and others by number of streams; ratios are medians over repetitions."""
     race, rows = record["figures"][0]["race"], []
     for row in sorted(race, key=lambda row: row["streams"]):
         times = [None if row.get(name) is None else 1e3 * row[name] for name in ("first_p50", "gap_p50", "gap_p99")]
@@ -282,7 +282,7 @@ def serving_table(record: Record) -> str:
 
 
 def over_transformers(row: Record, race: Sequence[Record]) -> float | None:
-    """The speed of a contender over that of transformers' server in the same repetition, if that one ran."""
+    """Return the median ratio of a contender's speed to that of transformers' server, by repetition, if that ran."""
     for other in race:
         if other["contender"] == "transformers serve" and other["streams"] == row["streams"]:
             return median(ours / peer for ours, peer in zip(row["runs"], other["runs"], strict=True))
@@ -290,7 +290,7 @@ def over_transformers(row: Record, race: Sequence[Record]) -> float | None:
 
 
 def waits_table(record: Record) -> str:
-    """What else the server's users wait for, in seconds and as ratios."""
+    """Return the table of the server's other waiting times: chats, short prompts and overhead."""
     found = record["figures"][0]
     [prefix], [prompt] = found["prefix"], found["prompt"]
     turns = [median(run[turn] for run in prefix["runs"]) for turn in ("first", "second")]
@@ -330,14 +330,14 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "serving": ("serving", serving_table),
     "waits": ("serving", waits_table),
 }
-"""By the name in a document: the measurement, and what writes the table from it."""
+"""The tables by their name in a document: the measurement, and the function that makes the table from its record."""
 
 
 # ---- documents --------------------------------------------------------------------------------------------------
 
 
 def section(name: str, found: Mapping[str, Record]) -> str:
-    """What stands between the marks of a table. Raises ValueError for a name that no table has."""
+    """Return the text between the marks of a table. Raises ValueError for an unknown name."""
     if name not in TABLES:
         raise ValueError(f"there is no table {name}: the tables are {', '.join(TABLES)}.")
     source, write = TABLES[name]
@@ -347,7 +347,7 @@ def section(name: str, found: Mapping[str, Record]) -> str:
 
 
 def place(record: Record) -> str:
-    """Machine, build, date and commands."""
+    """Return the line below a table: machine, build, date and commands."""
     facts = record["machine"]
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "python"))
     bfloat16 = f", bfloat16 {facts['bfloat16']}" if facts.get("bfloat16") else ""
@@ -358,14 +358,14 @@ def place(record: Record) -> str:
 
 
 def filled(text: str, found: Mapping[str, Record]) -> str:
-    """A document with all its tables written anew. Raises ValueError for a mark that has no end."""
+    """Return a document with all its tables regenerated. Raises ValueError for a mark that has no end."""
     if text.count("<!-- table: ") != len(MARKED.findall(text)):
         raise ValueError("a table's mark has no end: write `<!-- end -->` on the line after the table.")
     return MARKED.sub(lambda mark: f"<!-- table: {mark['name']} -->\n{section(mark['name'], found)}<!-- end -->", text)
 
 
 def unmarked(text: str) -> Iterator[str]:
-    """Heads of tables of speeds that nothing generates."""
+    """Yield the heading rows of tables of speeds that are outside of all marks, so that nothing generates them."""
     lines = MARKED.sub("", text).splitlines()
     for head, rule in pairwise(lines):
         if re.match(r"\|\s*:?---", rule) and SPEEDS.search(head):
@@ -373,7 +373,7 @@ def unmarked(text: str) -> Iterator[str]:
 
 
 def faults(documents: Mapping[str, str], found: Mapping[str, Record]) -> list[str]:
-    """What is wrong with documents, by name: tables that are not what would be written, and unmarked ones."""
+    """Return what is wrong with documents, given by name: tables that are not up to date, and unmarked ones."""
     wrong = [
         f"{name} is not what `python benchmarks/tables.py` writes"
         for name, text in documents.items()
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--prompts", type=Path, help="HumanEval.jsonl.gz")
     parser.add_argument("--news", type=Path, help="a prompt per line, any prose")
-    parser.add_argument("--only", nargs="*", choices=[each.name for each in MEASUREMENTS], help="measure these alone")
+    parser.add_argument("--only", nargs="*", choices=[each.name for each in MEASUREMENTS], help="measure only these")
     args = parser.parse_args()
     if args.measure:
         for name in ("prompts", "news"):

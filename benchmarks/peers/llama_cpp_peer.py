@@ -1,4 +1,4 @@
-"""llama.cpp's server on the same models and prompts; prints JSON for `--peers` of `bars.py` and `quantized.py`.
+"""Measures llama.cpp's server on the same models and prompts, and prints JSON for `--peers` of `bars.py` and others.
 
 pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xf llama_cpp_python-*.tar.gz -C build
 cmake -S build/llama_cpp_python-*/vendor/llama.cpp -B build/llama -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \\
@@ -37,10 +37,10 @@ from transformers import AutoTokenizer
 from slipstream.bench import PROMPTS
 from slipstream.text.prompts import gather
 
-START = 60  # seconds a server may take
+START = 60  # the most seconds that a server may take to be ready
 LOG = Path(tempfile.gettempdir()) / "llama-server.log"
 Run = tuple[float, float, int, int, list[list[int]]]
-"""Seconds, those of them for prompts, new tokens, accepted ones, and the texts."""
+"""The seconds in all and for prompts, the numbers of new and of accepted tokens, and the texts as token ids."""
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def version(program: str) -> str:
 
 @contextmanager
 def server(args: argparse.Namespace, gamma: int) -> Iterator[str]:
-    """A server with a draft unless gamma is 0; its address."""
+    """Run a server within the context, with a draft unless gamma is 0, and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,7 +115,7 @@ def server(args: argparse.Namespace, gamma: int) -> Iterator[str]:
 
 
 def wait(process: subprocess.Popen[bytes], url: str) -> None:
-    """Until it answers. Exits with the reason if it stops or takes too long."""
+    """Wait until the server answers. Exits with a message if it stops or takes too long."""
     for _ in range(10 * START):
         if process.poll() is not None:
             break
@@ -128,7 +128,8 @@ def wait(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def ask(args: argparse.Namespace, url: str, prompt: Sequence[int]) -> dict[str, Any]:
-    wish = {
+    """Request one completion -> the server's answer with tokens and timings."""
+    body = {
         "prompt": list(prompt),
         "n_predict": args.max_new_tokens,
         "ignore_eos": True,
@@ -138,18 +139,19 @@ def ask(args: argparse.Namespace, url: str, prompt: Sequence[int]) -> dict[str, 
         "samplers": ["temperature"] if args.temperature else ["top_k"],
         "top_k": 0 if args.temperature else 1,
     }
-    request = urllib.request.Request(url, json.dumps(wish).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def run(args: argparse.Namespace, url: str, prompts: Sequence[Sequence[int]]) -> Run:
+    """Complete all prompts, one after the other."""
     seconds, prefill, tokens, accepted, texts = 0.0, 0.0, 0, 0, list[list[int]]()
     for prompt in prompts:
         answer = ask(args, url, prompt)
         timings = answer["timings"]
-        assert timings["predicted_n"] == args.max_new_tokens, "all have to do the same work"
+        assert timings["predicted_n"] == args.max_new_tokens, "all contenders must do the same work"
         assert timings["prompt_n"] == len(prompt), "no prompt may come from a cache"
         prefill += timings["prompt_ms"] / 1000
         seconds += (timings["prompt_ms"] + timings["predicted_ms"]) / 1000

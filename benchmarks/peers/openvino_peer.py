@@ -1,5 +1,6 @@
-"""OpenVINO GenAI on the same models and prompts, in an environment of its own; prints JSON for `--peers` of
-`bars.py` and `quantized.py`.
+"""Measures OpenVINO GenAI on the same models and prompts, in an environment of its own.
+
+It prints JSON for `--peers` of `bars.py` and `quantized.py`.
 
 python -m venv build/openvino && build/openvino/bin/pip install openvino-genai optimum-intel
 build/openvino/bin/optimum-cli export openvino --model build/target-134m --task text-generation-with-past \\
@@ -29,6 +30,7 @@ import openvino_genai as genai
 from transformers import AutoTokenizer
 
 Run = tuple[float, float, int, int]
+"""The seconds in all and until the first tokens, and the numbers of new and of accepted tokens."""
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def pipeline(args: argparse.Namespace, gamma: int) -> Any:
-    """With a draft model unless gamma is 0."""
+    """Load a pipeline, with a draft model unless gamma is 0."""
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching, scheduler.cache_size = False, 1
     how = {
@@ -95,12 +97,12 @@ def settings(args: argparse.Namespace, gamma: int) -> Any:
 
 
 def run(pipe: Any, config: Any, prompts: list[list[int]]) -> Run:
-    """Seconds, those of them until the first token, new tokens and those that came from the draft."""
+    """Complete all prompts, one after the other."""
     tokens = accepted = 0
     prefill, start = 0.0, perf_counter()
     for prompt in prompts:
         done = pipe.generate(ov.Tensor(np.array([prompt], dtype=np.int64)), config)
-        assert len(done.tokens[0]) == config.max_new_tokens, "all have to do the same work"
+        assert len(done.tokens[0]) == config.max_new_tokens, "all contenders must do the same work"
         tokens += len(done.tokens[0])
         prefill += done.perf_metrics.get_ttft().mean / 1000
         if config.is_assisting_generation():
