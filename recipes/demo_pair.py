@@ -1,4 +1,4 @@
-"""Train the demo pair: a target of 10 M parameters and a draft a tenth its size.
+"""Train the demo pair: a target of 10 M parameters and a draft of a tenth of its size.
 
 Both learn from the source of Python's standard library and of the packages that pair/packages.py
 lists, which pip downloads. An interrupted run continues where it stopped when the same command is
@@ -28,7 +28,7 @@ from pair.writing import written_texts
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-ON_TEXT = 0.2  # of the tokens that the draft reads
+ON_TEXT = 0.2  # the share of the draft's tokens that it learns as text, before it learns the target's laws
 WORTH_COMPILING = 2_000_000  # tokens: compiling takes a minute or two
 
 
@@ -44,14 +44,14 @@ class Setup:
 
 
 def main() -> int:
-    """Run the recipe, or what is left of it."""
+    """Run the recipe, or resume it where an earlier run stopped."""
     args = _arguments()
     args.work.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    # A process started in the background would ignore SIGINT; SIGTERM saves the state, too.
+    # A process started in the background would ignore SIGINT; SIGTERM is to save the state, too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    disable_progress_bar()  # of loading and saving: two bars would fight over one line
+    disable_progress_bar()  # transformers' bars would share a line with our own
     try:
         _run(args)
     except (Interrupted, KeyboardInterrupt) as stop:
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _prepare(work: Path) -> Setup:
-    """Read the texts, or what an earlier process has stored of them."""
+    """Read and tokenize the texts, or load what an earlier process has stored of them in `work`."""
     library = corpus.read_library()
     wheels = packages.read_packages(work / "packages")
     saved = work / "tokenizer"
@@ -116,13 +116,14 @@ def _compiles() -> bool:
     torch._dynamo.config.suppress_errors = True  # a part that does not compile runs eagerly
     try:
         torch.compile(torch.cos)(torch.ones(2))
-    except Exception as error:  # whatever is missing, eager training still works
+    except Exception as error:  # of any type; eager training needs no compiler
         print(f"torch.compile does not work here ({type(error).__name__}): training eagerly")
         return False
     return True
 
 
 def _train_target(work: Path, tokens: int, fast: bool) -> LlamaForCausalLM:
+    """Train the target on a number of tokens of text; with `fast`, its loss is compiled."""
     target = models.new_target()
     models.train_on_text(target, _prepare(work).text, tokens, work / "target.safetensors", fast)
     return target
@@ -166,8 +167,8 @@ def _describe(args: argparse.Namespace, setup: Setup, rows: int) -> None:
     if args.humaneval:
         sets["HumanEval"] = measure.read_prompts(args.humaneval)
     bits = [measure.bits_per_byte(model, setup.tokenizer, held_out) for model in (target, draft)]
-    found = {name: measure.behaviour(target, draft, setup.tokenizer, prompts) for name, prompts in sets.items()}
-    for name, seen in found.items():
+    by_set = {name: measure.behaviour(target, draft, setup.tokenizer, prompts) for name, prompts in sets.items()}
+    for name, seen in by_set.items():
         print(f"{name}: alpha T=0 {seen.greedy:.3f}, T=1 {seen.sampled:.3f}; repeated {seen.repeated:.3f}")
     print(f"held-out bits per byte: target {bits[0]:.3f}, draft {bits[1]:.3f}")
     shown = args.out.name if args.out.is_absolute() else args.out  # the card names no folder of this machine
@@ -177,7 +178,7 @@ def _describe(args: argparse.Namespace, setup: Setup, rows: int) -> None:
         target=target,
         draft=draft,
         bits=(bits[0], bits[1]),
-        found=found,
+        found=by_set,
         rows=rows,
         command=(
             f"python recipes/demo_pair.py --out {shown} --tokens-target {args.tokens_target} "

@@ -2,9 +2,9 @@
 
     python recipes/digits.py --out build/digits
 
-1,797 pictures of 8 x 8 pixels in 16 levels; the last 297 are kept for measuring. A text is the digit's token (16 +
-digit) and 64 pixels (0 to 15). An interrupted run continues where it stopped when the same command is given again.
-About two minutes on two cores; `examples/images.py` shows what the pair does.
+There are 1,797 pictures of 8 x 8 pixels with 16 levels of grey; the last 297 are held out for measuring. A text is the
+digit's token (16 + digit) and 64 pixels (tokens 0 to 15). An interrupted run continues where it stopped when the same
+command is given again. It takes about two minutes on two cores; `examples/images.py` shows what the pair does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES = {"target": (96, 3), "draft": (32, 1)}
 
 
 def texts() -> Tensor:
-    """Return all pictures as tokens (pictures, 65)."""
+    """Return all pictures as token ids (pictures, 65): the digit, and then its pixels row by row."""
     digits = load_digits()
     pixels = torch.from_numpy(digits.images).long().clamp(max=15).flatten(1)
     return torch.cat([16 + torch.from_numpy(digits.target).long()[:, None], pixels], 1)
@@ -76,8 +76,8 @@ def train(name: str, out: Path, steps: int, batch: int = 64) -> LlamaForCausalLM
 @torch.no_grad()
 def bits_per_pixel(model: LlamaForCausalLM) -> float:
     """Return the bits that the model needs per pixel of the held-out pictures."""
-    kept = texts()[-KEPT:]
-    return float(model(input_ids=kept, labels=kept).loss) / math.log(2)
+    held_out = texts()[-KEPT:]
+    return float(model(input_ids=held_out, labels=held_out).loss) / math.log(2)
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""Train an EAGLE-3 draft for the embedded target, in the format of speculators, on the embedded pair's text.
+"""Train an EAGLE-3 draft for the embedded target, and save it in the format of speculators.
 
     python recipes/eagle3.py --out build/eagle3 --steps 300
 
-Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules held out for
-measuring, and about as many tokens of texts that the target writes. An interrupted run continues where it stopped.
+Half of the text is Python's standard library without the modules that `recipes/demo_pair.py` holds out for measuring;
+the other half are texts that the target writes. An interrupted run continues where it stopped.
 The draft stays outside the repository; `slipstream generate --draft eagle3:build/eagle3` uses it.
 """
 
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _written(stream: corpus.Stream, library: corpus.Library, tokenizer: Any, args: argparse.Namespace) -> list[Any]:
-    """Return texts that the target writes, repeated to about as many tokens as the library has."""
+    """Let the target write texts, and return them repeated to about as many tokens as the library has."""
     texts = WrittenTexts(args.out / "written.safetensors", {"target": "embedded"})
     prompts = corpus.prompts(library.train, stream, tokenizer)
     texts.write(load(EMBEDDED / "target", batch_size=64), prompts, lambda texts: texts.tokens < args.written, 160)
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the draft goes")
     parser.add_argument(
-        "--draft-vocab", type=int, default=3072, help="how many tokens it knows, the most frequent ones"
+        "--draft-vocab", type=int, default=3072, help="vocabulary of the draft: the most frequent tokens"
     )
     parser.add_argument("--written", type=int, default=150_000, help="tokens that the target writes")
     parser.add_argument("--steps", type=int, default=300)

@@ -1,9 +1,9 @@
-"""Train a draft that has another tokenizer than the embedded target.
+"""Train a draft whose tokenizer differs from that of the embedded target.
 
-It is the embedded draft with another vocabulary, trained further on the files of the embedded pair and on
-continuations that the target wrote, as text. `bytes` is a byte-level BPE with GPT-2's pieces; `words` a Unigram
-vocabulary in which a space is written as a mark and unknown characters as their bytes, as in sentencepiece. An
-interrupted run continues where it stopped.
+It is the embedded draft with another vocabulary, trained further on the standard library's part of the embedded
+pair's text and on continuations that the target wrote, as text. The kind `bytes` is a byte-level BPE that splits text
+as GPT-2's does; `words` is a Unigram vocabulary that writes a space as a mark and unknown characters as their bytes, as
+sentencepiece does. An interrupted run continues where it stopped.
 
     python recipes/foreign_draft.py --out DIR --kind bytes --minutes 10
 """
@@ -28,8 +28,8 @@ from slipstream.training.trainer import Seconds
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "slipstream" / "demo"
 VOCABULARY = 3072
-FROM_TARGET = 0.4  # the share of batches of texts that the target has written
-ROWS, LENGTH = 8, 256
+FROM_TARGET = 0.4  # the share of batches that are texts written by the target
+ROWS, LENGTH = 8, 256  # windows of a batch, and tokens of a window
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -74,7 +74,10 @@ def _with_byte_fallback(core: Tokenizer) -> Tokenizer:
 
 
 def new_draft(ours: PreTrainedTokenizerFast, target_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return the embedded draft with the tokens of `ours`; each begins as the mean of the old tokens for its text."""
+    """Return the embedded draft with the vocabulary of `ours`.
+
+    The embedding of a new token starts as the mean of those of the old tokens for the same text.
+    """
     draft = AutoModelForCausalLM.from_pretrained(EMBEDDED / "draft", dtype=torch.float32)
     known = draft.get_input_embeddings().weight.detach().clone()
     draft.resize_token_embeddings(len(ours), mean_resizing=False)
@@ -91,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the draft goes")
     parser.add_argument("--kind", choices=("bytes", "words"), default="bytes")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of training")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes of training")
     parser.add_argument("--tokens-written", type=int, default=300_000, help="that the target writes for the draft")
     parser.add_argument("--work", type=Path, default=Path("build/foreign_draft"), help="checkpoints")
     args = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Train parallel heads for the embedded target, on the same text as the embedded pair.
+"""Train parallel heads for the embedded target, on a part of the embedded pair's text.
 
     python recipes/heads.py --out build/heads --steps 600
 
-Text and split are those of `recipes/demo_pair.py`: Python's standard library without the modules for measuring. An
-interrupted run continues where it stopped when the same command is given again. The heads stay outside the
-repository; `slipstream generate --draft heads:build/heads` uses them.
+The text is Python's standard library without the modules that `recipes/demo_pair.py` holds out for measuring, and
+without the packages that the pair has learned from, too. An interrupted run continues where it stopped when the same
+command is given again. The heads stay outside the repository; `slipstream generate --draft heads:build/heads` uses
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slipstream.training.trainer import Progress
 
 
 def main() -> int:
-    """Train the heads, or resume their training, and print their alpha on the end of the text."""
+    """Train the heads, or resume their training, and print their alpha on the held-out end of the text."""
     args = _arguments()
     library, tokenizer = corpus.read_library(), load_tokenizer(EMBEDDED / "target")
     stream = corpus.Stream.of(library.train, tokenizer)

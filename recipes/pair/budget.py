@@ -1,4 +1,4 @@
-"""Training on a budget of tokens or of seconds: schedules follow the share of it that is used."""
+"""Trains a model on a budget of tokens or seconds; the learning rate follows the share of the budget that is used."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slipstream.training.trainer import Budget, Checkpoint, Progress, Trainer
 from . import ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WARMUP = 0.02
-DECAY = 0.40
+WARMUP, DECAY = 0.02, 0.40  # the shares of the budget in which the learning rate rises and falls
 SEED = 20
-# (fraction of the time, random numbers of the step) -> loss of one batch, and its tokens
 LossOf = Callable[[float, np.random.Generator], tuple[torch.Tensor, int]]
+"""A function of the share of the budget used and the step's random generator that returns the loss of one batch and
+its number of tokens."""
 
 
 class Interrupted(Exception):
@@ -35,13 +35,13 @@ def bf16() -> torch.autocast:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A budget of tokens read, which ends at the same step in every process of a training."""
+    """A budget of training tokens, which ends at the same step in every process of a training."""
 
     total: int
     save_every: int = 1_000_000
 
     def used(self, progress: Progress) -> float:
-        """Return the share of the tokens that has been read."""
+        """Return the share of the budget that has been used."""
         return progress.tokens / self.total
 
     def saves(self, progress: Progress) -> int:
@@ -59,10 +59,10 @@ class _SavedElsewhere(Checkpoint):
 def train(
     model: nn.Module, optims: list[torch.optim.Optimizer], budget: Budget, file: Path, loss_of: LossOf
 ) -> Progress:
-    """Train a model on a budget, with its state in `file`; Ctrl-C saves and raises ``Interrupted``.
+    """Train a model on a budget, or resume from the state in `file`; Ctrl-C saves it and raises ``Interrupted``.
 
-    Among several processes (``ranks.together``), each computes the loss of batches of its own, and all take the same
-    steps. The first one shows the progress and saves it.
+    Among several processes (``ranks.together``), each computes the loss of its own batches, and all take the same
+    steps. The first one shows the progress and saves the state.
     """
     checkpoint = (Checkpoint if ranks.first() else _SavedElsewhere)(file)
     trainer = Trainer(model, optims, trapezoid(WARMUP, DECAY), budget, checkpoint)

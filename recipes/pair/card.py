@@ -1,4 +1,4 @@
-"""Writing the model card of the demo pair from its measurements."""
+"""Writes the model card of the demo pair from its measurements."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ On {device}. The target read {target_tokens:.1f} M tokens, the draft {draft_toke
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts that the card states."""
+    """All facts that the card states; pairs are of target and draft."""
 
     library: Library
     packages: list[Package]
     target: LlamaForCausalLM
     draft: LlamaForCausalLM
-    bits: tuple[float, float]
-    found: dict[str, Behaviour]
-    rows: int
+    bits: tuple[float, float]  # bits per byte of the held-out modules
+    found: dict[str, Behaviour]  # by the name of a set of prompts
+    rows: int  # texts that the target wrote for the draft
     command: str
     device: str
-    tokens: tuple[int, int]
+    tokens: tuple[int, int]  # tokens that each was trained on
 
 
 def _shapes(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> str:

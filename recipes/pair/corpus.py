@@ -34,20 +34,19 @@ HELD_OUT = (
     "textwrap.py",
 )
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-# A file is a table when most of its lines start with a literal: nothing to learn there.
-TABLE_SHARE = 0.6
-COPIED = 0.2
+TABLE_SHARE = 0.6  # files in which a larger share of lines starts with a literal are tables, not worth learning from
+COPIED = 0.2  # a file that shares at least this part of its longer lines with held-out modules is a copy
 _TABLE_LINE = re.compile(r"\s*[bru]*['\"\d({\[]")
 _IMPORT_LINE = re.compile(r"^(?:import|from) [\w ,.]+$", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:import|from|def|class|@)\b", re.MULTILINE)
-# Line ends stick to the punctuation before them and indentation stands alone, so a prompt
+# Line ends join the punctuation before them and indentation is a piece of its own, so a prompt
 # that stops right after a newline is tokenized as it would be in the middle of a file.
 _PIECES = r"[ .]?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One module: its place in the library or the package, and its text."""
+    """One module: its path in the library or the package, and its text."""
 
     name: str
     text: str
@@ -127,37 +126,37 @@ def train_tokenizer(sources: list[Source]) -> PreTrainedTokenizerFast:
 
 
 class Windows(Protocol):
-    """A text of which a training reads random windows."""
+    """A text from which a training reads random windows."""
 
     def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
-        """Return random windows (rows, length)."""
+        """Return random windows of token ids (rows, length)."""
         ...
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Two texts: a window is of the first one in `share` of the cases."""
+    """Two texts; a window is from the first one with probability `share`."""
 
     first: Windows
     second: Windows
     share: float
 
     def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
-        """Return random windows (rows, length)."""
-        ours = int(rng.binomial(rows, self.share))
-        return torch.cat([self.first.windows(rng, ours, length), self.second.windows(rng, rows - ours, length)])
+        """Return random windows of token ids (rows, length)."""
+        of_first = int(rng.binomial(rows, self.share))
+        return torch.cat([self.first.windows(rng, of_first, length), self.second.windows(rng, rows - of_first, length)])
 
 
 class Stream:
     """All files as one row of tokens, each file preceded by the end-of-text token."""
 
     def __init__(self, tokens: np.ndarray, file_starts: np.ndarray, line_starts: np.ndarray) -> None:
-        self.tokens = tokens.astype(np.int64)  # of 16 bits in files
+        self.tokens = tokens.astype(np.int64)  # files hold 16-bit integers
         self.file_starts, self.line_starts = file_starts, line_starts
 
     @classmethod
     def stored(cls, file: Path, read: Callable[[], list[Source]], tokenizer: PreTrainedTokenizerFast) -> Stream:
-        """Return the stream in the file; if there is none yet, the tokens of what `read` returns are stored there."""
+        """Return the stream stored in the file; if there is no file yet, tokenize what `read` returns, and store it."""
         if not file.exists():
             made = cls.of(read(), tokenizer)
             with atomic_write(file) as part, part.open("wb") as out:
@@ -171,7 +170,7 @@ class Stream:
 
     @classmethod
     def of(cls, sources: list[Source], tokenizer: PreTrainedTokenizerFast) -> Stream:
-        """Tokenize the sources."""
+        """Create a stream by tokenizing the sources."""
         core = tokenizer.backend_tokenizer
         end = tokenizer.eos_token_id
         parts: list[np.ndarray] = []
@@ -187,7 +186,7 @@ class Stream:
         return cls(tokens, np.array(file_starts), np.array(line_starts))
 
     def windows(self, rng: np.random.Generator, rows: int, length: int) -> torch.Tensor:
-        """Return random windows (rows, length): most start anywhere, some where a prompt would start."""
+        """Return random windows of token ids (rows, length): most start anywhere, some where a prompt would start."""
         kinds = rng.random(rows)
         starts = rng.integers(0, len(self.tokens), rows)
         starts = np.where(kinds < 0.30, rng.choice(self.line_starts, rows), starts)

@@ -1,4 +1,4 @@
-"""Distillation of the draft on the target's laws, with the package's lessons and objectives."""
+"""Distills the draft on the target's laws, with the package's lessons and objectives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .corpus import Windows
 from .models import ADAM, CONTEXT, MUON, logits_of
 from .writing import WRITTEN
 
-FROM_TARGET = 0.75  # the share of batches of texts that the target has written
-TEXT_TOKENS = 600_000  # of the windows of text, in all processes
+FROM_TARGET = 0.75  # the share of batches that are texts written by the target
+TEXT_TOKENS = 600_000  # tokens of the windows of text, in all processes together
 TOKENS = 4096  # the approximate number of tokens of a batch of one process
 
 
@@ -41,25 +41,27 @@ def distill(
     file: Path,
     fast: bool,
 ) -> Progress:
-    """Train the draft on a number of tokens: windows of the text, and texts that the target has written.
+    """Train the draft on the target's laws for a number of tokens of text and of texts that the target has written.
 
-    Among several processes, each one gives texts of its own.
+    Among several processes, each one passes its own texts. `file` holds the state of the training; with `fast`, the
+    loss is compiled.
     """
     loss_of = torch.compile(distillation_loss, dynamic=False) if fast else distillation_loss
-    share = np.random.default_rng([SEED, ranks.number()])
-    read = text.windows(share, TEXT_TOKENS // CONTEXT // ranks.count(), CONTEXT)
+    generator = np.random.default_rng([SEED, ranks.number()])
+    read = text.windows(generator, TEXT_TOKENS // CONTEXT // ranks.count(), CONTEXT)
 
-    def ask(tokens: torch.Tensor) -> torch.Tensor:
+    def target_logits(tokens: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
             return logits_of(target, tokens)
 
     vocab = target.config.vocab_size
-    of_text, of_target = Lessons(read.tolist(), CONTEXT, vocab, ask), Lessons(written, WRITTEN, vocab, ask)
+    of_text = Lessons(read.tolist(), CONTEXT, vocab, target_logits)
+    of_target = Lessons(written, WRITTEN, vocab, target_logits)
 
     def step(used: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
         lessons = of_target if rng.random() < FROM_TARGET else of_text
-        some = max(1, TOKENS // lessons.rows.shape[1])
-        batch = lessons.pick(rng.integers(0, len(lessons), some), DEVICE)
+        count = max(1, TOKENS // lessons.rows.shape[1])
+        batch = lessons.pick(rng.integers(0, len(lessons), count), DEVICE)
         # A tensor, so that a compiled loss is not specialised on each value.
         fraction = torch.tensor(used, device=DEVICE)
         return loss_of(draft, batch, fraction), batch.tokens.numel()

@@ -1,4 +1,4 @@
-"""Measuring the pair: held-out bits per byte, and acceptance rates of the draft."""
+"""Measures the pair: held-out bits per byte, and acceptance rates of the draft."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .corpus import Source
 from .models import CONTEXT
 from .sampling import continue_rows
 
-NEW = 128
-AT_ONCE = 64
-LONGEST_PROMPT = 512
+NEW = 128  # tokens of a completion
+AT_ONCE = 64  # prompts of a batch
+LONGEST_PROMPT = 512  # tokens; longer prompts lose their start
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The acceptance rates on one set of prompts, at temperatures 0 (`greedy`) and 1 (`sampled`), and the loops.
+    """The acceptance rates on one set of prompts, at temperatures 0 (`greedy`) and 1 (`sampled`), and repetition.
 
     `repeated` is the share of 4-grams in greedy completions that have occurred in the same completion before.
     """
@@ -67,16 +67,16 @@ def behaviour(
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
 ) -> Behaviour:
-    """Measure acceptance rates at temperatures 0 and 1, and loops, on the target's own continuations."""
-    kept: dict[float, list[torch.Tensor]] = {0.0: [], 1.0: []}
+    """Measure acceptance rates at temperatures 0 and 1, and repetition, on the target's own continuations."""
+    acceptance: dict[float, list[torch.Tensor]] = {0.0: [], 1.0: []}
     repeated: list[float] = []
     for tokens, mask in _padded(tokenizer, prompts):
-        for temperature, found in kept.items():
+        for temperature, chances in acceptance.items():
             rows = _continued(target, tokens, mask, temperature)
-            found.append(_agreement(target, draft, rows, mask, temperature))
+            chances.append(_agreement(target, draft, rows, mask, temperature))
             if temperature == 0:
                 repeated += [_repeated(row) for row in _completions(rows, tokenizer.eos_token_id)]
-    greedy, sampled = (torch.cat(found).mean().item() for found in kept.values())
+    greedy, sampled = (torch.cat(chances).mean().item() for chances in acceptance.values())
     return Behaviour(len(prompts), greedy, sampled, sum(repeated) / len(repeated))
 
 
@@ -112,7 +112,7 @@ def _continued(model: LlamaForCausalLM, tokens: torch.Tensor, mask: torch.Tensor
 def _agreement(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, rows: torch.Tensor, mask: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Return the chance that the draft's token is accepted, at each position up to the end of the text."""
+    """Return the chance that the draft's token is accepted, at each position up to the end of a text, (positions,)."""
     p, q = (_next_token_logits(model, rows, mask) for model in (target, draft))
     if temperature == 0:
         kept = (p.argmax(-1) == q.argmax(-1)).float()
@@ -123,7 +123,7 @@ def _agreement(
 
 
 def _next_token_logits(model: LlamaForCausalLM, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the logits that predicted each of the last ``NEW`` tokens."""
+    """Return the logits (rows, NEW, vocab) that predict each of the last ``NEW`` tokens."""
     mask = torch.cat([mask, mask.new_ones(len(rows), NEW)], dim=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     out = model(input_ids=rows, attention_mask=mask, position_ids=positions, logits_to_keep=NEW + 1)

@@ -1,4 +1,4 @@
-"""The two models: making them, training them on text, and saving them."""
+"""Makes the two models, trains them on text, and saves them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .corpus import VOCABULARY, Windows
 CONTEXT = 1024
 BATCH = 16_384  # tokens of a step, of all processes together
 Stages = tuple[tuple[float, int], ...]
-# (until this fraction of the budget, length): short windows learn fastest per second, and the last stretch covers
-# every position the model will be used at.
+"""The lengths of windows in the course of a training: (until this share of the budget, tokens of a window)."""
+# Models learn fastest from short windows; the last stage covers every position that the model will be used at.
 STAGES: Stages = ((0.75, 256), (0.90, 512), (1.0, CONTEXT))
 SHORT: Stages = ((1.0, 256),)
-LIBRARY = 0.25  # the share of windows of the standard library, which the held-out files are like
-MUON, ADAM = 0.02, 4e-3
+LIBRARY = 0.25  # the share of windows of the standard library, which is what the held-out files are from
+MUON, ADAM = 0.02, 4e-3  # learning rates
 
 
 def folded_attention(
@@ -38,7 +38,7 @@ def folded_attention(
     scaling: float,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over whole windows for training, with the heads that share keys folded into one product.
+    """Compute causal attention over whole windows for training, with the heads that share keys folded into one product.
 
     On CPUs it takes half the time of torch's attention, whose backward pass is slow there.
     """
@@ -79,7 +79,7 @@ def new_target() -> LlamaForCausalLM:
 
 
 def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Make an untrained draft: a tenth of the target, with two layers for fast steps.
+    """Make an untrained draft of a tenth of the target's size, with only two layers for fast steps.
 
     Its embedding, the slowest part to learn, starts as the target's projected to its main directions.
     """
@@ -92,14 +92,14 @@ def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the next-token logits at every position."""
+    """Return the next-token logits (rows, n, vocab) at every position of token ids (rows, n)."""
     with bf16():
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
 def text_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of a window's tokens given those before them."""
+    """Return the mean cross entropy of the tokens of windows (rows, n), each given those before it."""
     logits = logits_of(model, tokens[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -107,7 +107,10 @@ def text_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 def train_on_text(
     model: LlamaForCausalLM, text: Windows, tokens: int, file: Path, fast: bool, stages: Stages = STAGES
 ) -> Progress:
-    """Train a model on a number of tokens, in windows of the text."""
+    """Train a model on a number of tokens, in windows of the text; with `fast`, the loss is compiled.
+
+    `file` holds the state of the training.
+    """
     loss_of = torch.compile(text_loss, dynamic=False) if fast else text_loss
 
     def step(used: float, rng: np.random.Generator) -> tuple[torch.Tensor, int]:
@@ -122,7 +125,7 @@ def train_on_text(
 
 def save_pretrained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save a model in bfloat16, with its tokenizer, to a folder."""
-    twin = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    twin.load_state_dict(model.state_dict())
-    twin.save_pretrained(folder)
+    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

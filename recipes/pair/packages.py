@@ -1,4 +1,4 @@
-"""The packages that the target reads beside the standard library: pure Python, permissively licensed, by version."""
+"""The packages that the pair learns from besides the standard library: pure Python, permissive licences, pinned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIST = Path(__file__).with_name("packages.txt")
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "testing", "_vendor", "vendor", "vendored", "_vendored", "migrations", "locale", "extern"}
 )
-# The comments at the top of a file: licences, mostly, the same thousands of times over.
+# The comments at the top of a file are mostly licences, which repeat in thousands of files.
 _HEADER = re.compile(r"\A(?:#.*\n|\s*\n)+")
 SMALLEST, LARGEST = 200, 150_000  # bytes of a file: shorter ones say nothing, longer ones are mostly tables
 
@@ -34,7 +34,7 @@ class Package:
 
 
 def download(folder: Path) -> None:
-    """Download the wheels of the list that are not in the folder yet."""
+    """Download the wheels of the list (packages.txt) with pip, unless all of them are in the folder."""
     here = {"==".join(wheel.name.lower().split("-")[:2]) for wheel in folder.glob("*.whl")}
     if not here.issuperset(LIST.read_text(encoding="utf-8").split()):
         pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]

@@ -1,4 +1,4 @@
-"""Training by several processes at once, each with cores and batches of its own; their gradients are averaged.
+"""Trains with several processes at once, each with its own cores and batches; their gradients are averaged.
 
 Two threads that share the small matrices of a small model wait for each other most of the time: two processes of one
 thread each train it 1.8 times as fast (10 M parameters, bfloat16, 2 cores of a Xeon with AMX).
@@ -61,6 +61,7 @@ def together(processes: int, task: Callable[..., Result], *args: Any) -> Result:
 
 
 def _join(rank: int, processes: int, place: Path, task: Callable[..., object], args: Sequence[Any]) -> None:
+    """Run the task as one of the other processes; `place` is the file by which processes find each other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process saves the state, and then ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     keep_freed_memory()
@@ -74,14 +75,14 @@ def _meet(rank: int, processes: int, place: Path) -> None:
 
 
 def share(weights: Sequence[Tensor]) -> None:
-    """Give every process the weights of the first one."""
+    """Copy the weights of the first process to every other one."""
     if count() > 1:
         for weight in weights:
             distributed.broadcast(weight.detach(), 0)
 
 
 class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients are known already."""
+    """A loss whose gradients have been computed before, so that `backward` only hands them out."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *weights: Tensor) -> Tensor:

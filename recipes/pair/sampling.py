@@ -1,4 +1,4 @@
-"""Continuations of padded prompts, to measure on."""
+"""Samples continuations of padded prompts, to measure on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 
 
 def _choose(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Choose one token per row; temperature 0 takes the most likely one."""
+    """Choose a token for each row of logits (rows, vocab) -> (rows, 1); temperature 0 takes the most likely one."""
     cold = temperatures == 0
     scaled = logits.float() / temperatures.masked_fill(cold, 1.0)[:, None]
     drawn = torch.multinomial(scaled.softmax(-1), 1)
@@ -22,7 +22,7 @@ def continue_rows(
     new: int,
     temperatures: torch.Tensor,
 ) -> torch.Tensor:
-    """Append ``new`` tokens to every row; ``mask`` is 0 on padding, which is on the left."""
+    """Append ``new`` tokens to every prompt (rows, n) -> (rows, n + new); ``mask`` is 0 on the padding on the left."""
     rows = tokens = prompts
     past = None
     for _ in range(new):

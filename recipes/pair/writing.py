@@ -1,4 +1,4 @@
-"""Texts that the target writes, for its drafts to learn from."""
+"""Makes the target write texts for its drafts to learn from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from . import ranks
 from .budget import DEVICE
 
 WRITTEN = 320  # the most tokens of a text, with its prompt
-AT_ONCE = 128  # texts that are written side by side
+AT_ONCE = 128  # texts that are written in one batch
 
 
 def written_texts(target: Path, prompts: list[list[int]], tokens: int, file: Path) -> list[list[int]]:
-    """Let the target in a folder continue prompts to texts of so many tokens in all, stored in `file`.
+    """Let the target in a folder continue prompts until the texts in `file` have this number of tokens -> the texts.
 
-    Among several processes, each one has a file of its own, and writes other texts.
+    Among several processes, each one has its own file and writes different texts.
     """
     texts = WrittenTexts(file, {"process": f"{ranks.number()} of {ranks.count()}"})
     engine = slipstream.load(target, dtype="bfloat16", device=str(DEVICE), batch_size=AT_ONCE)
