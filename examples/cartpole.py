@@ -13,24 +13,25 @@ from torch import Tensor
 
 from slipstream.processes import Kernel, Mixture, Run, Speculation, simulate
 
-WIND = torch.tensor([2e-3, 2e-2, 2e-3, 2e-2], dtype=torch.float64)  # deviations of place, speed, angle, its speed
+# Standard deviations of position, velocity, angle and angular velocity.
+WIND = torch.tensor([2e-3, 2e-2, 2e-3, 2e-2], dtype=torch.float64)
 BOUNDS = torch.tensor([2.4, float("inf"), 0.2095, float("inf")])  # where gymnasium ends an episode
 environment = gymnasium.make("CartPole-v1").unwrapped
 
 
 def simulator(states: Tensor, action: int) -> Tensor:
-    """The environment's own next states (rows, 4), one after the other: the slow simulator."""
-    found = []
+    """Return the environment's next states (rows, 4), computed one after the other: the slow simulator."""
+    next_states = []
     for state in states.tolist():
         environment.reset()
         environment.state = tuple(state)
         environment.step(action)
-        found.append(environment.state)
-    return torch.from_numpy(np.array(found, dtype=np.float64))
+        next_states.append(environment.state)
+    return torch.from_numpy(np.array(next_states, dtype=np.float64))
 
 
 def learned(seed: int = 0, count: int = 500):
-    """A linear model of the simulator, by least squares on transitions from random states."""
+    """Fit a linear model of the simulator, by least squares on transitions from random states."""
     numbers = torch.rand(count, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     states = (numbers - 0.5) * torch.tensor([4, 4, 0.4, 4])
     ones = torch.ones(count, 1, dtype=torch.float64)
@@ -39,7 +40,10 @@ def learned(seed: int = 0, count: int = 500):
 
 
 def rollout(model) -> Kernel:
-    """The policy pushes where the pole falls, at random; then the wind blows: a mixture over both actions."""
+    """Return a step of a rollout: a mixture over both actions, with wind after each.
+
+    The policy is random, and more likely to push to the side to which the pole falls.
+    """
 
     def law(states: Tensor, times: Tensor) -> Mixture:
         right = torch.sigmoid(8 * states[:, 2] + states[:, 3])
@@ -50,12 +54,12 @@ def rollout(model) -> Kernel:
 
 
 def fallen(states: Tensor) -> Tensor:
-    """Which states end an episode."""
+    """Return which states (rows, 4) end an episode, (rows,)."""
     return (states.abs() > BOUNDS).any(-1)
 
 
 def episodes(count: int, length: int, gamma: int, seed: int = 0) -> Run:
-    """Episodes from rest; gamma 0 does without a draft."""
+    """Run episodes that start at rest; gamma 0 uses no draft."""
     starts, real = torch.zeros(count, 4, dtype=torch.float64), rollout(simulator)
     if not gamma:
         return simulate(real, starts, length, seed, fallen)

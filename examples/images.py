@@ -1,4 +1,4 @@
-"""Pictures of digits, written pixel by pixel by a transformer and drafted by a smaller one or by copying rows.
+"""Pictures of digits, written pixel by pixel by a transformer; drafts are by a smaller one or copy the row above.
 
 python recipes/digits.py --out build/digits
 python examples/images.py build/digits --plot build/digits.png
@@ -15,11 +15,11 @@ from slipstream.core.draft import Draft
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import sure
 
-WIDTH, SIZE = 8, 64
+WIDTH, SIZE = 8, 64  # pixels of a row and of a picture
 
 
 class RowAbove:
-    """Drafts the pixels of the row above; there is nothing to copy for the first."""
+    """Drafts the pixels of the row above, and nothing for the first row."""
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         rows = zip(context.rows, gammas, strict=True)
@@ -29,7 +29,7 @@ class RowAbove:
 
 
 def draw(target, draft, digits: Sequence[int], seed: int = 0, **options):
-    """Pictures as 64 levels each, which of their pixels were drafted, and statistics."""
+    """Let the target draw digits -> pictures of 64 levels each, which of their pixels were drafted, and statistics."""
     drafted = [[False] * SIZE for _ in digits]
 
     def watch(round: Round) -> None:
@@ -48,7 +48,7 @@ def _color(shade: float, drafted: bool) -> tuple[float, float, float]:
 
 
 def plot(file: Path, pictures: dict) -> None:
-    """A line of pictures per draft; drafted pixels are blue, those that the target drew itself are red."""
+    """Plot a line of pictures per draft; drafted pixels are blue, those that the target chose itself are red."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.3 * len(pictures)), layout="constrained")
@@ -63,7 +63,7 @@ def plot(file: Path, pictures: dict) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="what recipes/digits.py wrote")
+    parser.add_argument("folder", type=Path, help="the folder that recipes/digits.py wrote")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if not (args.folder / "target").is_dir() or not (args.folder / "draft").is_dir():
