@@ -70,8 +70,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write what is measured to this file")
     parser.add_argument("--peers", type=Path, nargs="*", default=[])
     args = parser.parse_args()
-    if not args.prompts and not args.json:
-        parser.error("give a file of prompts to measure, or --json FILE to print what was measured.")
+    if not args.prompts and not (args.json and args.json.exists()):
+        parser.error("give a file of prompts to measure, or an existing --json FILE to print what was measured.")
     return args
 
 

@@ -244,7 +244,7 @@ async def replayed(
 def is_good(one: Answer, args: argparse.Namespace) -> bool:
     """Whether an answer came within the limits --first-within and --gap-within."""
     gaps = one.gaps or [0.0]
-    return one.times[0] <= args.first_within and statistics.fmean(gaps) <= args.gap_within
+    return bool(one.times) and one.times[0] <= args.first_within and statistics.fmean(gaps) <= args.gap_within
 
 
 def prefix(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:

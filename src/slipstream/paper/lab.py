@@ -28,7 +28,6 @@ from slipstream.text.jsontext import json_text
 
 MEASURED = "measured"  # the folder of the measurements
 LENGTHS = {TRANSLATION: 128, SUMMARIES: 96, EDITING: 128}
-PLANE_LENGTH = 64  # tokens of a text of the baselines
 STORY, STORY_GAMMA = 38, 7  # tokens of the text in Figure 1, as many as in the paper, and its gamma
 
 
