@@ -237,8 +237,8 @@ def test_models_of_a_task_that_repeats_its_source_copy_first(tmp_path: Path) -> 
     families.make(PAIRS, tmp_path / "family", replace(RECIPE, copying=copying, dropout=0.0), said.append)
     begun = [text.partition(":")[0] for text in said]
     assert list(dict.fromkeys(begun)) == [
-        *("target, copying", "target", "grown target", "answers at temperature 0", "answers at temperature 1"),
-        *("laws of answers", "small, copying", "small"),
+        *("target, copying", "target", "grown target", "small, copying", "answers at temperature 0"),
+        *("answers at temperature 1", "laws of answers", "small"),
     ]
     said.clear()
     shutil.rmtree(tmp_path / "family" / "small")
@@ -264,5 +264,7 @@ def test_a_family_is_made_once_and_goes_on_where_it_stopped(tmp_path: Path) -> N
     said.clear()
     families.make(PAIRS, tmp_path / "family", RECIPE, said.append)
     assert said == []
+    with pytest.raises(ValueError, match="learned from other pairs"):
+        families.make(replace(PAIRS, train=PAIRS.train[1:]), tmp_path / "family", RECIPE, said.append)
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "family" / "target")
     assert model.config.d_ff == 40 and model.config.decoder_start_token_id == PAD

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.corpora import Pairs, crossed
 from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
 from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
+from slipstream.text.jsontext import json_text
 from slipstream.training.memory import keep_freed_memory
 
 COPIES = 20_000  # texts of random tokens
@@ -90,67 +92,140 @@ def complete(folder: Path, recipe: Recipe) -> bool:
 
 
 def make(pairs: Pairs, folder: Path, recipe: Recipe, say: Say = print) -> None:
-    """Train what is missing in `folder`: target, answers, drafts. An interrupted run is resumed."""
-    if complete(folder, recipe):
-        return
-    keep_freed_memory()  # or half of the time of training a grown target goes into clearing memory anew
-    work = folder / "training"
-    tokenizer = _tokenizer(pairs, work, recipe.vocab)
-    sides = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs.train, strict=True))
-    examples = [Example(tuple(source), tuple(target)) for source, target in zip(*sides, strict=True)]
-    if not (folder / "target" / "config.json").exists():
-        standins.save(_target(examples, len(tokenizer), work, recipe, say), tokenizer, folder / "target")
-    texts = [source for source, _ in pairs.train]
-    encoded = tokenizer([*texts, *crossed(texts, recipe.crossed)])["input_ids"]
-    labelled = _labelled(folder / "target", [*map(tuple, encoded)], work / "answers.pt", recipe, say)
-    for name, (size, plan) in recipe.drafts.items():
-        if not (folder / name / "config.json").exists():
-            draft = standins.new_model(size, len(tokenizer), dropout=0.0)
-            _copy(draft, name, recipe.copying and replace(recipe.copying, rate=plan.rate), work, say)
-            train(draft, labelled, plan, work / f"{name}.safetensors", _watch(name, say))
-            standins.save(draft, tokenizer, folder / name)
+    """Train what is missing in `folder`: target, answers, drafts. An interrupted run is resumed.
+
+    Raises ValueError if the folder has models that were trained on other pairs.
+    """
+    family = Family(pairs, folder, recipe, say)
+    family.claim()
+    if not complete(folder, recipe):
+        keep_freed_memory()  # or half of the time of training a grown target goes into clearing memory anew
+        family.make()
 
 
-def _tokenizer(pairs: Pairs, work: Path, vocab: int) -> PreTrainedTokenizerFast:
-    saved = work / "tokenizer"
-    if not saved.exists():
-        standins.new_tokenizer(pairs.texts(), vocab).save_pretrained(saved)
-    return PreTrainedTokenizerFast.from_pretrained(saved)
+@dataclass
+class Family:
+    """Trains the models of a family in a folder, unless they are there. The folder `training` holds what they need."""
+
+    pairs: Pairs
+    folder: Path
+    recipe: Recipe
+    say: Say
+
+    def claim(self) -> None:
+        """Write down in the folder which pairs its models learn from. Raises ValueError if it has models of others."""
+        about = json_text({"pairs": len(self.pairs.train), "sha256": self.pairs.digest()})
+        file = self.work / "pairs.json"
+        known = file.read_text() if file.exists() else ""
+        if known != about and (known or self._has("target")):
+            raise ValueError(
+                f"the stand-ins in {self.folder} learned from other pairs than the given ones, or do not say which: "
+                "give another folder, or delete this one to train them anew."
+            )
+        self.work.mkdir(parents=True, exist_ok=True)
+        file.write_text(about)
+
+    def make(self) -> None:
+        """Train the target and the drafts that are missing."""
+        if not self._has("target"):
+            standins.save(self._target(), self.tokenizer, self.folder / "target")
+        for name, (size, plan) in self.recipe.drafts.items():
+            if not self._has(name):
+                standins.save(self._draft(name, size, plan), self.tokenizer, self.folder / name)
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / name / "config.json").exists()
+
+    @property
+    def work(self) -> Path:
+        """The folder of trainings and answers."""
+        return self.folder / "training"
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of all models."""
+        saved = self.work / "tokenizer"
+        if not saved.exists():
+            standins.new_tokenizer(self.pairs.texts(), self.recipe.vocab).save_pretrained(saved)
+        return PreTrainedTokenizerFast.from_pretrained(saved)
+
+    def _encoded(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(tokens) for tokens in self.tokenizer(list(texts))["input_ids"]]
+
+    # ---- the target ----
+
+    @cached_property
+    def _examples(self) -> list[Example]:
+        """The pairs to learn from, as tokens."""
+        sources, targets = (self._encoded(texts) for texts in zip(*self.pairs.train, strict=True))
+        return [Example(source, target) for source, target in zip(sources, targets, strict=True)]
+
+    def _first(self) -> T5ForConditionalGeneration:
+        """Return the target before it grows; its training is kept."""
+        model = standins.new_model(self.recipe.target, len(self.tokenizer), dropout=self.recipe.dropout)
+        self._copy(model, "target", self.recipe.copying)
+        self._train(model, self._examples, self.recipe.first, "first", "target")
+        return model
+
+    def _target(self) -> T5ForConditionalGeneration:
+        target = standins.grown(self._first(), self.recipe.inner)
+        self._train(target, self._examples, self.recipe.grown, "grown", "grown target")
+        return target
+
+    # ---- its answers ----
+
+    @property
+    def _sources(self) -> list[str]:
+        return [source for source, _ in self.pairs.train]
+
+    @cached_property
+    def _answers(self) -> list[Example]:
+        """The target's answers, with its laws."""
+        encoded = self._encoded([*self._sources, *crossed(self._sources, self.recipe.crossed)])
+        parts = {temperature: encoded[part] for temperature, part in self.recipe.answered.items()}
+        return labelled(self.folder / "target", parts, self.recipe.longest, self.work / "answers.pt", self.say)
+
+    # ---- the drafts ----
+
+    def _draft(self, name: str, size: Size, plan: Plan) -> T5ForConditionalGeneration:
+        draft = standins.new_model(size, len(self.tokenizer), dropout=0.0)
+        self._copy(draft, name, self.recipe.copying and replace(self.recipe.copying, rate=plan.rate))
+        self._train(draft, self._answers, plan, name, name)
+        return draft
+
+    def _copy(self, model: T5ForConditionalGeneration, name: str, plan: Plan | None) -> None:
+        """Train a model to copy random texts, if there is a plan for that."""
+        if plan:
+            self._train(model, copies(COPIES, model.config.vocab_size), plan, f"{name}-copying", f"{name}, copying")
+
+    def _train(
+        self, model: T5ForConditionalGeneration, examples: Sequence[Example], plan: Plan, file: str, what: str
+    ) -> None:
+        """Train a model; `file` names its state in the folder of trainings, `what` names it in messages."""
+
+        def watch(step: int, steps: int, loss: float) -> None:
+            if step % 20 == 0 or step == steps:
+                self.say(f"{what}: step {step} of {steps}, loss {loss:.3f}")
+
+        train(model, examples, plan, self.work / f"{file}.safetensors", watch)
 
 
-def _target(examples: list[Example], vocab: int, work: Path, recipe: Recipe, say: Say) -> T5ForConditionalGeneration:
-    first = standins.new_model(recipe.target, vocab, dropout=recipe.dropout)
-    _copy(first, "target", recipe.copying, work, say)
-    train(first, examples, recipe.first, work / "first.safetensors", _watch("target", say))
-    target = standins.grown(first, recipe.inner)
-    train(target, examples, recipe.grown, work / "grown.safetensors", _watch("grown target", say))
-    return target
-
-
-def _copy(model: T5ForConditionalGeneration, name: str, plan: Plan | None, work: Path, say: Say) -> None:
-    """Train a model to copy random texts, if the recipe has a `copying` plan."""
-    if plan:
-        examples = copies(COPIES, model.config.vocab_size)
-        train(model, examples, plan, work / f"{name}-copying.safetensors", _watch(f"{name}, copying", say))
-
-
-def _labelled(target: Path, encoded: Sequence[tuple[int, ...]], file: Path, recipe: Recipe, say: Say) -> list[Example]:
-    """Return examples of the target's answers to sources, with its laws; they are kept in a file."""
+def labelled(
+    target: Path, parts: Mapping[float, Sequence[tuple[int, ...]]], longest: int, file: Path, say: Say = print
+) -> list[Example]:
+    """Return examples of a model's answers to sources, given by temperature, with its laws; they are kept in a file."""
     if file.exists():
-        return [Example(*labelled) for labelled in torch.load(file, weights_only=True)]
-    sources, texts = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    for temperature, part in recipe.answered.items():
-        sources += encoded[part]
-        texts += answers(target, encoded[part], temperature, recipe.longest, say)
+        return [Example(*kept) for kept in torch.load(file, weights_only=True)]
+    texts = [text for temperature, part in parts.items() for text in answers(target, part, temperature, longest, say)]
 
     def watch(done: int, of: int) -> None:
         say(f"laws of answers: {done} of {of}")
 
     model = T5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
-    labelled = with_laws(model, sources, texts, watch=watch)
+    examples = with_laws(model, [source for part in parts.values() for source in part], texts, watch=watch)
     with atomic_write(file) as written:
-        torch.save([(example.source, example.target, example.laws) for example in labelled], written)
-    return labelled
+        torch.save([(example.source, example.target, example.laws) for example in examples], written)
+    return examples
 
 
 def answers(
@@ -167,11 +242,3 @@ def answers(
 
     said = engine.generate(sources, max_new_tokens=most, temperature=temperature, on_round=watch)
     return [completion.tokens for completion in said]
-
-
-def _watch(name: str, say: Say) -> Callable[[int, int, float], None]:
-    def watch(step: int, steps: int, loss: float) -> None:
-        if step % 20 == 0 or step == steps:
-            say(f"{name}: step {step} of {steps}, loss {loss:.3f}")
-
-    return watch

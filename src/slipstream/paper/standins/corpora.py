@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import cycle, islice, repeat
 from pathlib import Path
 
@@ -31,6 +32,10 @@ class Pairs:
     def texts(self) -> list[str]:
         """Return all training texts, of both sides."""
         return [text for pair in self.train for text in pair]
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the pairs for training, which tells them from others."""
+        return sha256("\0".join(text for pair in self.train for text in pair).encode()).hexdigest()
 
     def first(self, most: int | None) -> Pairs:
         """Return the pairs with only the first `most` for training; None: all."""
