@@ -6,7 +6,7 @@ import importlib.util
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -209,7 +209,7 @@ def on_the_edge() -> Learned:
     curve = Curve().add(0, 1.0).add(0, 1.0).add(1, 1.1).add(2, 1.2)
     alone = RoundKind(1, sampled=True)
     costs = RoundCosts({alone: Curve().add(1, 0.3).add(2, 0.55)}, {alone: curve})
-    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), credit=6.0, wait=1)
+    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), wait=1)
 
 
 @pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
@@ -391,25 +391,49 @@ def test_it_switches_off_and_comes_back_on() -> None:
     assert all(gamma >= 4 for place, gamma in drafted if 260 < place < 390)
 
 
-def test_one_row_drafts_before_the_draft_reads_the_texts_of_all() -> None:
-    """A probe costs the reading of one text; the texts of all are read by and by while drafts stand."""
-    adaptive, rows = Adaptive(), [row([1] * 100, index=index) for index in range(8)]
-    state, drafting, unread = adaptive.init(), list[int](), set(range(8))
-    while len(drafting) < 6:
+def play_batch(
+    count: int, rounds: int, alpha: float, seconds: Callable[[int, int], dict[str, float]]
+) -> Iterator[tuple[list[int], float, float]]:
+    """Play rounds of texts that the draft has yet to read, each in one unit of time.
+
+    `seconds` are those of (rows that draft, greatest gamma). Yields the gammas of every round, the time that it took,
+    and that of plain decoding of its tokens.
+    """
+    adaptive, rows, unread, rng = (
+        Adaptive(),
+        [row([1] * 100, index=index) for index in range(count)],
+        set(range(count)),
+        random.Random(0),
+    )
+    state = adaptive.init()
+    for _ in range(rounds):
         asked = adaptive.gammas(state, rows)
-        if any(asked):
-            drafting.append(sum(map(bool, asked)))
-        read = {place for place, gamma in enumerate(asked) if gamma} & unread
-        unread -= read
-        tokens = tuple((1,) * (gamma + 1) for gamma in asked)
+        drafting = {place for place, gamma in enumerate(asked) if gamma}
+        times = {**seconds(len(drafting), max(asked)), "prefill": float(len(drafting & unread))}
+        unread -= drafting
+        stood = [next((i for i in range(gamma) if rng.random() > alpha), gamma) for gamma in asked]
+        tokens = tuple((1,) * (accepted + 1) for accepted in stood)
         for each, new in zip(rows, tokens, strict=True):
             each.tokens += new
-        seconds = {"draft": 0.1 * max(asked), "target": 1.0 + 0.05 * max(asked), "prefill": float(len(read))}
-        draft = Draft(torch.empty(8, max(asked)), None, tuple(asked))
-        state = adaptive.update(
-            state, Round(tuple(rows), draft, bench.NOTHING, tokens, tuple(asked), tuple(asked), seconds)
-        )
-    assert drafting == [1, 1, 2, 4, 8, 8]
+        draft = Draft(torch.empty(count, max(asked)), None, tuple(asked))
+        round = Round(tuple(rows), draft, bench.NOTHING, tokens, tuple(stood), tuple(asked), times)
+        state = adaptive.update(state, round)
+        yield asked, sum(times.values()), sum(map(len, tokens)) / count
+
+
+def test_one_row_drafts_before_the_draft_reads_the_texts_of_all() -> None:
+    """A probe costs the reading of one text; the texts of all are read by and by while drafts stand."""
+    played = play_batch(8, 30, 1.0, lambda rows, gamma: {"draft": 0.1 * gamma, "target": 1.0 + 0.05 * gamma})
+    drafting = [sum(map(bool, asked)) for asked, _, _ in played if any(asked)]
+    assert drafting[:6] == [1, 1, 2, 4, 8, 8]
+
+
+def test_many_rows_draft_only_if_that_pays_for_many() -> None:
+    """One row drafts quickly, but each further one takes as long again: if all sixteen drafted, time would be lost."""
+    played = play_batch(16, 400, 0.7, lambda rows, gamma: {"draft": 0.12 * gamma * rows, "target": 1.0 + 0.1 * gamma})
+    asked, took, plain = zip(*played, strict=True)
+    assert 0 < max(sum(map(bool, each)) for each in asked) < 16
+    assert sum(took) < 1.02 * sum(plain)
 
 
 @pytest.mark.parametrize("slow", [3.0, 100.0])
@@ -431,6 +455,17 @@ def test_drafts_that_fail_in_a_row_at_times_do_not_end_drafting() -> None:
     texts = [text(0.9, 600, seed) for seed in range(4)]
     played = bench.replay(Adaptive(), texts, machine(0.4))
     assert sum(gammas == (0,) for gammas in played.gammas) < 20
+
+
+def test_what_was_lost_in_large_batches_does_not_keep_a_single_text_from_drafting() -> None:
+    adaptive = Adaptive()
+    state, asked = Learned(credits={RoundKind(16, sampled=True): -adaptive.credit}), list[int]()
+    for count in [16] * 50 + [1] * 10:
+        gammas = adaptive.gammas(state, [row([1], index=place) for place in range(count)])
+        state = adaptive.update(state, turn(gammas, gammas, 8, 0.1 * max(gammas), 1.0))
+        asked.append(max(gammas))
+    assert not any(asked[:50]), "a spent credit does not stop attempts"
+    assert asked[-1] == adaptive.most
 
 
 def test_a_row_without_hope_drafts_less_than_its_neighbours() -> None:
@@ -474,7 +509,7 @@ def test_a_controller_never_ends_a_call(chooser: Controller, turns: list[tuple[i
         round.rows[0].finish_reason = "length"
         state = chooser.update(state, round)
         if isinstance(state, Learned):
-            assert math.isfinite(state.credit)
+            assert all(map(math.isfinite, state.credits.values()))
             assert 0 < state.costs.load < math.inf
 
 
@@ -493,7 +528,7 @@ def test_times_that_cannot_be_true_teach_nothing(seconds: float) -> None:
     adaptive, known = Adaptive(2), on_the_edge()
     state = adaptive.update(known, turn([1], [1], 1, 0.4, seconds))
     assert (state.costs, state.behind) == (known.costs, 0)
-    assert state.credit >= known.credit
+    assert min(state.credits.values()) >= adaptive.credit
     assert state.acceptance != known.acceptance, "what was accepted holds, whatever the clock says"
     pulls = Ucb().init(2)
     assert Ucb().update(pulls, 3, seconds) == pulls

@@ -8,7 +8,15 @@ from itertools import accumulate
 
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.decoding.round_estimates import ENOUGH, Acceptance, Curve, RoundCosts, clocked
+from slipstream.decoding.round_estimates import (
+    ENOUGH,
+    Acceptance,
+    Curve,
+    RoundCosts,
+    RoundKind,
+    clocked,
+    rows_that_draft,
+)
 
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
 CLEARLY = 0.97  # plain steps look slower than they are between rounds that draft: a draft displaces what caches hold
@@ -24,15 +32,16 @@ OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 class Learned:
     """The state of `Adaptive`: measured costs of rounds, acceptance, and when to draft again after plain rounds.
 
-    `credit` is the time that may still be lost against plain decoding, in plain steps. `behind` counts the rounds since
-    the last draft, `wait` those until the next attempt, `patience` those to wait after an attempt that fails. `pilots`
-    is the number of rows that may draft next though the draft has yet to read their texts. `read` has how much of each
-    row's text it has read, `ended` the number of texts that ended, and of their tokens.
+    `credits` is the time that may still be lost against plain decoding, in plain steps, by the kind of rounds: what was
+    lost in large batches must not keep a single text from drafting. `behind` counts the rounds since the last draft,
+    `wait` those until the next attempt, `patience` those to wait after an attempt that fails. `pilots` is the number of
+    rows that may draft next though the draft has yet to read their texts. `read` has how much of each row's text it has
+    read, `ended` the number of texts that ended, and of their tokens.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
     acceptance: Acceptance = field(default_factory=Acceptance)
-    credit: float = 0.0
+    credits: Mapping[RoundKind, float] = field(default_factory=dict)
     behind: int = 0
     wait: int = 0
     patience: int = PATIENCE[0]
@@ -66,11 +75,12 @@ class Adaptive:
     texts counts too: drafting has to win it back in the tokens that are expected to be written yet.
 
     When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 64 of them;
-    after an attempt that stands, drafting goes on at once. A budget limits all attempts: once `credit` plain steps, and
-    `allowance` steps per token, are lost against plain decoding, drafting pauses. Costs that are unknown, as when the
-    number of rows changes, are measured first: plain steps, then `probe` tokens. In a batch one row drafts at first,
-    then two, four ...: the draft reads the text of each before it can tell whether that pays. `most` is the greatest
-    gamma. Raises ValueError if `probe` is not between 1 and `most`, or `credit` or `allowance` is negative.
+    after an attempt that stands, drafting goes on at once. A budget limits the attempts in rounds of one kind, which is
+    their number of rows and whether tokens are sampled: once `credit` plain steps, and `allowance` steps per token, are
+    lost against plain decoding, drafting pauses. Costs that are unknown, as when the number of rows changes, are
+    measured first: plain steps, then `probe` tokens. In a batch one row drafts at first, then two, four ...: the draft
+    reads the text of each before it can tell whether that pays. `most` is the greatest gamma. Raises ValueError if
+    `probe` is not between 1 and `most`, or `credit` or `allowance` is negative.
 
     What was learned is kept from call to call. The choice depends on the clock, so a sampled text of a seed may differ
     between runs; its law does not.
@@ -89,7 +99,7 @@ class Adaptive:
 
     def init(self) -> Learned:
         """Return the state before any round: no costs and no acceptance are known."""
-        return Learned(credit=self.credit)
+        return Learned()
 
     def resume(self, state: Learned) -> Learned:
         """Return the state for new rows: what was learned about costs, acceptance and lengths, and the credit left."""
@@ -100,9 +110,9 @@ class Adaptive:
         if (state.behind and state.wait) or not state.costs.knows_plain(rows):
             return [0] * len(rows)
         draft, rest = state.costs.of(rows)
-        outlook = _Outlook.of(state, rows, (draft, rest), self.most)
-        again = rest.timed(self.probe) == 1 and state.credit >= 0  # a first run of a shape is slow: it says little
-        best = outlook.best(state.credit) if draft.tried and not state.behind and not again else 0
+        outlook, credit = _Outlook.of(state, rows, (draft, rest), self.most), self._credit(state, rows)
+        again = rest.timed(self.probe) == 1 and credit >= 0  # a first run of a shape is slow: it says little
+        best = outlook.best(credit) if draft.tried and not state.behind and not again else 0
         if best:
             return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
         attempt = again or not (state.wait or self._too_dear(state, rows, outlook))
@@ -110,9 +120,14 @@ class Adaptive:
 
     def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
         """Return whether the credit does not suffice for an attempt, or nothing could be won by it."""
+        credit = self._credit(state, rows)
         unread = min(state.unread([row]) for row in rows)
         price = outlook.loss(self.probe) + self._price_of_reading(state.costs, unread, outlook.seconds[0])
-        return min(price, self.credit) > state.credit or outlook.hopeless(self.probe)
+        return min(price, self.credit) > credit or outlook.hopeless(self.probe)
+
+    def _credit(self, state: Learned, rows: Sequence[Row]) -> float:
+        """Return the time that may still be lost in rounds of these rows' kind, in plain steps."""
+        return state.credits.get(RoundKind.of(rows), self.credit)
 
     def _price_of_reading(self, costs: RoundCosts, unread: int, step: float) -> float:
         """Return what is charged for reading a text, in plain steps: what exceeds the allowance per token.
@@ -127,6 +142,7 @@ class Adaptive:
         rows = [round.rows[place] for place in drafting]
         unread = state.unread(rows, [len(round.tokens[place]) for place in drafting])
         costs = state.costs.learn(round, unread)
+        had = self._credit(state, round.rows)
         known = replace(
             state,
             costs=costs,
@@ -134,20 +150,21 @@ class Adaptive:
             read=_read(state, round),
             ended=_ended(state, round),
         )
-        credit = state.credit + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
+        credit = had + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
         if not drafting:
             wait = max(0, state.wait - 1)
-            credit = min(credit, max(self.credit, state.credit))
-            return replace(known, credit=credit, behind=state.behind + 1, wait=wait, pilots=1)
+            credits = {**state.credits, RoundKind.of(round.rows): min(credit, max(self.credit, had))}
+            return replace(known, credits=credits, behind=state.behind + 1, wait=wait, pilots=1)
         lost = _loss(costs, round, unread)
         if state.behind:  # what is read while drafting goes on was expected to be won back
             lost += self._price_of_reading(costs, unread, costs.of(round.rows)[1].at(0))
         credit = min(EARNED * self.credit, max(-self.credit, credit - lost))
+        credits = {**state.credits, RoundKind.of(round.rows): credit}
         patience = state.patience // 2 if _pays(costs, round) else state.patience * 2
         patience = min(PATIENCE[1], max(PATIENCE[0], patience))
         whole = sum(round.accepted) == sum(round.draft.depths) > 0
         wait = 0 if whole else patience
-        return replace(known, credit=credit, behind=0, wait=wait, patience=patience, pilots=2 * len(drafting))
+        return replace(known, credits=credits, behind=0, wait=wait, patience=patience, pilots=2 * len(drafting))
 
 
 def _read(state: Learned, round: Round) -> dict[int, int]:
@@ -240,7 +257,7 @@ def _most_gained(survival: Sequence[float], prices: Sequence[float]) -> int:
 
 def _pays(costs: RoundCosts, round: Round) -> bool:
     """Return whether plain decoding of a round's tokens takes longer than such rounds usually do."""
-    (draft, rest), depth = costs.of(round.rows), max(round.draft.depths)
+    (draft, rest), depth = costs.of(round.rows, rows_that_draft(round)), max(round.draft.depths)
     plain = rest.at(0) * sum(map(len, round.tokens)) / len(round.rows)
     return plain >= draft.at(depth or max(round.gammas)) + rest.at(depth)
 
@@ -248,7 +265,7 @@ def _pays(costs: RoundCosts, round: Round) -> bool:
 def _loss(costs: RoundCosts, round: Round, unread: int) -> float:
     """Return how much longer a round took than plain decoding of its tokens would have, in plain steps; 0 if its times
     cannot be true, or are the first of their kind. The time in which the draft read `unread` tokens does not count."""
-    (draft, rest), depth = costs.of(round.rows), max(round.draft.depths)
+    (draft, rest), depth = costs.of(round.rows, rows_that_draft(round)), max(round.draft.depths)
     if not clocked(round) or rest.timed(depth) < ENOUGH:
         return 0.0
     total = sum(round.seconds.values()) - round.reading - round.seconds["draft"]

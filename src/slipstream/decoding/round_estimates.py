@@ -103,6 +103,10 @@ def _monotone(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[int, floa
     return tuple((tokens, level) for names, level, _ in blocks for tokens in names)
 
 
+UNMEASURED = Curve().add(0, 0.0)
+"""The curve of what takes no time for 0 tokens, before anything was measured."""
+
+
 class RoundKind(NamedTuple):
     """A kind of rounds that have similar costs: their number of rows (the next power of two), and whether any of them
     is sampled, since laws over the whole vocabulary take time."""
@@ -122,7 +126,7 @@ class RoundKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """The seconds of a round by its kind and the depth of its longest draft.
+    """The seconds of a round by its kind and the depth of its longest draft; those of drafting, by the rows that draft.
 
     All are divided by the load of the machine when they were measured, so that a gamma does not look slow because it
     was tried last, when the machine was slower or the text longer: only ratios count here. `reading` are the seconds in
@@ -131,13 +135,16 @@ class RoundCosts:
 
     draft: Mapping[RoundKind, Curve] = field(default_factory=dict)
     rest: Mapping[RoundKind, Curve] = field(default_factory=dict)  # target, laws, verification, bookkeeping
-    reading: Curve = field(default_factory=lambda: Curve().add(0, 0.0))
+    reading: Curve = UNMEASURED
     load: float = 1.0
 
-    def of(self, rows: Sequence[Row]) -> tuple[Curve, Curve]:
-        """Return the curves for a round of these rows: the seconds of drafting, and those of everything else."""
-        kind = RoundKind.of(rows)
-        return _find(self.draft, kind), _find(self.rest, kind)
+    def of(self, rows: Sequence[Row], drafting: Sequence[Row] | None = None) -> tuple[Curve, Curve]:
+        """Return the curves for a round of these rows: the seconds of drafting, and those of everything else.
+
+        `drafting` are the rows that draft, without which all do: a target scores a batch at the width of its longest
+        draft, but drafts take the time of the rows that have any.
+        """
+        return _find(self.draft, RoundKind.of(drafting or rows)), _find(self.rest, RoundKind.of(rows))
 
     def knows_plain(self, rows: Sequence[Row]) -> bool:
         """Return whether a plain round of this kind was measured: what is gained or lost depends on it."""
@@ -154,8 +161,8 @@ class RoundCosts:
         asked = depth or max(round.gammas)  # a drafter that found nothing has searched nevertheless
         draft = round.seconds["draft"]
         rest = sum(round.seconds.values()) - draft - round.reading
-        kind = RoundKind.of(round.rows)
-        after, own = self.rest.get(kind, Curve()), self.draft.get(kind, Curve())
+        kind, drafting = RoundKind.of(round.rows), RoundKind.of(rows_that_draft(round) or round.rows)
+        after, own = self.rest.get(kind, Curve()), self.draft.get(drafting, UNMEASURED)
         load, reading = self.load, self.reading
         if after.timed(depth) >= 3:
             load *= limited(rest / (after.at(depth) * load)) ** DRIFT
@@ -163,10 +170,15 @@ class RoundCosts:
         if unread and asked and (round.reading or own.tried):
             seconds = round.reading or max(0.0, draft - own.at(asked) * load)
             reading = reading.add(size(unread), seconds / load * size(unread) / unread)
-        if round.reading or not unread or not asked or not own.tried or draft / load < own.at(asked):
-            own = own.add(asked, draft / load)
-        after = after.add(depth, rest / load)
-        return RoundCosts({**self.draft, kind: own}, {**self.rest, kind: after}, reading, load)
+        drafts = self.draft
+        if asked and (round.reading or not unread or not own.tried or draft / load < own.at(asked)):
+            drafts = {**drafts, drafting: own.add(asked, draft / load)}
+        return RoundCosts(drafts, {**self.rest, kind: after.add(depth, rest / load)}, reading, load)
+
+
+def rows_that_draft(round: Round) -> list[Row]:
+    """Return the rows of a round that were asked for a draft."""
+    return [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
 
 
 def clocked(round: Round) -> bool:
