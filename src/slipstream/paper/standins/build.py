@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -174,16 +174,27 @@ class Family:
 
     # ---- its answers ----
 
-    @property
-    def _sources(self) -> list[str]:
-        return [source for source, _ in self.pairs.train]
-
     @cached_property
     def _answers(self) -> list[Example]:
-        """The target's answers, with its laws."""
-        encoded = self._encoded([*self._sources, *crossed(self._sources, self.recipe.crossed)])
-        parts = {temperature: encoded[part] for temperature, part in self.recipe.answered.items()}
-        return labelled(self.folder / "target", parts, self.recipe.longest, self.work / "answers.pt", self.say)
+        """The target's answers to sources of the pairs and to crossed ones, with its laws; they are kept in a file."""
+        file, target = self.work / "answers.pt", self.folder / "target"
+        if file.exists():
+            return [Example(*kept) for kept in torch.load(file, weights_only=True)]
+        texts = [source for source, _ in self.pairs.train]
+        encoded = self._encoded([*texts, *crossed(texts, self.recipe.crossed)])
+        sources, said = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for temperature, part in self.recipe.answered.items():
+            sources += encoded[part]
+            said += answers(target, encoded[part], temperature, self.recipe.longest, self.say)
+
+        def watch(done: int, of: int) -> None:
+            self.say(f"laws of answers: {done} of {of}")
+
+        model = T5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
+        examples = with_laws(model, sources, said, watch=watch)
+        with atomic_write(file) as written:
+            torch.save([(example.source, example.target, example.laws) for example in examples], written)
+        return examples
 
     # ---- the drafts ----
 
@@ -208,24 +219,6 @@ class Family:
                 self.say(f"{what}: step {step} of {steps}, loss {loss:.3f}")
 
         train(model, examples, plan, self.work / f"{file}.safetensors", watch)
-
-
-def labelled(
-    target: Path, parts: Mapping[float, Sequence[tuple[int, ...]]], longest: int, file: Path, say: Say = print
-) -> list[Example]:
-    """Return examples of a model's answers to sources, given by temperature, with its laws; they are kept in a file."""
-    if file.exists():
-        return [Example(*kept) for kept in torch.load(file, weights_only=True)]
-    texts = [text for temperature, part in parts.items() for text in answers(target, part, temperature, longest, say)]
-
-    def watch(done: int, of: int) -> None:
-        say(f"laws of answers: {done} of {of}")
-
-    model = T5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
-    examples = with_laws(model, [source for part in parts.values() for source in part], texts, watch=watch)
-    with atomic_write(file) as written:
-        torch.save([(example.source, example.target, example.laws) for example in examples], written)
-    return examples
 
 
 def answers(
