@@ -9,6 +9,7 @@ from slipstream.paper.lab import Lab
 from slipstream.paper.pages.sheet import Cell, Column, Curve, Sheet
 from slipstream.paper.published import BASELINES, EDITING, WRITING
 from slipstream.paper.runs.methods import BLOCKWISE, EXITS, SOURCES
+from slipstream.paper.standins.copies import Lessons
 from slipstream.paper.tables import TEMPERATURES, about
 
 METHODS_TRAINED = (BLOCKWISE, EXITS, SOURCES)
@@ -31,7 +32,8 @@ def baselines(lab: Lab) -> Sheet:
     last = (Column("greedy texts equal"), Column("BLEU", 1), Column("chrF", 1))
     columns = (*map(Column, heads), Column("total variation per token", 4), *last)
     title = "Baselines: speed over plain decoding, and the distance from the target's law"
-    axes, notes = ("mean total variation per token", "x plain"), _notes(measured, trained)
+    axes = ("mean total variation per token", "x plain")
+    notes = _notes(measured, lab.scale.lessons if trained else None)
     made = Sheet("baselines", title, columns, tuple(rows), notes, axes=axes, curves=tuple(curves))
     return replace(made, **about(lab, measured))
 
@@ -54,7 +56,7 @@ def _curves(found: dict[str, Any]) -> list[Curve]:
     return lines
 
 
-def _notes(measured: list[dict[str, Any]], trained: bool) -> tuple[str, ...]:
+def _notes(measured: list[dict[str, Any]], lessons: Lessons | None) -> tuple[str, ...]:
     first = measured[0]
     untrained = "Blockwise Parallel Decoding, CALM and Shallow Aggressive Decoding need models: give --standins FOLDER."
     return (
@@ -69,7 +71,17 @@ def _notes(measured: list[dict[str, Any]], trained: bool) -> tuple[str, ...]:
         "the target's tokens only. Speculative cascade: 2405.19261, the rule OPT. Committee: 2012.01988 token by "
         "token, the draft's tokens while its most probable one has tau or more. None of them is a rule of the engine "
         "but lenience, which has to be asked for.",
-        *(TRAINED_NOTES if trained else (untrained,)),
+        *((*TRAINED_NOTES, _training_note(lessons)) if lessons else (untrained,)),
+    )
+
+
+def _training_note(lessons: Lessons) -> str:
+    """Return a note on how long the copies learned, which limits what their methods can reach."""
+    frozen, tuned, exits = lessons.frozen, lessons.tuned, lessons.exits
+    return (
+        "The copies of the embedded target learned briefly, and would be better after more: heads on the frozen base "
+        f"{frozen.steps} steps of {frozen.rows * frozen.length:,} tokens, the fine-tuned base {tuned.steps} of "
+        f"{tuned.rows * tuned.length:,}, and the exits {exits.steps} of {exits.rows * exits.length:,}."
     )
 
 
