@@ -142,7 +142,7 @@ class Adaptive:
         rows = [round.rows[place] for place in drafting]
         unread = state.unread(rows, [len(round.tokens[place]) for place in drafting])
         costs = state.costs.learn(round, unread)
-        had = self._credit(state, round.rows)
+        before = self._credit(state, round.rows)
         known = replace(
             state,
             costs=costs,
@@ -150,10 +150,10 @@ class Adaptive:
             read=_read(state, round),
             ended=_ended(state, round),
         )
-        credit = had + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
+        credit = before + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
         if not drafting:
             wait = max(0, state.wait - 1)
-            credits = {**state.credits, RoundKind.of(round.rows): min(credit, max(self.credit, had))}
+            credits = {**state.credits, RoundKind.of(round.rows): min(credit, max(self.credit, before))}
             return replace(known, credits=credits, behind=state.behind + 1, wait=wait, pilots=1)
         lost = _loss(costs, round, unread)
         if state.behind:  # what is read while drafting goes on was expected to be won back
