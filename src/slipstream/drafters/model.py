@@ -75,7 +75,3 @@ class ModelDrafter:
     def trim(self) -> None:
         """Roll the model's cache back to the rows' texts after they were shortened outside a round."""
         self._follower.trim()
-
-
-MOST_NODES, MOST_LEVELS = 1024, 64
-"""The limits of a tree's size: the target scores all its nodes in one pass, and verification goes level by level."""

@@ -17,7 +17,9 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower, windowed_lengths
-from slipstream.drafters.model import MOST_LEVELS, MOST_NODES
+
+MOST_NODES, MOST_LEVELS = 1024, 64
+"""The limits of a tree's size: the target scores all its nodes in one pass, and verification goes level by level."""
 
 
 def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...]:
