@@ -312,7 +312,9 @@ def test_stalls_do_not_make_what_is_measured_often_look_cheaper() -> None:
 READING = 0.02  # plain steps in which the draft reads a token of a prompt
 
 
-def call(adaptive: Adaptive, state: Learned, prompt: int, most: int, stands: bool) -> tuple[Learned, float, int]:
+def call(
+    adaptive: Adaptive, state: Learned, prompt: int, most: int, stands: bool, reading: float = READING
+) -> tuple[Learned, float, int]:
     """Decode four texts of `most` tokens -> the state, the plain steps that it took for each token, drafting rounds."""
     rows = [Row(Request((0,) * prompt, Sampling(), most), index, [0] * prompt) for index in range(4)]
     read, spent, drafting = [0] * len(rows), 0.0, 0
@@ -329,7 +331,7 @@ def call(adaptive: Adaptive, state: Learned, prompt: int, most: int, stands: boo
             each.finish_reason = None if each.room else "length"
         for each in drafted:
             read[each.index] = len(each.tokens) - 1
-        seconds = {"draft": 0.2 * depth, "target": 1.0 + 0.05 * depth, "prefill": READING * unread}
+        seconds = {"draft": 0.2 * depth, "target": 1.0 + 0.05 * depth, "prefill": reading * unread}
         draft = Draft(torch.empty(len(rows), depth), None, asked)
         state = adaptive.update(state, Round(tuple(rows), draft, bench.NOTHING, tokens, accepted, asked, seconds))
         rows, spent = [each for each in rows if each.room], spent + sum(seconds.values())
@@ -351,6 +353,16 @@ def test_a_later_call_does_not_pay_for_what_an_earlier_one_learned() -> None:
     assert total < 1.02
     _, anew, _ = call(adaptive, adaptive.init(), 100, 96, stands=False)
     assert anew > 1.03, "control: without it every call pays"
+
+
+def test_reading_long_prompts_for_attempts_that_fail_is_not_free() -> None:
+    """A prompt costs 1.6 plain steps to read here: attempts take what the allowance gives, their reading included."""
+    adaptive, total = Adaptive(), 0.0
+    state = adaptive.init()
+    for number in range(24):
+        state, steps, _ = call(adaptive, adaptive.resume(state), 400, 96, stands=False, reading=0.004)
+        total += steps / 20 * (number >= 4)
+    assert total < 1.01
 
 
 def test_texts_are_read_if_drafts_win_the_time_back() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from slipstream.core.request import Row
 from slipstream.core.round import Round
@@ -21,11 +22,19 @@ from slipstream.decoding.round_estimates import (
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
 CLEARLY = 0.97  # plain steps look slower than they are between rounds that draft: a draft displaces what caches hold
 NEARBY = 8  # a text of which the draft has read all but so many tokens counts as read
+CAUTION = 2.0  # reading texts has to win back this many times its cost: acceptance is known from a few rows until then
 SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
 PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a new attempt
 EARNED = 2.0  # speculation that gains earns a credit of up to this many times the first: drafts fail in rows at times
 ENDED = 0.95  # the factor by which the lengths of texts fade with every text that ends
 OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
+
+
+class Unread(NamedTuple):
+    """The number of tokens of texts that the draft has not read, and how many of them were written, not given."""
+
+    tokens: int
+    written: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +58,12 @@ class Learned:
     read: Mapping[int, int] = field(default_factory=dict)
     ended: tuple[float, float] = (0.0, 0.0)
 
-    def unread(self, rows: Sequence[Row], since: Sequence[int] | None = None) -> int:
-        """Return how many tokens of the rows' texts the draft has not read, without the last `since` of each."""
+    def unread(self, rows: Sequence[Row], since: Sequence[int] | None = None) -> Unread:
+        """Return what the draft has not read of the rows' texts, without the last `since` tokens of each."""
         new = since or [0] * len(rows)
-        return sum(max(0, len(row.tokens) - n - self.read.get(row.index, 0)) for row, n in zip(rows, new, strict=True))
+        tokens = [max(0, len(row.tokens) - n - self.read.get(row.index, 0)) for row, n in zip(rows, new, strict=True)]
+        own = [len(row.tokens) - len(row.request.prompt) - n for row, n in zip(rows, new, strict=True)]
+        return Unread(sum(tokens), sum(map(min, tokens, own)))
 
     def left(self, row: Row) -> float:
         """Return the number of tokens that a row is expected to write yet.
@@ -121,7 +132,7 @@ class Adaptive:
     def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
         """Return whether the credit does not suffice for an attempt, or nothing could be won by it."""
         credit = self._credit(state, rows)
-        unread = min(state.unread([row]) for row in rows)
+        unread = min(state.unread([row]) for row in rows)  # one row drafts in an attempt
         price = outlook.loss(self.probe) + self._price_of_reading(state.costs, unread, outlook.seconds[0])
         return min(price, self.credit) > credit or outlook.hopeless(self.probe)
 
@@ -129,19 +140,19 @@ class Adaptive:
         """Return the time that may still be lost in rounds of these rows' kind, in plain steps."""
         return state.credits.get(RoundKind.of(rows), self.credit)
 
-    def _price_of_reading(self, costs: RoundCosts, unread: int, step: float) -> float:
-        """Return what is charged for reading a text, in plain steps: what exceeds the allowance per token.
+    def _price_of_reading(self, costs: RoundCosts, unread: Unread, step: float) -> float:
+        """Return what is charged for reading a text, in plain steps: what exceeds the allowance per written token.
 
         What is unread grows with every plain step, as the credit does: if all of it were charged, drafting could pause
         for ever. No token is read twice, so that all that is free costs as much as the allowance at most."""
-        return max(0.0, costs.reading.at(unread) / step - self.allowance * unread)
+        return max(0.0, costs.reading.at(unread.tokens) / step - self.allowance * unread.written)
 
     def update(self, state: Learned, round: Round) -> Learned:
         """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
         drafting = [place for place, gamma in enumerate(round.gammas) if gamma]
         rows = [round.rows[place] for place in drafting]
         unread = state.unread(rows, [len(round.tokens[place]) for place in drafting])
-        costs = state.costs.learn(round, unread)
+        costs = state.costs.learn(round, unread.tokens)
         before = self._credit(state, round.rows)
         known = replace(
             state,
@@ -155,7 +166,7 @@ class Adaptive:
             wait = max(0, state.wait - 1)
             credits = {**state.credits, RoundKind.of(round.rows): min(credit, max(self.credit, before))}
             return replace(known, credits=credits, behind=state.behind + 1, wait=wait, pilots=1)
-        lost = _loss(costs, round, unread)
+        lost = _loss(costs, round, unread.tokens)
         if state.behind:  # what is read while drafting goes on was expected to be won back
             lost += self._price_of_reading(costs, unread, costs.of(round.rows)[1].at(0))
         credit = min(EARNED * self.credit, max(-self.credit, credit - lost))
@@ -206,7 +217,8 @@ class _Outlook:
         for gamma in range(1, most + 1):
             seconds.append(draft.at(gamma) + some * rest.at(gamma) + (1 - some) * plain)
             tokens.append(tokens[-1] + sum(survival[gamma - 1] for survival in survivals))
-        timed, reading = [rest.timed(gamma) for gamma in range(most + 1)], state.costs.reading.at(state.unread(rows))
+        timed = [rest.timed(gamma) for gamma in range(most + 1)]
+        reading = state.costs.reading.at(state.unread(rows).tokens)
         return _Outlook(timed, survivals, seconds, tokens, sum(map(state.left, rows)), reading)
 
     def speed(self, gamma: int) -> float:
@@ -218,8 +230,9 @@ class _Outlook:
         return self.seconds[gamma] / self.seconds[0] - 1
 
     def time_left(self, gamma: int) -> float:
-        """Return the seconds in which the texts will be complete, if all rounds have this gamma."""
-        return self.left / self.speed(gamma) + (self.reading if gamma else 0.0)
+        """Return the seconds in which the texts will be complete, if all rounds have this gamma; reading counts
+        `CAUTION` times."""
+        return self.left / self.speed(gamma) + (CAUTION * self.reading if gamma else 0.0)
 
     def best(self, credit: float) -> int:
         """Return the gamma with which the texts end first, among those that can lose at most `credit` plain steps; 0 if
@@ -277,7 +290,7 @@ def _loss(costs: RoundCosts, round: Round, unread: int) -> float:
 
 def _limited(gammas: Sequence[int], state: Learned, rows: Sequence[Row], pilots: int) -> list[int]:
     """Return the gammas, without those of rows that the draft has yet to read and that are more than the pilots."""
-    unread = [state.unread([row]) for row in rows]
+    unread = [state.unread([row]).tokens for row in rows]
     places = sorted((place for place, gamma in enumerate(gammas) if gamma), key=lambda place: unread[place])
     chosen = {place for number, place in enumerate(places) if number < pilots or unread[place] <= NEARBY}
     return [gamma if place in chosen else 0 for place, gamma in enumerate(gammas)]
