@@ -91,6 +91,16 @@ def test_rank_0_alone_prints_and_its_answers_are_those_of_one_process(prompts: P
     assert err.count("slipstream: ") == err.count("not packed for this processor") == 1
 
 
+def test_a_batch_has_the_answers_of_one_process_and_rank_0_writes_them(prompts: Path, tmp_path: Path) -> None:
+    asked = ("batch", str(prompts), "--temperature", "0.8", "--verify", "coupled", "--max-new-tokens", "16", "--json")
+    with torchrun(*asked, "--out", str(tmp_path / "two.jsonl"), "--tensor-parallel") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    assert json.loads(out)["answered"] == len(LINES), "the tally is printed once"
+    run(*asked, "--out", str(tmp_path / "one.jsonl"))
+    assert answers((tmp_path / "two.jsonl").read_text()) == answers((tmp_path / "one.jsonl").read_text())
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_job_with_a_sentence_and_what_was_finished_stays(
     killed: int, prompts: Path, tmp_path: Path
