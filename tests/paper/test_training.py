@@ -20,7 +20,7 @@ from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.build import Recipe
 from slipstream.paper.standins.corpora import Pairs
 from slipstream.paper.standins.models import EOS, PAD, SPECIAL, Size
-from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
+from slipstream.paper.standins.training import Example, Exercise, Plan, train, with_laws
 
 SMALL = Size(16, 2, 8, 24, 1, 2)  # a decoder deeper than its encoder, as the stand-ins are
 WORDS = ["a", "man", "and", "a", "dog", "run", "in", "the", "park", "while", "it", "rains", "on", "them"]
@@ -168,12 +168,19 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
         learned(tmp_path / "cut.safetensors", replace(PLAN, rate=0.5))
 
 
-def test_copies_are_random_words_to_be_said_again() -> None:
-    examples = copies(50, 20, longest=7)
+def test_an_exercise_copies_all_of_a_source_or_a_part_of_it() -> None:
+    whole = Exercise("copying", 50, 8, PLAN)
+    examples = whole.examples(20)
     assert all(example.source == example.target and example.source[-1] == EOS for example in examples)
-    assert {len(example.source) for example in examples} == {5, 6, 7, 8}
+    assert {len(example.source) for example in examples} == {5, 6, 7, 8, 9}
     assert {token for example in examples for token in example.source[:-1]} == set(range(SPECIAL, 20))
-    assert examples == copies(50, 20, longest=7) != copies(50, 20, longest=7, seed=1)
+    assert examples == whole.examples(20) != whole.examples(20, seed=1)
+    starts = set[int]()
+    for example in Exercise("finding", 50, 30, PLAN, part=10).examples(10_000):
+        source, part = example.source, example.target
+        assert 6 <= len(part) <= 10
+        starts.add(next(start for start in range(len(source)) if source[start : start + len(part)] == part))
+    assert len(starts) > 5, "parts begin anywhere"
 
 
 def test_answers_are_what_the_model_says(tmp_path: Path) -> None:
@@ -233,16 +240,18 @@ RECIPE = Recipe(
 @pytest.mark.slow
 def test_models_of_a_task_that_repeats_its_source_copy_first(tmp_path: Path) -> None:
     """Target and drafts; and what was learned is not learned again."""
-    copying, said = Plan(0.01, batch=8, warm=2), list[str]()
-    families.make(PAIRS, tmp_path / "family", replace(RECIPE, copying=copying, dropout=0.0), said.append)
+    plan, said = Plan(0.1, batch=8, warm=2), list[str]()
+    exercises = Exercise("copying", 40, 8, plan), Exercise("finding far", 40, 20, plan, part=8)
+    recipe = replace(RECIPE, exercises=exercises, dropout=0.0)
+    families.make(PAIRS, tmp_path / "family", recipe, said.append)
     begun = [text.partition(":")[0] for text in said]
     assert list(dict.fromkeys(begun)) == [
-        *("target, copying", "target", "grown target", "small, copying", "answers at temperature 0"),
-        *("answers at temperature 1", "laws of answers", "small"),
+        *("target, copying", "target, finding far", "target", "grown target", "small, copying", "small, finding far"),
+        *("answers at temperature 0", "answers at temperature 1", "laws of answers", "small"),
     ]
     said.clear()
     shutil.rmtree(tmp_path / "family" / "small")
-    families.make(PAIRS, tmp_path / "family", replace(RECIPE, copying=copying, dropout=0.0), said.append)
+    families.make(PAIRS, tmp_path / "family", recipe, said.append)
     assert said == []
 
 

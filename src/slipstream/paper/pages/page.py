@@ -26,21 +26,20 @@ commands need beside the core.
 | | paper | here |
 |---|---|---|
 | target | T5 v1.1 XXL, 11 B parameters, fine-tuned | T5 v1.1 type, trained from scratch (sizes below the tables) |
-| drafts | T5 v1.1 small 77 M, base 250 M, large 800 M: 1/140, 1/44, 1/14 of it | the same type: 1/150, 1/48, 1/16 for \
-translations, 1/104, 1/33, 1/11 for summaries; taught by what the target says |
+| drafts | T5 v1.1 small 77 M, base 250 M, large 800 M: 1/140, 1/44, 1/14 of it | the same type: 1/150, 1/48, 1/16 of \
+it; taught by what the target says |
 | translation | WMT English-German | Multi30k: documents of four captions of pictures, in short and simple sentences |
-| summaries | CNN/DailyMail, articles to highlights | `lead`: a passage of a CNN/DailyMail article to its first two \
+| summaries | CNN/DailyMail, articles to highlights | `lead`: a passage of a CNN/DailyMail article to its first three \
 sentences |
 | unconditional text | GPT-like 97 M and 6 M on lm1b | the embedded pair, Llama type, 9.9 M and 0.9 M, on Python |
 | dialog | LaMDA 137 B with 100 M, 2 B, 8 B | none |
 | machine | one TPU-v4, T5X | those named below each table |
-| texts | long enough that the encoder does not count | translations of about 50 tokens, summaries of 30: the \
+| texts | long enough that the encoder does not count | translations of about 50 tokens, summaries of 100: the \
 encoder's share is measured and included |
 
 The models are small and were trained within hours on a CPU. They do not replace the paper's. What can be compared is
 the method: how alpha orders the drafts, how alpha and c determine the speed, and how the measured speed compares with
-the theory. Translations and summaries were measured on different days, the latter with an earlier state of the engine:
-compare rows within a task.
+the theory. Compare rows within a task.
 
 The stand-ins' targets were first trained at a tenth of their size or less and then grown: their feed-forward layers
 were widened without changing the function, and all weights were trained a little further. So a target costs what its
@@ -48,10 +47,15 @@ size costs, and writes what a small model can learn from these few texts. For tr
 34,800 documents of one to four captions, in which every caption appears three times. The drafts small, base and large
 learned from 18,000 of its answers in 40, 5 and 1.3 passes, large in smaller batches. 4,000 of the answers are to
 documents of the training, the others to texts made of halves of two documents: the target answers texts that it has
-memorized differently from new ones, and drafts that learned from the former alone agreed less on the latter. For
-summaries all models were first trained to repeat random tokens, because without this none learned to copy; then the
-target took 4 passes over 15,883 passages, and the drafts 10, 8 and 10 passes over 6,000 answers. Large has the shape
-that the target had before it was grown, with wider feed-forward layers; one of width 256 learned less in the same time.
+memorized differently from new ones, and drafts that learned from the former alone agreed less on the latter. Large has
+the shape that the target had before it was grown, with wider feed-forward layers; one of width 256 learned less in the
+same time.
+
+For summaries all models first did exercises with random tokens, because without these none learned to copy: to repeat
+up to 16 of them, which can be done by counting, and then to continue from a random place in up to 128, which needs the
+place to be found by the last tokens. After that the target took 3 passes over 7,852 passages, and the drafts 32, 14 and
+3 passes over 4,000 of its answers. So summaries are copied sentences: their alpha is high because it is nearly certain
+what comes next, and they show what speculation gives at such an alpha, not how well news can be summarized.
 
 The paper's own models can be measured by whoever has the hardware:
 

@@ -16,11 +16,10 @@ from slipstream.files import atomic_write
 from slipstream.paper.standins import models as standins
 from slipstream.paper.standins.corpora import Pairs, crossed
 from slipstream.paper.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
-from slipstream.paper.standins.training import Example, Plan, copies, train, with_laws
+from slipstream.paper.standins.training import Example, Exercise, Plan, train, with_laws
 from slipstream.text.jsontext import json_text
 from slipstream.training.memory import keep_freed_memory
 
-COPIES = 20_000  # texts of random tokens
 TOGETHER = 32  # texts that the target answers in one batch
 
 
@@ -45,28 +44,33 @@ class Recipe:
     answered: dict[float, slice] = field(  # temperature -> the sources whose answers the drafts learn from
         default_factory=lambda: {0.0: slice(30_800, 40_800), 1.0: slice(34_800, 42_800)}
     )
-    copying: Plan | None = None  # on random tokens, before all else: for tasks that repeat parts of the source
+    exercises: tuple[Exercise, ...] = ()  # before all else: for tasks that repeat parts of the source
     dropout: float = DROPOUT  # dropout of the target before it is grown
 
 
 RECIPES = {
     "translation": Recipe(inner=24576),
     "lead": Recipe(
-        copying=Plan(5, batch=64, rate=1.5e-3, warm=100, last=0.3),
+        inner=24576,
+        exercises=(
+            Exercise("copying", 20_000, 16, Plan(5, batch=64, rate=1.5e-3, warm=100, last=0.3)),
+            Exercise("finding", 32_000, 48, Plan(1, batch=32, rate=1.5e-3, warm=100, last=0.3), part=24),
+            Exercise("finding far", 8_000, 128, Plan(1, batch=16, rate=1e-3, warm=50, last=0.3), part=48),
+        ),
         dropout=0.0,
-        first=Plan(4, batch=16, rate=1e-3, warm=300, last=0.02),
-        grown=Plan(0.02, batch=16, rate=2e-4, warm=5, seed=1),
+        first=Plan(3, batch=16, rate=1e-3, warm=100, last=0.02),
+        grown=Plan(0.03, batch=16, rate=2e-4, warm=5, seed=1),
         drafts={
-            "small": (DRAFTS["small"], Plan(10, batch=32, rate=3e-3)),
-            "base": (DRAFTS["base"], Plan(8, batch=32, rate=2e-3)),
-            "large": (DRAFTS["large"], Plan(10, batch=32, rate=2e-3)),
+            "small": (DRAFTS["small"], Plan(32, batch=32, rate=3e-3)),
+            "base": (DRAFTS["base"], Plan(14, batch=32, rate=2e-3)),
+            "large": (DRAFTS["large"], Plan(3, batch=32, rate=2e-3)),
         },
         crossed=0,
-        answered={0.0: slice(3_000), 1.0: slice(3_000, 6_000)},
-        longest=96,
+        answered={0.0: slice(2_000), 1.0: slice(2_000, 4_000)},
+        longest=144,
     ),
 }
-"""The recipes by task; on two cores translation took about two hours and lead 85 minutes, not always alone."""
+"""The recipes by task; on two cores translation took about two hours and lead 80 minutes, not always alone."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:
@@ -163,7 +167,7 @@ class Family:
     def _first(self) -> T5ForConditionalGeneration:
         """Return the target before it grows; its training is kept."""
         model = standins.new_model(self.recipe.target, len(self.tokenizer), dropout=self.recipe.dropout)
-        self._copy(model, "target", self.recipe.copying)
+        self._exercise(model, "target")
         self._train(model, self._examples, self.recipe.first, "first", "target")
         return model
 
@@ -200,14 +204,16 @@ class Family:
 
     def _draft(self, name: str, size: Size, plan: Plan) -> T5ForConditionalGeneration:
         draft = standins.new_model(size, len(self.tokenizer), dropout=0.0)
-        self._copy(draft, name, self.recipe.copying and replace(self.recipe.copying, rate=plan.rate))
+        self._exercise(draft, name, plan.rate)
         self._train(draft, self._answers, plan, name, name)
         return draft
 
-    def _copy(self, model: T5ForConditionalGeneration, name: str, plan: Plan | None) -> None:
-        """Train a model to copy random texts, if there is a plan for that."""
-        if plan:
-            self._train(model, copies(COPIES, model.config.vocab_size), plan, f"{name}-copying", f"{name}, copying")
+    def _exercise(self, model: T5ForConditionalGeneration, name: str, rate: float | None = None) -> None:
+        """Train a model on the exercises; a `rate` takes the place of theirs."""
+        for exercise in self.recipe.exercises:
+            plan = replace(exercise.plan, rate=rate or exercise.plan.rate)
+            examples, what = exercise.examples(model.config.vocab_size), f"{name}-{exercise.name}".replace(" ", "-")
+            self._train(model, examples, plan, what, f"{name}, {exercise.name}")
 
     def _train(
         self, model: T5ForConditionalGeneration, examples: Sequence[Example], plan: Plan, file: str, what: str

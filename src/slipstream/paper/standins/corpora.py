@@ -15,8 +15,8 @@ from pathlib import Path
 from slipstream.text.documents import DATASET, read
 
 SENTENCE = re.compile(r"(?<=[.!?])[\"']?\s+(?=[\"'(]?[A-Z])")
-LEAD_SENTENCES = 2
-PASSAGE_WORDS, LEAD_WORDS = 90, 45
+LEAD_SENTENCES = 3
+PASSAGE_WORDS, LEAD_WORDS = 100, 75
 MOST_ARTICLES = 1000  # the most articles taken from a dataset
 LONGEST_DOCUMENT = 4  # sentences of a document to be translated
 
@@ -125,7 +125,7 @@ def leads(articles: str, texts: Sequence[str], held_out: int = 50) -> Pairs:
 
     `articles` is a JSON list of objects with `article`, or `dataset:NAME[:CONFIG][:SPLIT]` with that field; the
     passages of its last `held_out` are only measured on. `texts` are plain files, whose paragraphs give more passages
-    for training. Raises ValueError if there are too few articles.
+    for training, where one begins with every sentence. Raises ValueError if there are too few articles.
     """
     news = _articles(articles)
     if len(news) <= held_out:
@@ -136,7 +136,7 @@ def leads(articles: str, texts: Sequence[str], held_out: int = 50) -> Pairs:
     random.Random(0).shuffle(pairs)
     firsts, others = list[tuple[str, str]](), list[tuple[str, str]]()
     for article in news[-held_out:]:
-        found = [_lead(passage) for passage in _passages(article)]
+        found = [_lead(passage) for passage in _passages(article, 0.5)]
         firsts += [pair for pair in found[:1] if pair]
         others += [pair for pair in found[1:] if pair]
     return Pairs("lead", tuple(pairs), (*firsts, *others))
@@ -156,8 +156,11 @@ def _paragraphs(text: str) -> list[str]:
     return [part.replace(" ,", ",").replace(" .", ".").replace(" 's", "'s").replace(" @-@ ", "-") for part in parts]
 
 
-def _passages(text: str) -> list[str]:
-    """Return runs of whole sentences of about `PASSAGE_WORDS` words, each beginning half a passage after the last."""
+def _passages(text: str, share: float = 0.0) -> list[str]:
+    """Return runs of whole sentences of about `PASSAGE_WORDS` words.
+
+    Each begins after that share of the last one's sentences, at least after its first.
+    """
     sentences, starts = [part.strip() for part in SENTENCE.split(" ".join(text.split())) if part.strip()], [0]
     passages: list[str] = []
     for start in range(len(sentences)):
@@ -169,7 +172,7 @@ def _passages(text: str) -> list[str]:
             end += 1
         if end - start > LEAD_SENTENCES:
             passages.append(" ".join(sentences[start:end]))
-        starts.append(max(start + 1, start + (end - start) // 2))
+        starts.append(max(start + 1, start + int((end - start) * share)))
     return passages
 
 

@@ -57,15 +57,31 @@ class Plan:
     seed: int = 0
 
 
-def copies(count: int, vocab: int, longest: int = 16, seed: int = 0) -> list[Example]:
-    """Return examples of random tokens to be copied.
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise in copying random tokens, before a model learns from texts: all of a source, or a part of it.
 
-    A model that has learned to copy these also copies words of its sources; without them, one of a few million weights
-    does not learn to copy in an hour.
+    A model that has learned to copy random tokens also copies words of its sources; without them, one of a few million
+    weights does not learn to copy in an hour. All of a source can be copied by counting positions, which fails where
+    sources are longer. For a part that begins anywhere, the model has to find its place by the last words.
     """
-    rng = random.Random(seed)
-    texts = (tuple(rng.randrange(SPECIAL, vocab) for _ in range(rng.randint(4, longest))) for _ in range(count))
-    return [Example((*text, EOS), (*text, EOS)) for text in texts]
+
+    name: str
+    count: int
+    longest: int  # tokens of a source
+    plan: Plan
+    part: int | None = None  # the most tokens to copy, from a random place on; None: all
+
+    def examples(self, vocab: int, seed: int = 0) -> list[Example]:
+        """Return the examples; a part has at least six tokens."""
+        rng, shortest = random.Random(seed), 4 if self.part is None else 8
+        lengths = (rng.randint(shortest, self.longest) for _ in range(self.count))
+        texts = [[rng.randrange(SPECIAL, vocab) for _ in range(length)] for length in lengths]
+        if self.part is None:
+            return [Example((*text, EOS), (*text, EOS)) for text in texts]
+        starts = [rng.randrange(len(text) - 6) for text in texts]
+        parts = [text[start : start + self.part] for start, text in zip(starts, texts, strict=True)]
+        return [Example((*text, EOS), tuple(part)) for text, part in zip(texts, parts, strict=True)]
 
 
 Watch = Callable[[int, int, float], object]
