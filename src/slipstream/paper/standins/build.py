@@ -70,7 +70,7 @@ RECIPES = {
         longest=144,
     ),
 }
-"""The recipes by task; on two cores translation took about two hours and lead 80 minutes, not always alone."""
+"""The recipes by task. Translation took about two hours on two cores; lead two hours of work of one core, in all."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:
