@@ -31,7 +31,7 @@ OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 
 
 class Unread(NamedTuple):
-    """The number of tokens of texts that the draft has not read, and how many of them were written, not given."""
+    """The number of tokens of texts that the draft has not read, and how many of these follow the prompts."""
 
     tokens: int
     written: int
@@ -83,7 +83,7 @@ class Adaptive:
     and takes as long as earlier rounds of this gamma took. At the gamma with the greatest ratio one more token stops
     being worth its time: s_{gamma+1} <= tokens per second x its seconds. Nothing is assumed about costs; they are
     medians of measurements with a similar number of rows. The time in which the draft reads what it has not read of the
-    texts counts too: drafting has to win it back in the tokens that are expected to be written yet.
+    texts counts too: drafting has to win back `CAUTION` times of it in the tokens that are expected to be written yet.
 
     When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 64 of them;
     after an attempt that stands, drafting goes on at once. A budget limits the attempts in rounds of one kind, which is

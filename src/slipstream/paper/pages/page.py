@@ -39,7 +39,7 @@ encoder's share is measured and included |
 
 The models are small and were trained within hours on a CPU. They do not replace the paper's. What can be compared is
 the method: how alpha orders the drafts, how alpha and c determine the speed, and how the measured speed compares with
-the theory. Compare rows within a task.
+the theory. Translations and summaries were measured in separate runs: compare rows within a task.
 
 The stand-ins' targets were first trained at a tenth of their size or less and then grown: their feed-forward layers
 were widened without changing the function, and all weights were trained a little further. So a target costs what its
@@ -54,8 +54,9 @@ same time.
 For summaries all models first did exercises with random tokens, because without these none learned to copy: to repeat
 up to 16 of them, which can be done by counting, and then to continue from a random place in up to 128, which needs the
 place to be found by the last tokens. After that the target took 3 passes over 7,852 passages, and the drafts 32, 14 and
-3 passes over 4,000 of its answers. So summaries are copied sentences: their alpha is high because it is nearly certain
-what comes next, and they show what speculation gives at such an alpha, not how well news can be summarized.
+3 passes over 4,000 of its answers. So summaries are copied sentences, and say nothing of how well news can be
+summarized. Where the target does not stop after the third one, it comes to places in texts that it has not learned to
+copy: there it writes nonsense at times, and the drafts agree with it less.
 
 The paper's own models can be measured by whoever has the hardware:
 
