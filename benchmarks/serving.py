@@ -284,7 +284,7 @@ def prompt(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, A
             rows.append({"alone": alone, "beside": short, "long": long})
             tell(f"50 tokens alone {alone:.3f} s, beside {args.long} tokens {short:.3f} s; these {long:.3f} s")
     return [
-        {"long": args.long, **{name: statistics.median(row[name] for row in rows) for name in rows[0]}, "runs": rows}
+        {"tokens": args.long, **{name: statistics.median(row[name] for row in rows) for name in rows[0]}, "runs": rows}
     ]
 
 

@@ -302,7 +302,7 @@ def waits_table(record: Record) -> str:
             f"{turns[1]:.3f} / {turns[0]:.3f} s; {bits} as without the cache",
         ],
         [
-            "first token of 50 tokens while 4,000 others are read",
+            f"first token of 50 tokens while {prompt['tokens']:,} others are read",
             f"{prompt['beside']:.3f} s",
             f"alone {prompt['alone']:.3f} s; the long one {prompt['long']:.3f} s",
         ],

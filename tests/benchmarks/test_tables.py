@@ -176,7 +176,7 @@ WAITS = {
         {**STREAMS, "contender": "transformers serve", "tokens_per_second": 130.0, "runs": [100.0, 100.0, 130.0]},
     ],
     "prefix": [{"chat": 2000, "ratio": 0.05, "runs": [{"first": 1.0, "second": 0.05, "same": True}]}],
-    "prompt": [{"alone": 0.05, "beside": 0.2, "long": 4.0}],
+    "prompt": [{"tokens": 4000, "alone": 0.05, "beside": 0.2, "long": 4.0}],
     "overhead": [{"ratio": 1.04, "runs": [{"ratio": 1.04}]}],
 }
 CONTEXTS = {
