@@ -462,6 +462,19 @@ def test_a_slow_first_draft_does_not_end_drafting(slow: float) -> None:
     assert gammas[5:] == [adaptive.most] * 3
 
 
+def test_several_slow_first_drafts_do_not_end_drafting_for_ever() -> None:
+    """As when nothing was warmed up: the second draft too makes a graph, so that no gain can be expected."""
+    adaptive, drafts = Adaptive(), 0
+    state, gammas = adaptive.init(), list[int]()
+    for _ in range(1500):
+        gammas += adaptive.gammas(state, [row([1])])
+        drafts += bool(gammas[-1])
+        seconds = (5.0 if drafts <= 2 else 0.1) * gammas[-1], 1.0 + 0.05 * gammas[-1]
+        state = adaptive.update(state, turn(gammas[-1:], gammas[-1:], 8, *seconds))
+    assert sum(map(bool, gammas[:500])) < 6
+    assert all(gammas[-50:]), "it never finds out that the drafts have become fast"
+
+
 def test_drafts_that_fail_in_a_row_at_times_do_not_end_drafting() -> None:
     """A dear draft that gains on average loses as often as not: what it has gained pays for that."""
     texts = [text(0.9, 600, seed) for seed in range(4)]

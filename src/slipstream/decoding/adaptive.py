@@ -25,6 +25,7 @@ NEARBY = 8  # a text of which the draft has read all but so many tokens counts a
 CAUTION = 2.0  # reading texts has to win back this many times its cost: acceptance is known from a few rows until then
 SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
 PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a new attempt
+DOUBT = 256  # plain rounds after which even what looked hopeless is attempted again: its first runs may have been slow
 EARNED = 2.0  # speculation that gains earns a credit of up to this many times the first: drafts fail in rows at times
 ENDED = 0.95  # the factor by which the lengths of texts fade with every text that ends
 OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
@@ -130,11 +131,11 @@ class Adaptive:
         return _limited([self.probe * attempt] * len(rows), state, rows, 1)
 
     def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
-        """Return whether the credit does not suffice for an attempt, or nothing could be won by it."""
+        """Return whether the credit does not suffice for an attempt, or whether nothing seems to be won by it."""
         credit = self._credit(state, rows)
         unread = min(state.unread([row]) for row in rows)  # one row drafts in an attempt
         price = outlook.loss(self.probe) + self._price_of_reading(state.costs, unread, outlook.seconds[0])
-        return min(price, self.credit) > credit or outlook.hopeless(self.probe)
+        return min(price, self.credit) > credit or (state.behind < DOUBT and outlook.hopeless(self.probe))
 
     def _credit(self, state: Learned, rows: Sequence[Row]) -> float:
         """Return the time that may still be lost in rounds of these rows' kind, in plain steps."""
