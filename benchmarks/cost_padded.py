@@ -52,19 +52,21 @@ PRESETS = {
     "target-134m": Size(768, 12, 2304, 12, 32000),
     "draft-24m": Size(288, 6, 896, 4, 32000),
     "target-1b": Size(2048, 16, 8192, 32, 32000),
+    "target-6b": Size(4096, 32, 11008, 64, 32000),
 }
 
 
 def enlarge(model: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausalLM:
-    """Return a model of the given size with the same logits up to rounding, in the dtype of the given model.
+    """Return a model of the given size with the same logits up to rounding, in the model's dtype and on its device.
 
     Raises ValueError if the model is of another type, or if a size is smaller than what the model has.
     """
     new, constant = enlarged_config(model.config, size)
     torch.manual_seed(seed)
-    large = LlamaForCausalLM(new).to(model.dtype).eval()
-    small, rng = model.state_dict(), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.device(model.device):
+        large = LlamaForCausalLM(new).to(model.dtype).eval()
+    small, rng = model.state_dict(), torch.Generator(model.device).manual_seed(seed)
+    with torch.no_grad(), torch.device(model.device):
         for name, weight in large.state_dict().items():
             if name == "lm_head.weight" and new.tie_word_embeddings:
                 continue
@@ -154,24 +156,27 @@ def main() -> None:
     for name in vars(Size()):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--dtype", default="auto", help="of the written weights (default: as stored)")
+    parser.add_argument(
+        "--device", default="cpu", help="where to do it: the noise of billions of weights takes a CPU minutes"
+    )
     args = parser.parse_args()
     options = {name: getattr(args, name) for name in vars(Size()) if getattr(args, name)}
     size = Size(**{**(vars(PRESETS[args.preset]) if args.preset else {}), **options})
     try:
-        write(args.source, args.dest, size, args.dtype)
+        write(args.source, args.dest, size, args.dtype, args.device)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def write(source: str, dest: Path, size: Size, dtype: str = "auto") -> None:
+def write(source: str, dest: Path, size: Size, dtype: str = "auto", device: str = "cpu") -> None:
     """Enlarge the model of a folder, compare the logits, and write it with its tokenizer."""
     disable_progress_bar()  # our own messages say what is being done
     say(f"reading {source}")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
     say(f"enlarging {model.num_parameters() / 1e6:.1f} M parameters, a step reads {weights_read(model) / 1e6:.1f} M")
     large = enlarge(model, size)
     say(f"now {large.num_parameters() / 1e6:.1f} M parameters, a step reads {weights_read(large) / 1e6:.1f} M")
-    text = torch.arange(1, 1 + min(64, model.config.vocab_size - 1))[None]
+    text = torch.arange(1, 1 + min(64, model.config.vocab_size - 1), device=device)[None]
     say(f"largest difference of a logit in {model.dtype}: {difference(model, large, text):.2g}")
     large.save_pretrained(dest)
     AutoTokenizer.from_pretrained(source).save_pretrained(dest)

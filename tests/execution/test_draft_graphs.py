@@ -9,44 +9,14 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.core.draft import Draft
-from slipstream.core.draws import draw
-from slipstream.core.request import Request, Row
-from slipstream.core.round import Context
+from scripted import LATE, ONE, SHORT, THREE, Gammas, agree, drafts
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.model import ModelDrafter
 from slipstream.execution import draft_graphs
 from slipstream.execution import graphs as tracing
 from slipstream.kernels.packing import can_pack, packed
 from slipstream.models import causal
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, HF_VOCAB, tiny
-
-Gammas = list[tuple[int, ...]]
-ONE: Gammas = [(4,), (2,), (4,)]
-SHORT: Gammas = [(2,), (1,), (2,)]
-THREE: Gammas = [(4, 2, 3), (1, 4, 0), (3, 3, 3)]
-LATE: Gammas = [(4, 0, 3), (1, 0, 2), (3, 3, 3)]
-"""The second text is drafted nothing, and not read, for two rounds."""
-KEPT = ((1, 1, 0), (1, 3, 0), (0, 0, 0))  # of what each of three rows drafts in each of three rounds
-
-
-def drafts(scorer: CausalScorer, samplers: list[Sampling], rounds: Gammas) -> list[Draft]:
-    """What a drafter proposes for some texts, one per sampler, in rounds of which some stand and others are refused."""
-    drafter, texts = ModelDrafter(scorer, HF_VOCAB), [list(range(1, 9 - place)) for place in range(len(samplers))]
-    rows = tuple(
-        Row(Request(tuple(text), sampler, 100, seed=7), place, text)
-        for place, (text, sampler) in enumerate(zip(texts, samplers, strict=True))
-    )
-    found = []
-    for gammas, kept in zip(rounds, KEPT, strict=True):
-        draft = drafter.propose(Context(rows, draw), gammas)
-        for place, row in enumerate(rows):
-            row.tokens += [*draft.tokens[place, : min(kept[place], gammas[place])].tolist(), 3]
-        have = zip(scorer.lengths, rows, strict=True)
-        scorer.rollback([min(length, len(row.tokens) - 1) for length, row in have])
-        found.append(draft)
-    return found
 
 
 @pytest.fixture
@@ -68,7 +38,7 @@ def test_a_chain_is_what_token_by_token_would_have_been(
     chain = one.chain
     one.chain = lambda wish: asked.append(chain(wish)) or asked[-1]  # type: ignore[method-assign]
     for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
-        _agree(left, right)
+        agree(left, right)
     assert one.lengths == other.lengths
     assert len(asked) == 3 and None not in asked
 
@@ -78,7 +48,7 @@ def test_chains_of_unknown_length_are_made_of_steps(untraced: None) -> None:
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([])
     for left, right in zip(drafts(one, samplers, ONE), drafts(other, samplers, ONE), strict=True):
-        _agree(left, right)
+        agree(left, right)
     assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs.made} == {1}
 
 
@@ -99,7 +69,7 @@ def test_texts_of_a_batch_have_each_its_temperature(untraced: None, heats: tuple
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([4])
     for left, right in zip(drafts(one, samplers, THREE), drafts(other, samplers, THREE), strict=True):
-        _agree(left, right)
+        agree(left, right)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +207,7 @@ def test_a_real_graph_drafts_the_same(temperature: float, texts: int) -> None:
     rounds = SHORT if texts == 1 else [(2, 1, 2), (1, 2, 0), (2, 2, 2)]
     one.make_draft_graphs([2], said.append)
     for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
-        _agree(left, right)
+        agree(left, right)
     how = "sampled" if temperature else "greedy"
     parts = ["chains of 2 tokens"] if texts == 1 else ["drafts of batches, 1 fed", "drafts of batches, 2 fed"]
     assert sorted(said) == [f"compiling {one.name} for {how} {part}" for part in parts]
@@ -251,7 +221,7 @@ def test_a_real_graph_drafts_for_greedy_and_sampled_texts_at_once() -> None:
     rounds: Gammas = [(2, 2), (1, 1), (3, 1)]
     with torch._dynamo.config.patch(error_on_recompile=True):  # other lengths need no other graphs
         for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
-            _agree(left, right)
+            agree(left, right)
     assert all("sampled drafts of batches" in line for line in said) and said
 
 
@@ -264,19 +234,7 @@ def test_another_model_of_the_same_shape_has_its_own_weights_in_its_graph() -> N
         one, other = CausalScorer(model), CausalScorer(model)
         one.make_draft_graphs([2])
         for left, right in zip(drafts(one, samplers, SHORT), drafts(other, samplers, SHORT), strict=True):
-            _agree(left, right)
-
-
-def _agree(left: Draft, right: Draft) -> None:
-    """Up to the drafts' lengths: what stands behind is nobody's."""
-    assert left.lengths == right.lengths
-    assert left.law is not None and right.law is not None
-    assert left.law.point == right.law.point and left.law.points == right.law.points
-    for row, length in enumerate(left.lengths):
-        assert left.tokens[row, :length].tolist() == right.tokens[row, :length].tolist()
-        if not left.law.point:
-            some, same = left.law.dense[row, :length], right.law.dense[row, :length]
-            torch.testing.assert_close(some, same, atol=1e-6, rtol=1e-4)
+            agree(left, right)
 
 
 def _same(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Packed weights and compiled passes: the same logits, the user's model untouched, eager where it cannot be done."""
+"""Packed weights and passes compiled for CPUs: the same logits, the user's model untouched, eager where need be."""
 
 from __future__ import annotations
 
@@ -11,35 +11,17 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from scripted import drive, grow_and_branch, run_before_others
 from slipstream import load
-from slipstream.core.draft import Tree
-from slipstream.execution import cuda_graphs
-from slipstream.execution.cuda_graphs import Captured
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import load_scorer
-from toys import FAMILIES, HF_VOCAB, tiny
+from toys import FAMILIES, tiny
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
 NAMES = [name for name in FAMILIES if name != "gpt_neox_alibi"]
-
-
-def drive(scorer: CausalScorer, rows: int, seed: int = 0) -> list[Tensor]:
-    """Ragged rows, a rejected tail, more slots than were allocated, a row leaving: the logits of every pass."""
-    generator = torch.Generator().manual_seed(seed + rows)
-    texts = [torch.randint(0, HF_VOCAB, (4 + 3 * row,), generator=generator).tolist() for row in range(rows)]
-    scorer.add(rows)
-    scorer.prefill(texts)
-    found, lengths = [], [len(text) for text in texts]
-    for width, kept in ((4, 2), (1, 1), (6, 6), (3, 0), (2, 2)):
-        tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator).to(scorer.device)
-        found.append(scorer.extend(tokens, [width] * rows))
-        lengths = [length + kept for length in lengths]
-        scorer.rollback(lengths)
-    scorer.free(range(rows))
-    return found
 
 
 @packs
@@ -102,23 +84,10 @@ def test_a_compiled_scorer_gives_the_eager_logits() -> None:
             for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
                 torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
     assert said == [f"compiling toy for {served}" for served in ("one text", "batches", "batches, a token each")]
-    _grow_and_branch(eager, fast)
+    grow_and_branch(eager, fast)
     _draft_by_columns(eager, fast)
-    _run_before_others(eager, fast)
+    run_before_others(eager, fast)
     assert counters["stats"]["unique_graphs"] == before + 3  # torch made none anew behind our back
-
-
-def _grow_and_branch(*scorers: CausalScorer) -> None:
-    """A text that grows out of the first storage slot by slot, and a tree after it."""
-    found, tree = list[list[Tensor]](), Tree.of((-1, 0, 0, 1), 4)
-    for scorer in scorers:
-        scorer.add(1)
-        scorer.prefill([[i % HF_VOCAB for i in range(120)]])
-        passes = [scorer.extend(torch.tensor([[i, i + 1, i + 2]]), [3]) for i in range(0, 12, 3)]
-        found.append([*passes, scorer.extend(torch.tensor([[5, 6, 7, 8]]), [4], tree=tree)])
-        scorer.free([0])
-    for left, right in zip(*found, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
 
 
 def _draft_by_columns(*scorers: CausalScorer) -> None:
@@ -137,27 +106,6 @@ def _draft_by_columns(*scorers: CausalScorer) -> None:
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
 
 
-def _run_before_others(*scorers: CausalScorer) -> None:
-    """One row, two and three run while others behind them are read piece by piece; in the end a fork joins them."""
-    found, generator = list[list[Tensor]](), torch.Generator()
-    for scorer in scorers:
-        generator.manual_seed(5)
-        found.append([])
-        scorer.add(4)
-        scorer.prefill([[1, 2, 3], [4, 5], [6], [7, 8, 9]])
-        for rows, width in ((1, 3), (2, 3), (1, 2), (3, 1), (2, 1), (3, 5), (5, 2)):
-            tokens = torch.randint(0, HF_VOCAB, (rows, width), generator=generator)
-            found[-1].append(scorer.extend(tokens.to(scorer.device), [1] * rows))
-            if rows == 3:
-                scorer.prefill([[10, 11, 12]], first=3)
-            if width == 5:
-                scorer.fork([1])
-        assert scorer.lengths == [10, 7, 4, 10, 7]
-        scorer.free(range(5))
-    for left, right in zip(*found, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
-
-
 def test_the_first_rows_run_by_graphs_while_others_lie_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[int] = []
 
@@ -166,15 +114,8 @@ def test_the_first_rows_run_by_graphs_while_others_lie_behind(monkeypatch: pytes
 
     monkeypatch.setattr(torch, "compile", compile)
     model = tiny(FAMILIES["gemma3"])
-    _run_before_others(CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy")))
+    run_before_others(CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy")))
     assert served == [1, 2, 1, 3, 2, 3, 5]
-
-
-def test_the_first_rows_run_by_captured_passes_while_others_lie_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "record", _recorder)
-    model, said = tiny(FAMILIES["llama"]), list[str]()
-    _run_before_others(CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append)))
-    assert len(said) == 7 and "1 x 3 tokens" in said[0] and "5 x 2 tokens" in said[-1]
 
 
 def _broken(*args: Any, **kwargs: Any) -> Any:
@@ -236,56 +177,3 @@ def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.
     fast = engine.generate(prompts, max_new_tokens=8)
     slow = load(tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1)).generate(prompts, max_new_tokens=8)
     assert [each.tokens for each in fast] == [each.tokens for each in slow]
-
-
-# ---- captured passes: the bookkeeping, with a recorder that runs on the CPU ------------------------------------------
-
-
-def _recorder(function: Any) -> tuple[list[Tensor], Any]:
-    found = function()
-    return found, lambda: [kept.copy_(new) for kept, new in zip(found, function(), strict=True)]
-
-
-def test_captured_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs read their own tensors, whatever was in them before, and are made anew when the stores have moved."""
-    monkeypatch.setattr(cuda_graphs, "record", _recorder)
-    model, said = tiny(FAMILIES["gemma3"]), list[str]()  # two kinds of masks
-    captured = Captured(model, "toy", said.append)
-    eager, fast = CausalScorer(model), CausalScorer(model, execution=captured)
-    for seed, rows in enumerate((1, 3, 2, 1, 1)):
-        for left, right in zip(drive(eager, rows, seed), drive(fast, rows, seed), strict=True):
-            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
-    assert said[0] == "capturing toy for 1 x 4 tokens and 64 slots"
-    assert len(said) == 20  # five for each number of rows; the last drive made none
-    _grow_and_branch(eager, fast)
-
-
-def test_control_a_graph_that_does_not_read_its_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "record", lambda function: (function(), lambda: None))
-    model = tiny(FAMILIES["llama"])
-    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
-    drive(fast, 1)
-    pairs = zip(drive(eager, 1, seed=5), drive(fast, 1, seed=5), strict=True)
-    assert any(not torch.allclose(left, right, atol=1e-4) for left, right in pairs)
-
-
-def test_a_model_that_cannot_be_captured_runs_eagerly_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "record", _broken)
-    model = tiny(FAMILIES["llama"])
-    fast = CausalScorer(model, execution=Captured(model, "toy"))
-    with pytest.warns(RuntimeWarning, match="no compiler here") as caught:
-        found = drive(fast, 2)
-    assert len(caught) == 1
-    for left, right in zip(drive(CausalScorer(model), 2), found, strict=True):
-        torch.testing.assert_close(left, right)
-
-
-@pytest.mark.gpu
-def test_captured_passes_on_a_gpu() -> None:
-    model = tiny(FAMILIES["llama"]).to("cuda")
-    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for rows in (1, 3, 1):
-            for left, right in zip(drive(eager, rows), drive(fast, rows), strict=True):
-                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)

@@ -224,7 +224,7 @@ def _mtp(context: BuildContext, value: str) -> Drafter:
 
 def _on_states(context: BuildContext, drafter: HeadDrafter) -> HeadDrafter:
     """Return a drafter on the target's hidden states, with compiled graphs of its chains if the models are compiled."""
-    if context.mode.compiled and context.mode.ahead is not None and context.target.device.type == "cpu":
+    if context.mode.compiled and context.mode.ahead is not None:
         drafter.scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
     return drafter
 

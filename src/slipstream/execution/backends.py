@@ -1,12 +1,15 @@
-"""Choosing how a model's passes run in a mode: eagerly, compiled by inductor, or captured as CUDA graphs."""
+"""Choosing how passes and drafts run on a device: eagerly, compiled by inductor, or captured as CUDA graphs."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedModel
 
-from slipstream.execution.cuda_graphs import Captured
+from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
+from slipstream.execution.draft_graphs import FED, DraftGraphs, Network
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Execution, Mode
 from slipstream.kernels.placement import why_in_parts
@@ -22,7 +25,7 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
     if why := why_in_parts(model):
         warnings.warn(f"{name} runs eagerly: {why}.", RuntimeWarning, stacklevel=3)
         return None
-    if model.device.type in KINDS and not (model.device.type == "cuda" and model.config.is_encoder_decoder):
+    if model.device.type in KINDS:
         return KINDS[model.device.type](model, name, mode.progress)
     warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
     return None
@@ -30,3 +33,16 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
 
 KINDS: dict[str, type[Compiled] | type[Captured]] = {"cpu": Compiled, "cuda": Captured}
 """The classes that compile passes, by the type of the device."""
+
+
+def draft_graphs(
+    network: Network,
+    name: str,
+    device: torch.device,
+    sizes: Sequence[int],
+    most_fed: int = FED,
+    progress: Callable[[str], object] | None = None,
+) -> DraftGraphs:
+    """Return the graphs by which a network on a device drafts; see `DraftGraphs`."""
+    kind = CapturedDrafts if device.type == "cuda" else DraftGraphs
+    return kind(network, name, tuple(sizes), most_fed, progress)

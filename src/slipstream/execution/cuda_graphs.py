@@ -1,45 +1,141 @@
-"""Passes as CUDA graphs: captured once per shape and replayed without the cost of Python and of launches."""
+"""Work on a GPU as CUDA graphs: captured once per shape, and replayed without the cost of Python and of launches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.execution.draft_graphs import Drafted, DraftGraphs, GraphKind, Inputs, Room, Wish, describe, draft
 from slipstream.execution.graphs import GRAPHS, warn
-from slipstream.execution.passes import EAGERLY, MOST_WIDTH, Pass, PassResult, Places, Stores, forward_showing
+from slipstream.execution.passes import (
+    EAGERLY,
+    MOST_WIDTH,
+    Cross,
+    Pass,
+    PassResult,
+    Places,
+    Stores,
+    compare,
+    forward_showing,
+)
 
-BUCKET = 64  # slots of captured passes are rounded up to this
+BUCKET = 256
+"""The fewest slots that captured work reads; see `bucket`."""
+
+Function = Callable[[Sequence[Tensor | None]], list[Tensor]]
+"""A function of tensors that can be captured: it reads nothing else but weights and caches, and waits for nothing."""
 
 
-# ---- captured passes --------------------------------------------------------------------------------------------
+def bucket(slots: int) -> int:
+    """Round a number of slots up, to a quarter of a power of two: few graphs serve all texts, and little is read in
+    vain."""
+    step = max(BUCKET, (1 << max(slots - 1, 0).bit_length()) // 8)
+    return -(-slots // step) * step
+
+
+# ---- capturing ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Graph:
-    """A captured pass: the tensors it reads, the logits and hidden states it writes, and a function that runs it."""
+    """A captured function: the tensors it reads, those it writes, and a function that runs it."""
 
-    work: Pass
-    found: list[Tensor]
-    replay: Callable[[], None]
+    inputs: Sequence[Tensor | None]
+    outputs: list[Tensor]
+    replay: Callable[[], object]
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run it on inputs of the same shapes, from any device -> outputs that later runs leave as they are."""
+        for place, given in zip(self.inputs, inputs, strict=True):
+            if place is not None and given is not None:
+                place.copy_(given)
+        self.replay()
+        return [output.clone() for output in self.outputs]
+
+
+@dataclass
+class Graphs:
+    """The graphs of functions that work on the same caches, by any key.
+
+    A graph contains addresses, so all are dropped when the caches have moved. The graphs share their memory, since
+    only one of them runs at a time.
+    """
+
+    _graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    _caches: Sequence[Any] = ()
+    _pool: Any = None
+
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of all graphs."""
+        return list(self._graphs)
+
+    def find(self, key: Hashable, caches: Sequence[Stores]) -> Graph | None:
+        """Return the graph with this key; None if there is none that works on these caches."""
+        if self._caches != (now := [_form(stores) for stores in caches]):
+            self._caches, self._graphs, self._pool = now, {}, None
+        return self._graphs.get(key)
+
+    def capture(self, key: Hashable, function: Function, inputs: Sequence[Tensor | None], stores: Stores) -> Graph:
+        """Capture a function on copies of its inputs, on the device of its cache, and store the graph under a key."""
+        device = stores[0][0].device
+        if self._pool is None and device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        copies = [None if each is None else each.to(device, copy=True) for each in inputs]
+        graph = self._graphs[key] = Graph(copies, *record(lambda: function(copies), self._pool))
+        return graph
+
+
+def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
+    """Return the shapes of inputs as a key."""
+    return tuple(None if each is None else each.shape for each in inputs)
+
+
+def _form(stores: Stores) -> tuple[Any, ...]:
+    """Return what graphs contain of a cache; all layers are allocated together, so the first stands for all."""
+    keys, values = stores[0]
+    return keys.data_ptr(), values.data_ptr(), keys.stride()
+
+
+def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list[Tensor], Callable[[], object]]:
+    """Capture a function's work on the GPU -> the tensors it writes, and a function that repeats the work on them.
+
+    `pool` is the memory that graphs share. Other threads may use the GPU meanwhile.
+    """
+    GRAPHS.captured += 1
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # the first runs choose kernels and allocate, which cannot be captured
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = function()
+    return outputs, graph.replay
+
+
+# ---- passes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Captured:
-    """Passes as CUDA graphs, one per number of rows, of new tokens, and of slots rounded up to `BUCKET`.
+    """Passes as CUDA graphs, one per number of rows, of new tokens, and of slots rounded up by `bucket`.
 
-    A replay has no cost of Python and of launches. Graphs hold addresses: when the stores have moved, they are dropped.
-    A model that cannot be captured runs eagerly, with one warning.
+    Every graph is compared with the eager pass when it is made. A model that cannot be captured, or whose graph gives
+    other logits, runs eagerly, with one warning.
     """
 
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
-    _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
-    _stores: int = 0  # the address of the stores that the graphs use
+    least = BUCKET
+    _graphs: Graphs = field(default_factory=Graphs)
     _failed: bool = False
 
     def width(self, rows: int, count: int) -> int:
@@ -52,65 +148,132 @@ class Captured:
 
     def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
         """See `Execution`."""
-        if self._failed or work.cross or not stores or work.tokens.shape[1] > MOST_WIDTH:
+        if self._failed or not stores or work.tokens.shape[1] > MOST_WIDTH:
             return None
-        if self._stores != (address := stores[0][0].data_ptr()):
-            self._stores, self._graphs = address, {}
-        end = next(iter(work.masks.values())).shape[-1]
-        end = min(-(-end // BUCKET) * BUCKET, stores[0][0].shape[2])
-        key = (*work.tokens.shape, end, *places)
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(_widened(work, end), stores, places)
-            except Exception as error:  # a synchronization in the model's code, too little memory, ...
-                self._failed = True
-                warn(self.name, f"runs {EAGERLY}", error)
-                return None
-        graph = self._graphs[key]
-        _fill(graph.work, work)
-        graph.replay()
-        logits, *states = (part.clone() for part in graph.found)
-        return PassResult(logits, dict(zip(places, states, strict=True)))
+        work = _widened(work, _rounded(work.end, stores))
+        inputs, cross = _inputs(work), work.cross and work.cross.stores
+        key, caches = (places, *work.masks, shapes(inputs)), [stores, cross] if cross else [stores]
+        try:
+            graph = self._graphs.find(key, caches) or self._capture(key, work, stores, places)
+            outputs = graph.run(inputs)
+        except Exception as error:  # a synchronization in the model's code, too little memory, ...
+            self._failed = True
+            warn(self.name, f"runs {EAGERLY}", error)
+            return None
+        return PassResult(outputs[0], dict(zip(places, outputs[1:], strict=True)))
 
-    def _capture(self, work: Pass, stores: Stores, places: Places) -> Graph:
-        """Capture a pass of this shape as a graph."""
+    def _capture(self, key: Hashable, work: Pass, stores: Stores, places: Places) -> Graph:
+        """Capture a pass of this shape, and compare its logits with those of the eager pass."""
         if self.progress:
-            rows, width, end = *work.tokens.shape, next(iter(work.masks.values())).shape[-1]
-            self.progress(f"capturing {self.name} for {rows} x {width} tokens and {end} slots")
-        outputs, replay = record(lambda: forward_showing(self.model, work, stores, places))
-        return Graph(work, outputs, replay)
+            rows, width = work.tokens.shape
+            self.progress(f"capturing {self.name} for {rows} x {width} tokens and {work.end} slots")
+
+        def function(inputs: Sequence[Tensor | None]) -> list[Tensor]:
+            return forward_showing(self.model, _pass(inputs, work), stores, places)
+
+        inputs = _inputs(work)
+        graph = self._graphs.capture(key, function, inputs, stores)
+        compare(function(inputs)[0], graph.run(inputs)[0])
+        return graph
 
 
-def record(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Capture a function's work on the GPU -> the tensors it returns, and a function that repeats the work on them."""
-    GRAPHS.captured += 1
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # the first runs choose kernels and allocate, which cannot be captured
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
-    return outputs, graph.replay
+def _inputs(work: Pass) -> list[Tensor | None]:
+    """Return the tensors of a pass, but for caches."""
+    cross = (work.cross.mask, work.cross.back) if work.cross else (None, None)
+    return [work.tokens, work.positions, work.slots, *cross, *work.masks.values()]
+
+
+def _pass(inputs: Sequence[Tensor | None], like: Pass) -> Pass:
+    """Make the pass of such tensors, with the cache of sources and the kinds of masks of another pass."""
+    tokens, positions, slots, seen, back, *masks = inputs
+    assert tokens is not None and positions is not None and slots is not None
+    cross = Cross(like.cross.stores, seen, back) if like.cross and seen is not None else None
+    by_kind = {kind: mask for kind, mask in zip(like.masks, masks, strict=True) if mask is not None}
+    return Pass(tokens, positions, slots, by_kind, cross)
+
+
+def _rounded(slots: int, stores: Stores) -> int:
+    """Return a rounded number of slots, of at most those that there are."""
+    return min(bucket(slots), stores[0][0].shape[2])
 
 
 def _widened(work: Pass, end: int) -> Pass:
-    """Return a pass with tensors of its own and masks over `end` slots; no token attends to the added ones."""
+    """Return a pass with masks over `end` slots, and over a rounded number of those of sources.
 
-    def wide(mask: Tensor) -> Tensor:
-        return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)
+    No token attends to the added ones.
+    """
+    cross = work.cross
+    if cross:
+        back = cross.back if cross.back is None else nn.functional.pad(cross.back, (0, end - cross.back.shape[-1]))
+        cross = replace(_widened_source(cross), back=back)
+    masks = {kind: _hiding(mask, end) for kind, mask in work.masks.items()}
+    return replace(work, masks=masks, cross=cross)
 
-    masks = {kind: wide(mask) for kind, mask in work.masks.items()}
-    return Pass(work.tokens.clone(), work.positions.clone(), work.slots.clone(), masks)
+
+def _widened_source(cross: Cross) -> Cross:
+    """Return what cross-attention reads, with a mask over a rounded number of slots."""
+    return replace(cross, mask=_hiding(cross.mask, _rounded(cross.mask.shape[-1], cross.stores)))
 
 
-def _fill(fixed: Pass, work: Pass) -> None:
-    """Copy a pass into the tensors that a graph reads; slots beyond it stay masked."""
-    for name in ("tokens", "positions", "slots"):
-        getattr(fixed, name).copy_(getattr(work, name))
-    for kind, mask in work.masks.items():
-        end = mask.shape[-1]
-        fixed.masks[kind][..., :end].copy_(mask)
-        fixed.masks[kind][..., end:] = torch.finfo(mask.dtype).min
+def _hiding(mask: Tensor, end: int) -> Tensor:
+    """Return an additive mask over `end` slots that hides the added ones."""
+    return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)
+
+
+# ---- drafts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CapturedDrafts(DraftGraphs):
+    """Drafts as CUDA graphs: every chain is one graph, of any length and for any number of texts.
+
+    Capturing takes a fraction of a second, so no chain has to be made of steps. One that is shorter than one of the
+    `sizes` is cut from such a chain, which saves graphs.
+    """
+
+    least = BUCKET
+    _captured: Graphs = field(default_factory=Graphs)
+
+    @property
+    def made(self) -> frozenset[GraphKind]:
+        """The kinds of graphs that were captured since the cache was allocated."""
+        return frozenset(kind for kind, _ in self._captured.keys)
+
+    def steps(self, wish: Wish) -> list[int]:
+        """Return the number of tokens of the only graph: all of the wish, or the next of the `sizes`."""
+        return [min((size for size in self.sizes if size >= wish.gamma), default=wish.gamma)]
+
+    def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
+        """See `DraftGraphs`; the numbers of slots are rounded up."""
+        cross = room.cross and _widened_source(room.cross)
+        return super()._inputs(wish, replace(room, end=_rounded(room.end, room.stores), cross=cross))
+
+    def _run(self, kind: GraphKind, inputs: Inputs) -> Drafted:
+        """Draft by a graph of this kind and of the shapes of these inputs, which is captured if there is none."""
+        stores, parts = inputs[5:7]
+        caches, tensors = [stores, parts[0]] if parts else [stores], _tensors(inputs)
+        key = (kind, shapes(tensors))
+        graph = self._captured.find(key, caches) or self._capture(key, kind, inputs)
+        drawn, best, *others = graph.run(tensors)
+        laws = others.pop(0) if kind.sampled else None
+        return drawn, best, laws, others[0] if others else None
+
+    def _capture(self, key: Hashable, kind: GraphKind, inputs: Inputs) -> Graph:
+        """Capture chains of this kind."""
+        if self.progress:
+            self.progress(f"capturing {self.name} for {describe(kind)} and {len(inputs[4])} slots")
+        stores, parts = inputs[5:7]
+
+        def function(tensors: Sequence[Any]) -> list[Tensor]:
+            *first, seen, temperatures, chances = tensors
+            cross = parts and (parts[0], seen, None)
+            drafted = draft(self.network, kind, (*first, stores, cross, temperatures, chances))
+            return [part for part in drafted if part is not None]
+
+        return self._captured.capture(key, function, _tensors(inputs), stores)
+
+
+def _tensors(inputs: Inputs) -> list[Tensor | None]:
+    """Return the inputs of a draft, but for caches."""
+    *first, _, parts, temperatures, chances = inputs
+    return [*first, parts and parts[1], temperatures, chances]

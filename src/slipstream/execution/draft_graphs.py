@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
-from slipstream.execution.graphs import Frozen, equate, graph_progress, vary, warn
+from slipstream.execution.graphs import LEAST, Frozen, equate, graph_progress, vary, warn
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
 
@@ -45,11 +45,20 @@ class Seat:
 
     def slots(self, width: int) -> Tensor:
         """Return the slots (rows, width) of the step's tokens."""
-        return self.start[:, None] + torch.arange(width)
+        return self.start[:, None] + torch.arange(width, device=self.start.device)
 
     def at_last(self, found: Tensor) -> Tensor:
         """Select from the outputs (rows, width, ...) those of the last real tokens, (rows, ...)."""
-        return found[:, 0] if found.shape[1] == 1 else found[torch.arange(self.last.shape[0]), self.last]
+        return (
+            found[:, 0]
+            if found.shape[1] == 1
+            else found[torch.arange(self.last.shape[0], device=self.last.device), self.last]
+        )
+
+
+Drafted = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The outputs of a graph: the drafted tokens (rows, size), the greatest logits (size * rows,), the laws (rows, size,
+vocab) of sampled tokens, and the states of the last step for a network that goes on from them."""
 
 
 class Network(Protocol):
@@ -152,6 +161,7 @@ class DraftGraphs:
     sizes: tuple[int, ...]
     most_fed: int = FED  # the most tokens that a network's cache lacks when a round begins
     progress: Callable[[str], object] | None = None
+    least = LEAST
     _graphs: dict[GraphKind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
@@ -201,12 +211,12 @@ class DraftGraphs:
                 tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
             kind = GraphKind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
             inputs = (tokens, states, last, start, *seen, some)
-            drawn, best, laws, states = self._graph(kind, inputs)(*inputs)
+            drawn, best, laws, states = self._run(kind, inputs)
             parts.append((drawn, best, laws))
         if len(parts) == 1:
             return parts[0]
-        drawn, best, laws = zip(*parts, strict=True)
-        return torch.cat(drawn, 1), torch.cat(best), torch.cat(laws, 1) if wish.sampled else None
+        every_drawn, every_best, every_law = zip(*parts, strict=True)
+        return torch.cat(every_drawn, 1), torch.cat(every_best), torch.cat(every_law, 1) if wish.sampled else None
 
     def _chances(self, wish: Wish, steps: Sequence[int]) -> Iterator[Tensor]:
         """Yield the numbers (rows, size) that each graph draws by, all in the same layout and in memory of their own.
@@ -235,54 +245,44 @@ class DraftGraphs:
             torch.tensor(wish.temperatures, dtype=torch.float32)[:, None],  # integers would need another graph
         )
 
-    def _graph(self, kind: GraphKind, inputs: Inputs) -> Any:
-        """Return the graph of this kind, which is made for inputs of these shapes if there is none yet."""
+    def _run(self, kind: GraphKind, inputs: Inputs) -> Drafted:
+        """Draft by the graph of this kind, which is made for inputs of these shapes if there is none yet."""
         if kind not in self._graphs:
             vary(_sizes(inputs), {"rows"} if kind.single else ())
+            network = self.network
 
-            chain = _Chain(self.network, kind)
+            def function(*graph_inputs: Any) -> Drafted:
+                equate(_sizes(graph_inputs))
+                return draft(network, kind, graph_inputs)
 
-            def function(*graph_inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-                return chain.draft(graph_inputs)
-
-            on_graph = graph_progress(self.progress, f"{self.name} for {_describe(kind)}")
+            on_graph = graph_progress(self.progress, f"{self.name} for {describe(kind)}")
             self._graphs[kind] = Frozen(function, ["graph_inputs"], on_graph)
-        return self._graphs[kind]
+        drafted: Drafted = self._graphs[kind](*inputs)
+        return drafted
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """The function that a graph computes, with all that it depends on."""
-
-    network: Network
-    kind: GraphKind
-
-    def draft(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Draft tokens (rows, size) -> these, the greatest logits (size * rows,), the laws (rows, size, vocab), states.
-
-        Laws are None for greedy tokens; states are those of the last step, None for a network without them.
-        """
-        equate(_sizes(inputs))
-        tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
-        drawn: list[Tensor] = []
-        greatest: list[Tensor] = []
-        laws: list[Tensor] = []
-        for place in range(self.kind.size):
-            logits, states = self.network(tokens, states, Seat(last, start, places, stores, cross))
-            logits = pad_vocabulary(wide(logits), self.kind.vocab)
-            best, token = logits.max(-1)
-            if self.kind.sampled:
-                laws.append(_law(logits, token, temperatures))
-                token = inverse(laws[-1], chances[:, place])
-            drawn, greatest = [*drawn, token], [*greatest, best]
-            tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
-        return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if self.kind.sampled else None, states
+def draft(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
+    """Draft as graphs of this kind do: a function of tensors, without any state in Python."""
+    tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
+    drawn: list[Tensor] = []
+    greatest: list[Tensor] = []
+    laws: list[Tensor] = []
+    for place in range(kind.size):
+        logits, states = network(tokens, states, Seat(last, start, places, stores, cross))
+        logits = pad_vocabulary(wide(logits), kind.vocab)
+        best, token = logits.max(-1)
+        if kind.sampled:
+            laws.append(_law(logits, token, temperatures))
+            token = inverse(laws[-1], chances[:, place])
+        drawn, greatest = [*drawn, token], [*greatest, best]
+        tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
+    return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if kind.sampled else None, states
 
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
     """Return the law (rows, vocab) at each text's temperature; at 0 all probability is on the `best` token (rows,)."""
     greedy = temperatures == 0
-    point = torch.arange(logits.shape[-1]) == best[:, None]
+    point = torch.arange(logits.shape[-1], device=logits.device) == best[:, None]
     return torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
 
 
@@ -307,7 +307,7 @@ class DraftsInGraphs(Protocol):
         ...
 
 
-def _describe(kind: GraphKind) -> str:
+def describe(kind: GraphKind) -> str:
     """Return a description of a graph's drafts in words."""
     how, served = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {served}, {kind.width} fed"

@@ -41,6 +41,7 @@ class Compiled:
     model: PreTrainedModel
     name: str
     progress: Callable[[str], object] | None = None
+    least = LEAST
     _graphs: dict[tuple[str, Places], Any] = field(default_factory=dict)  # by passes served, in words, and places
     _failed: bool = False
 

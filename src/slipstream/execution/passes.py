@@ -64,6 +64,11 @@ class Pass:
         return self.masks if len(self.masks) > 1 else next(iter(self.masks.values()))
 
     @property
+    def end(self) -> int:
+        """The number of slots that the masks cover."""
+        return next(iter(self.masks.values())).shape[-1]
+
+    @property
     def cross_arguments(self) -> dict[str, Cross]:
         """The keyword arguments for cross-attention; empty for a model without an encoder."""
         return {} if self.cross is None else {"cross": self.cross}
@@ -108,6 +113,11 @@ i-th, and -1 the output of the norm after the last layer."""
 
 class Execution(Protocol):
     """A faster way to run passes of few tokens."""
+
+    @property
+    def least(self) -> int:
+        """The number of slots that a pass reads at least, even if fewer are in use."""
+        ...
 
     def width(self, rows: int, count: int) -> int:
         """Return how many columns a pass of `count` tokens for each of `rows` texts should have, with padding."""
@@ -158,12 +168,11 @@ def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
 
 def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: Places) -> list[Tensor]:
     """Run `forward` -> logits (rows, n, vocab), then the hidden states (rows, n, width) at each place."""
-    end = next(iter(work.masks.values())).shape[-1]
     out = model(
         input_ids=work.tokens,
         attention_mask=work.mask,
         position_ids=work.positions,
-        past_key_values=GivenSlots(stores, work.slots, end),
+        past_key_values=GivenSlots(stores, work.slots, work.end),
         use_cache=True,
         **work.cross_arguments,
         **({"output_hidden_states": True} if places else {}),

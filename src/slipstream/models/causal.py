@@ -24,9 +24,9 @@ from slipstream.core.law import Law
 from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
+from slipstream.execution.backends import draft_graphs
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
 from slipstream.execution.encoder_graphs import CompiledReader, Reader
-from slipstream.execution.graphs import LEAST
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Execution
 from slipstream.kernels.packing import shared_columns
@@ -247,7 +247,7 @@ class CausalScorer:
         With one shape no bit of the logits depends on how many rows and tokens are scored together.
         """
         self.shape: Shape | None = shape
-        self._memory.texts.least = shape.slots if shape else LEAST * bool(self.execution)
+        self._memory.texts.least = shape.slots if shape else self.execution.least if self.execution else 0
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows -> logits.
@@ -333,8 +333,8 @@ class CausalScorer:
         facts, module = self.facts, self._decoder or self.model
         network = ModelNetwork(module, facts.kinds, facts.relative)
         chains = tuple(sizes) if weight_bytes(module) <= MOST_FOR_CHAINS else ()
-        draft_graphs = DraftGraphs(network, self.name, chains, progress=progress)
-        self._chains = DraftChains(draft_graphs, self._memory, facts.context)
+        graphs = draft_graphs(network, self.name, self.device, chains, progress=progress)
+        self._chains = DraftChains(graphs, self._memory, facts.context)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:

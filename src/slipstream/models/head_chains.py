@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.execution.backends import draft_graphs
 from slipstream.execution.draft_graphs import FED, DraftGraphs, Seat
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import GivenSlots
@@ -65,10 +66,14 @@ class HeadNetwork:
 
 
 def head_graphs(
-    head: OneLayer, name: str, sizes: Sequence[int], progress: Callable[[str], object] | None = None
+    head: OneLayer,
+    name: str,
+    device: torch.device,
+    sizes: Sequence[int],
+    progress: Callable[[str], object] | None = None,
 ) -> DraftGraphs:
     """Return graphs that draft chains of these sizes.
 
     In every round the network reads the tokens that the previous round kept again, and the pending token.
     """
-    return DraftGraphs(HeadNetwork(head), name, tuple(sizes), max(FED, *sizes) + 1, progress)
+    return draft_graphs(HeadNetwork(head), name, device, sizes, max(FED, *sizes) + 1, progress)

@@ -20,7 +20,6 @@ from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
 from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish
-from slipstream.execution.graphs import LEAST
 from slipstream.kernels.packing import pack_layers
 from slipstream.models.head_chains import Behind, head_graphs
 from slipstream.models.hidden_states import HiddenStates
@@ -227,15 +226,15 @@ class HeadScorer:
     # ---- drafts by graphs ----
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """Draft by graphs from now on, where possible, with the network's weights packed.
+        """Draft by graphs from now on, where possible, with the network's weights packed on CPUs.
 
         Networks of several layers that take turns have no graphs.
         """
         if self.head.depth == 1:
-            if isinstance(self.head, nn.Module):
+            if isinstance(self.head, nn.Module) and self.device.type == "cpu":
                 pack_layers(self.head)
-            self.draft_graphs = head_graphs(self.head, self.name, sizes, progress)
-            self._memory.texts.least = LEAST
+            self.draft_graphs = head_graphs(self.head, self.name, self.device, sizes, progress)
+            self._memory.texts.least = self.draft_graphs.least
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
