@@ -79,8 +79,8 @@ def _training_note(lessons: Lessons) -> str:
     """Return a note on how long the copies learned, which limits what their methods can reach."""
     frozen, tuned, exits = lessons.frozen, lessons.tuned, lessons.exits
     return (
-        "The copies of the embedded target learned briefly, and would be better after more: heads on the frozen base "
-        f"{frozen.steps} steps of {frozen.rows * frozen.length:,} tokens, the fine-tuned base {tuned.steps} of "
+        "How long the copies of the embedded target learned limits what their methods reach: heads on the frozen base "
+        f"{frozen.steps:,} steps of {frozen.rows * frozen.length:,} tokens, the fine-tuned base {tuned.steps} of "
         f"{tuned.rows * tuned.length:,}, and the exits {exits.steps} of {exits.rows * exits.length:,}."
     )
 

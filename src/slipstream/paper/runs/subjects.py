@@ -30,6 +30,9 @@ from slipstream.paper.standins.corpora import Pairs
 
 DRAFT = "embedded draft"
 
+CHOICES = (*GAMMAS, 10)
+"""The gammas among which a pilot chooses, those of the paper's table and a larger one; drafts have a graph for each."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -130,7 +133,7 @@ def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) 
     """Load a target without a draft, and the draft models by name, which must share its tokenizer."""
     options: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
     engine = load(target, dtype=how.dtype, device=how.device, **options)
-    mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
+    mode = Mode(how.compile, ahead=CHOICES, progress=how.progress)
     context = BuildContext(
         engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode, waits=True
     )

@@ -26,15 +26,15 @@ HEADS = 5
 
 @dataclass(frozen=True)
 class Lessons:
-    """The training settings of every copy. On two cores, all of them take about half an hour."""
+    """The training settings of every copy. On two cores, all of them take about an hour and a half."""
 
     frozen: TrainingSettings = field(
         default_factory=lambda: TrainingSettings(
-            HEADS, 0, False, 300, rows=8, length=128, rate=2e-3, bfloat16=True, save_every=25
+            HEADS, 0, False, 1_500, rows=8, length=128, rate=2e-3, bfloat16=True, save_every=25
         )
     )
-    tuned: Lesson = field(default_factory=lambda: Lesson(160, rate=5e-4))
-    exits: Lesson = field(default_factory=lambda: Lesson(160, rate=5e-4))
+    tuned: Lesson = field(default_factory=lambda: Lesson(800))
+    exits: Lesson = field(default_factory=lambda: Lesson(800))
     editing: Mapping[str, Lesson] = field(
         default_factory=lambda: {"target": Lesson(240, 16, rate=1e-3), "draft": Lesson(300, 16, rate=3e-3)}
     )

@@ -71,6 +71,7 @@ class Exercise:
     longest: int  # tokens of a source
     plan: Plan
     part: int | None = None  # the most tokens to copy, from a random place on; None: all
+    for_drafts: float = 1.0  # the share of the passes that drafts take
 
     def examples(self, vocab: int, seed: int = 0) -> list[Example]:
         """Return the examples; a part has at least six tokens."""
