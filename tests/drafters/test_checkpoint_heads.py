@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache, MtpCache
 
+from scripted import repeat
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
@@ -32,6 +33,8 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
+from slipstream.execution import backends, cuda_graphs
+from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
 from slipstream.models.causal import CausalScorer
@@ -364,12 +367,17 @@ def test_rows_that_the_target_has_not_read_get_no_draft() -> None:
     assert propose(drafter, [row_of([1, 2, 3], 3)], [3]).lengths == (0,)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("execution", [pytest.param(Compiled, marks=pytest.mark.slow), Captured])
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLE])
-def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones(settings: Any) -> None:
+def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones(
+    monkeypatch: pytest.MonkeyPatch, settings: Any, execution: Any
+) -> None:
     """Batches and a single text; the graphs that draft were really used, and read the states that graphs gave."""
+    if execution is Captured:
+        monkeypatch.setattr(cuda_graphs, "record", repeat)
+        monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
     model = llama()
-    eager, fast = CausalScorer(model), CausalScorer(model, execution=Compiled(model, "toy"))
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=execution(model, "toy"))
     ours, eager_drafter = (HeadDrafter(target, eagle(model), "eagle3") for target in (fast, eager))
     ours.scorer.make_draft_graphs((3,))
     for some in (requests(settings)[:1], requests(settings)):

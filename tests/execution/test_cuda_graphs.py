@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from scripted import LATE, ONE, THREE, Gammas, agree, drafts, drive, grow_and_branch, run_before_others
+from scripted import LATE, ONE, THREE, Gammas, agree, drafts, drive, grow_and_branch, repeat, run_before_others
 from slipstream import load
 from slipstream.decoding.sampling import Sampling
 from slipstream.execution import backends, cuda_graphs
@@ -17,12 +16,6 @@ from slipstream.execution.cuda_graphs import Captured, CapturedDrafts, bucket
 from slipstream.execution.graphs import GRAPHS
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, SEQ2SEQ, tiny
-
-
-def _repeat(function: Any, pool: Any = None) -> tuple[list[Tensor], Any]:
-    GRAPHS.captured += 1
-    found = function()
-    return found, lambda: [kept.copy_(new) for kept, new in zip(found, function(), strict=True)]
 
 
 def _broken(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +26,7 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device on which work is captured."""
     if request.param == "cpu":
-        monkeypatch.setattr(cuda_graphs, "record", _repeat)
+        monkeypatch.setattr(cuda_graphs, "record", repeat)
         monkeypatch.setitem(backends.KINDS, "cpu", Captured)
         monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
     elif not torch.cuda.is_available():

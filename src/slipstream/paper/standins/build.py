@@ -70,8 +70,8 @@ RECIPES = {
         longest=144,
     ),
 }
-"""The recipes by task. Translation took about two hours on two cores. The target of lead took six minutes on an H100
-while its drafts did exercises there, and its answers and drafts 100 minutes of work of one core."""
+"""The recipes by task. Translation took about two hours on two cores. The target of lead took eight minutes on an
+H100 that three other trainings used too, and its answers and drafts 100 minutes of work of one core."""
 
 
 def tiny(longest: int, inner: int = 512) -> Recipe:
