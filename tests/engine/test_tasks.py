@@ -76,6 +76,33 @@ def test_a_t5_drafts_for_itself_with_quantized_weights(pair: tuple[str, str], dr
     assert sum(each.stats.accepted for each in found) > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"draft": "int4"}, {"draft": "lookup"}])
+def test_an_encoder_in_another_type_is_part_of_the_target(pair: tuple[str, str], options: dict[str, Any]) -> None:
+    model = slipstream.load(pair[0], encoder_dtype="bfloat16").decoder.target.model
+    assert (model.dtype, next(model.get_encoder().parameters()).dtype) == (torch.float32, torch.bfloat16)
+    engine = slipstream.load(pair[0], **{"draft": pair[1], "gamma": 3, "encoder_dtype": "bfloat16", **options})
+    for temperature in (0.0, 1.0):
+        drafted, again = (engine.generate(SOURCES, max_new_tokens=12, temperature=temperature) for _ in range(2))
+        assert [each.tokens for each in drafted] == [each.tokens for each in again]
+        assert sum(each.stats.drafted for each in drafted) > 0
+    plain, found = (engine.generate(SOURCES, max_new_tokens=12, plain=plain) for plain in (True, False))
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+
+
+def test_the_command_line_takes_the_type_of_an_encoder(pair: tuple[str, str], tmp_path: Path) -> None:
+    options = ["hello", "--target", pair[0], "--draft", pair[1], "--max-new-tokens", "12", "--json"]
+    engine = slipstream.load(*pair, encoder_dtype="bfloat16")
+    found = run(*options, "--encoder-dtype", "bfloat16")
+    assert json.loads(found.stdout)["tokens"] == list(engine.generate("hello", max_new_tokens=12)[0].tokens)
+    out = str(tmp_path / "answers.jsonl")
+    assert run(*options[:-1], "--out", out).exit_code == 0
+    for changed in (["--encoder-dtype", "bfloat16"], ["--quantize", "int8"]):  # other answers than those in the file
+        refused = run(*options[:-1], "--out", out, "--resume", *changed)
+        assert refused.exit_code == 2 and "was made with other settings" in refused.stderr
+    causal = run("hello", "--encoder-dtype", "bfloat16")
+    assert causal.exit_code == 2 and "is no encoder-decoder" in causal.stderr
+
+
 def test_prompts_are_sources(pair: tuple[str, str]) -> None:
     engine = slipstream.load(*pair, gamma=3)
     done = engine.generate(SOURCES, max_new_tokens=20)

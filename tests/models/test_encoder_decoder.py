@@ -366,7 +366,7 @@ def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
     monkeypatch.setattr(torch, "compile", compiler)
     said = list[str]()
     decoder = seq2seq.SourceDecoder(tiny(SEQ2SEQ["t5"]))
-    reader = CompiledReader(decoder.states, "toy", said.append)
+    reader = CompiledReader(decoder.states, "toy", torch.float32, said.append)
     ids = torch.arange(2, 12).view(2, 5)
     with torch.inference_mode():
         reader(ids[:, :1], torch.ones_like(ids[:, :1]))  # a single token needs no graph

@@ -13,8 +13,9 @@ from paper.test_training import PAIRS, RECIPE, aligned, sentences
 from slipstream.paper import catalogue, lab, published, tables
 from slipstream.paper.pages.page import page
 from slipstream.paper.pages.sheet import read_sheets
-from slipstream.paper.runs import speeds, subjects
+from slipstream.paper.runs import speeds
 from slipstream.paper.runs.speeds import Course, SpeedCosts
+from slipstream.paper.standins import python_prompts
 from terminal import run
 
 pytestmark = pytest.mark.xdist_group("tables")  # made once
@@ -35,7 +36,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         patch.setattr(lab, "QUICK", TINY)
         patch.setattr(lab.trails, "REPLICATES", 100)
         patch.setattr(lab, "LENGTHS", {published.TRANSLATION: 10})
-        patch.setattr(subjects.writing, "texts", lambda: ["def f(x):\n    return x\n"])
+        patch.setattr(python_prompts, "texts", lambda: ["def f(x):\n    return x\n"])
         result = run("paper", *NAMES, *found)
     assert result.exit_code == 0, result.stderr
     return found
@@ -68,7 +69,7 @@ def test_speeds_follow_from_what_was_measured(out: Path) -> None:
     table2, table4 = rows(out, "table2"), rows(out, "table4")
     assert [(row["task"], row["draft"], row["T"]) for row in table2] == [("translation", "small", t) for t in (0, 1)]
     for row, expected in zip(table2, table4, strict=True):
-        assert row["gamma"] in subjects.CHOICES and 0 <= row["alpha"] <= 1
+        assert row["gamma"] in published.GAMMAS and 0 <= row["alpha"] <= 1
         assert expected["measured"] == row["x plain"]
         theorem = tables.walltime_factor(row["alpha"], row["gamma"], expected["c"])
         assert expected["Exp"] == pytest.approx(theorem)

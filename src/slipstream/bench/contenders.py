@@ -21,6 +21,7 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import scorers
 from slipstream.measure.requests import request_for
+from slipstream.models.encoder_dtype import encoder_dtype
 from slipstream.models.loading import load_model
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
@@ -89,7 +90,7 @@ def untouched(scorer: HasModel) -> Any:
     model = scorer.model
     if not any(isinstance(module, PackedLinear) for module in model.modules()):
         return model
-    return load_model(model.config.name_or_path, model.dtype, str(model.device))
+    return load_model(model.config.name_or_path, model.dtype, str(model.device), encoder_dtype(model))
 
 
 def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rounds) -> Contender:

@@ -82,7 +82,7 @@ FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """The fields of `structured_outputs` for the methods of `Grammars`."""
 
-LAW = ("target", "dtype", "task", "plan", "quantize", "chat", "seed")
+LAW = ("target", "dtype", "encoder_dtype", "task", "plan", "quantize", "chat", "seed")
 """The options that decide the law of the answers, besides fields of requests; draft, device and batch do not."""
 
 

@@ -310,10 +310,10 @@ def _check_output(params: dict[str, Any]) -> None:
 
 # The settings that determine the law of the answers; draft, batch size and device do not change it.
 LAW = (
-    *("target", "task", "chat", "dtype", "verify", "plan", "max_new_tokens", "seed", "stop", "temperature", "top_k"),
-    *("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("no_repeat_ngram_size", "logit_bias", "stop_token_ids", "min_new_tokens", "max_time", "n", "logprobs", "echo"),
-    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
+    *("target", "task", "chat", "dtype", "encoder_dtype", "quantize", "verify", "plan", "max_new_tokens", "seed"),
+    *("stop", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "no_repeat_ngram_size", "logit_bias", "stop_token_ids", "min_new_tokens", "max_time"),
+    *("n", "logprobs", "echo", "num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
 )
 
 

@@ -99,6 +99,10 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     _option(MODELS, "NAME", "Of the weights: auto, float32, bfloat16 or float16."),
 ]
+EncoderDtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    _option(MODELS, "NAME", "Of an encoder-decoder's encoder alone. Without: as --dtype.", "--encoder-dtype"),
+]
 Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
 DeviceMap = Annotated[
     Any,
@@ -231,6 +235,7 @@ class SamplingOptions:
 class TargetOptions:
     """The options for loading the target, besides its dtype and device."""
 
+    encoder_dtype: EncoderDtype = None
     quantize: Quantize = None
     device_map: DeviceMap = None
     tensor_parallel: TensorParallel = False

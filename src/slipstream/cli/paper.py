@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.console import console
-from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, Force, Task
+from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, EncoderDtype, Force, Task
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def paper(
     task: Task = None,
     compile: Compile = False,
     dtype: Dtype = "float32",
+    encoder_dtype: EncoderDtype = None,
     draft_dtype: DraftDtype = None,
     device: Device = None,
     quick: Quick = False,
@@ -94,7 +95,7 @@ def paper(
         raise ValueError("--target needs its drafts: give --draft, once or more.")
     folder = Path(standins).expanduser() if standins else None
     inputs = Inputs(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
-    how = Loading(compile, device, dtype, draft_dtype, say, task)
+    how = Loading(compile, device, dtype, encoder_dtype, draft_dtype, say, task)
     lab = Lab(inputs, QUICK if quick else FULL, how, _folder(out, names, force), again, say)
     try:
         sheets = _made(names, lab, as_json)

@@ -37,6 +37,7 @@ def load(
     draft: Any = None,
     *,
     dtype: Any = "auto",
+    encoder_dtype: Any = None,
     device: str | None = None,
     gamma: int | str | Controller | None = None,
     batch_size: int = 8,
@@ -80,7 +81,9 @@ def load(
     instead: draft="int4" for the target's own weights, draft="NAME?quantize=int8" for those of a draft model.
 
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` apply to both models; to place them on different
-    devices, pass loaded models. `from_pretrained` goes to transformers' `from_pretrained` of the target:
+    devices, pass loaded models. `encoder_dtype` is the type of an encoder-decoder target's encoder alone: "bfloat16"
+    reads sources in half the time on CPUs beside a decoder in float32. The model with this encoder then is the target.
+    `from_pretrained` goes to transformers' `from_pretrained` of the target:
     `device_map="auto"` spreads it over devices, and `trust_remote_code=True` runs code that comes with it.
 
     `tp_plan` ("auto", or changes to transformers' plan of the model) divides the weights of the target among the
@@ -103,19 +106,18 @@ def load(
     shape = _with_paths(shape, chosen, steering := _controller(tree, gamma, made), draft)
     _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
     mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
-    scorer = target_scorer(target, dtype, device, mode, tp_plan, **from_pretrained)
+    scorer = target_scorer(target, dtype, device, mode, tp_plan, encoder_dtype=encoder_dtype, **from_pretrained)
     tokenizer = _tokenizer(target, tokenizer, from_pretrained.get("trust_remote_code", False))
     if made:
         made.check_target(None, scorer.vocab)
-    framing = _frame(scorer, tokenizer, task, exact_shape)
+    framing, eos = _frame(scorer, tokenizer, task, exact_shape), _eos(scorer.model, tokenizer)
     ahead, independent = mode.of_draft(_graph_gammas(steering)), bool(chosen.paths)
     context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=independent)
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=batch_size)
     media, notes = _media(target, scorer, processor)
     notes += _notes(context, decoder, media is not None, proposes=draft is made is None)
-    eos, exact = _eos(scorer.model, tokenizer), exact_shape and draft is not None
-    engine = Engine(decoder, tokenizer, eos, chosen, exact, notes, framing, media)
+    engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, notes, framing, media)
     if compile:
         engine.warm_up()
     release_threads()  # generation may run in another thread

@@ -30,7 +30,8 @@ def target_scorer(
                 f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
             )
         return load_scorer(source, dtype, device, mode, **options)
-    _check(source, plan, {"device": device, "quantize": mode.precision, "device_map": options.get("device_map")})
+    others = {name: options.get(name) for name in ("device_map", "encoder_dtype")}
+    _check(source, plan, {"device": device, "quantize": mode.precision, **others})
     ranks = join()
     if not ranks.leads:
         raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
@@ -51,6 +52,7 @@ def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
             "device": "every rank takes the device of its own number",
             "quantize": "its kernels are for models in one piece",
             "device_map": "a model is either divided or spread",
+            "encoder_dtype": "every rank reads its part in one dtype",
         }[conflicting[0]]
         raise ValueError(f"{conflicting[0]} cannot be used with tp_plan, for {reason}: leave one of them out.")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, warn
@@ -20,12 +21,13 @@ class CompiledReader:
     """A reader as graphs made by inductor: one for batches of sources of any length, and one for single sources.
 
     A graph is made when it is first needed (`progress` is called) and compared with the eager reader. If it cannot be
-    made or gives other keys and values, one warning says so, and sources are read eagerly from then on. Audio is read
-    eagerly: its passes are long, and bound by arithmetic.
+    made or gives other keys and values than rounding in the encoder's `dtype` explains, one warning says so, and
+    sources are read eagerly from then on. Audio is read eagerly: its passes are long, and bound by arithmetic.
     """
 
     eager: Reader
     name: str
+    dtype: torch.dtype
     progress: Callable[[str], object] | None = None
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
@@ -55,6 +57,6 @@ class CompiledReader:
         stores = graph(inputs, mask)
         for layer, same in zip(self.eager(inputs, mask), stores, strict=True):
             for expected, made in zip(layer, same, strict=True):
-                compare(expected, made, "keys and values")
+                compare(expected.to(self.dtype), made.to(self.dtype), "keys and values")
         self._graphs[single] = graph
         return stores

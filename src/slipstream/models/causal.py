@@ -33,6 +33,7 @@ from slipstream.kernels.packing import shared_columns
 from slipstream.kernels.placement import input_device
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
+from slipstream.models.encoder_dtype import encoder_dtype
 from slipstream.models.facts import ModelFacts, weight_bytes
 from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
 from slipstream.models.hidden_states import HiddenStates
@@ -67,7 +68,8 @@ class CausalScorer:
         reader: Reader | None = None
         if decoder and execution:
             if isinstance(execution, Compiled):
-                reader = CompiledReader(decoder.states, self.name, execution.progress)
+                own = encoder_dtype(model) or model.dtype
+                reader = CompiledReader(decoder.states, self.name, own, execution.progress)
             execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
         # Only if the layers of a pass are known to receive its tokens as (rows, n).
         self._columns = shared_columns(decoder or model) if self.facts.proven else None

@@ -31,6 +31,7 @@ from slipstream.kernels.packing import can_pack, shared_columns
 from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.models.causal import CausalScorer
 from slipstream.models.cut_head import with_kept_tokens
+from slipstream.models.encoder_dtype import with_encoder_dtype
 from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.gguf_checkpoints import load_gguf
 from slipstream.models.layer_graphs import LayerGraphs
@@ -62,14 +63,22 @@ EMBEDDED = Path(__file__).parents[1] / "demo"
 
 
 def load_model(
-    source: str | Path | PreTrainedModel, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    encoder_dtype: str | torch.dtype | None = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a model by its hub name, folder or .gguf file; a loaded model is returned as it is.
 
-    `kwargs` go to `from_pretrained` (quantization, `device_map`, ...). Code that comes with a model runs only with
-    `trust_remote_code=True`. `device` defaults to the GPU if there is one. A loaded model stays where it is unless
-    `device` is given. Raises ValueError in one sentence if there is no such model.
+    With `encoder_dtype`, it is a twin whose encoder has that type. `kwargs` go to `from_pretrained` (quantization,
+    `device_map`, ...). Code that comes with a model runs only with `trust_remote_code=True`. `device` defaults to the
+    GPU if there is one. A loaded model stays where it is unless `device` is given. Raises ValueError in one sentence if
+    there is no such model, or if its encoder cannot have a type of its own.
     """
+    if encoder_dtype is not None:
+        own = _dtype("encoder_dtype", encoder_dtype)
+        return with_encoder_dtype(load_model(source, dtype, device, **kwargs), own)
     place = usable_device(device)
     if isinstance(source, PreTrainedModel):
         if kwargs:
@@ -77,7 +86,7 @@ def load_model(
         return source.to(place) if device else source
     refuse_missing(source)  # a .gguf file is no folder, but holds a model
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
-    wanted, kind = _dtype(dtype), _kind(origin)
+    wanted, kind = "auto" if dtype == "auto" else _dtype("dtype", dtype), _kind(origin)
     try:
         model, about = _read(kind, origin, place, wanted, kwargs)
     except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
@@ -248,11 +257,11 @@ def vocabulary(source: str | Path) -> int:
         raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Return the torch dtype of this name; "auto" and a torch dtype are returned as they are. Raises ValueError."""
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
+def _dtype(option: str, dtype: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype of an option's value, which may be a name. Raises ValueError for an unknown one."""
+    if isinstance(dtype, torch.dtype):
         return dtype
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
-        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join(known)}.")
+        raise ValueError(f"{option}={dtype!r} is not known: use {', '.join(known)}, or leave it out.")
     return known[dtype]

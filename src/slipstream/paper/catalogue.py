@@ -71,7 +71,8 @@ def _types(how: Loading) -> str:
     """Return the command's options for the dtypes of the models' weights, where they are not the defaults."""
     defaults = Loading()
     target = "" if how.dtype == defaults.dtype else f" --dtype {how.dtype}"
-    return target + (f" --draft-dtype {how.draft_dtype}" if how.draft_dtype else "")
+    others = {"encoder-dtype": how.encoder_dtype, "draft-dtype": how.draft_dtype}
+    return target + "".join(f" --{name} {dtype}" for name, dtype in others.items() if dtype)
 
 
 def _write(sheet: Sheet, lab: Lab, out: Path) -> None:

@@ -110,7 +110,8 @@ class Lab:
         key = (task, self.how.compile if compiled is None else compiled)
         if key not in self._subjects:
             how = replace(self.how, compile=key[1])
-            makers = {WRITING: lambda: embedded(self.scale.length, how), EDITING: lambda: self._editing(how)}
+            causal = replace(how, encoder_dtype=None)
+            makers = {WRITING: lambda: embedded(self.scale.length, causal), EDITING: lambda: self._editing(causal)}
             self._subjects[key] = makers[task]() if task in makers else self._family(task, how)
         return self._subjects[key]
 
@@ -125,7 +126,10 @@ class Lab:
         """The copies of the embedded target trained for other papers' methods; None without a folder of stand-ins."""
         if self.inputs.standins is None:
             return None
-        return Trained(Copies(self.standins / WRITING, self.scale.lessons, self.say), replace(self.how, compile=False))
+        return Trained(
+            Copies(self.standins / WRITING, self.scale.lessons, self.say),
+            replace(self.how, compile=False, encoder_dtype=None),
+        )
 
     def _family(self, task: str, how: Loading) -> Subject:
         pairs = self._pairs(task)

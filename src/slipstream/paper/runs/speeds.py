@@ -19,7 +19,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.measure import racing
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import Beat, beats, prompt_seconds
-from slipstream.paper.runs.subjects import CHOICES, Subject
+from slipstream.paper.published import GAMMAS
+from slipstream.paper.runs.subjects import Subject
 from slipstream.theory import tokens_per_round, walltime_factor
 
 
@@ -28,8 +29,8 @@ class Course:
     """The amount to run: texts of the pilot, which measures costs, and texts and repetitions of the race after it."""
 
     pilot: int = 8
-    texts: int = 24
-    repetitions: int = 5
+    texts: int = 96
+    repetitions: int = 3
 
 
 @dataclass
@@ -89,7 +90,7 @@ def race(
     """Measure the speed of every draft at the gamma that should be fastest -> a JSON object.
 
     `alphas` are the figures of `acceptance` at this temperature by draft, `raced` those of the sources that run here. A
-    pilot measures the costs of the `CHOICES` of gamma; the one with the least expected time runs. All contenders run in
+    pilot measures the costs of gamma 3, 5 and 7; the gamma with the least expected time runs. All contenders run in
     turns, text by text; ratios are taken within a repetition, and their median is reported.
     """
     pilot = _pilot(subject, temperature, course.pilot, say)
@@ -116,7 +117,6 @@ def race(
         **subject.models,
         "texts": course.texts,
         "repetitions": course.repetitions,
-        "gammas": list(CHOICES),
         "plain": asdict(costs[PLAIN]),
         "drafts": whole,
         "results": [asdict(row) for row in report.rows],
@@ -133,7 +133,7 @@ def _pilot(
     subject: Subject, temperature: float, texts: int, say: Callable[[str], Any]
 ) -> dict[str, dict[int, SpeedCosts]]:
     """Measure the costs of every draft and gamma, in turns; the first of several texts is an unrecorded warm-up."""
-    logs = {(name, gamma): Log() for name in subject.drafts for gamma in CHOICES}
+    logs = {(name, gamma): Log() for name in subject.drafts for gamma in GAMMAS}
     texts = min(texts, len(subject.sources))
 
     def run(one: tuple[str, int], place: int) -> None:
@@ -146,7 +146,7 @@ def _pilot(
             yield place
 
     deque(racing.race(list(logs), places(), run), maxlen=0)
-    return {name: {gamma: logs[name, gamma].costs(gamma) for gamma in CHOICES} for name in subject.drafts}
+    return {name: {gamma: logs[name, gamma].costs(gamma) for gamma in GAMMAS} for name in subject.drafts}
 
 
 def _run(

@@ -23,15 +23,13 @@ from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
 from slipstream.measure.environment import parameters
 from slipstream.measure.requests import request_for
+from slipstream.models.encoder_dtype import encoder_dtype
 from slipstream.models.loading import EMBEDDED
 from slipstream.paper.published import GAMMAS, WRITING
 from slipstream.paper.standins import python_prompts as writing
 from slipstream.paper.standins.corpora import Pairs
 
 DRAFT = "embedded draft"
-
-CHOICES = (*GAMMAS, 10)
-"""The gammas among which a pilot chooses, those of the paper's table and a larger one; drafts have a graph for each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Subject:
         models = {name: scorer.model for name, scorer in scorers.items() if hasattr(scorer, "model")}
         return {
             "parameters": {name: parameters(model) for name, model in models.items()},
-            "dtypes": {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()},
+            "dtypes": {name: _dtypes(model) for name, model in models.items()},
         }
 
 
@@ -103,9 +101,17 @@ class Loading:
     compile: bool = False
     device: str | None = None
     dtype: str = "float32"
-    draft_dtype: str | None = None  # None: the target's
+    encoder_dtype: str | None = None  # of encoder-decoder targets; None: `dtype`
+    draft_dtype: str | None = None  # None: `dtype`
     progress: Callable[[str], object] | None = None
     task: str | None = None  # for encoder-decoders with several tasks, as in `slipstream.load`
+
+
+def _dtypes(model: Any) -> str:
+    """Return the name of a model's dtype, and that of its encoder if it is another one."""
+    own = encoder_dtype(model)
+    name = f"{model.dtype} with an encoder in {own}" if own else str(model.dtype)
+    return name.replace("torch.", "")
 
 
 def embedded(length: int, how: Loading) -> Subject:
@@ -132,8 +138,8 @@ def family(pairs: Pairs, target: str | Path, drafts: Mapping[str, str | Path], l
 def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) -> tuple[Engine, dict[str, Scorer]]:
     """Load a target without a draft, and the draft models by name, which must share its tokenizer."""
     options: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
-    engine = load(target, dtype=how.dtype, device=how.device, **options)
-    mode = Mode(how.compile, ahead=CHOICES, progress=how.progress)
+    engine = load(target, dtype=how.dtype, encoder_dtype=how.encoder_dtype, device=how.device, **options)
+    mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
     context = BuildContext(
         engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode, waits=True
     )
