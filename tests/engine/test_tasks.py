@@ -21,6 +21,7 @@ from slipstream.check import check
 from slipstream.cli import app as cli
 from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.engine.tasks import Task, frame
+from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
 from slipstream.plan.planner import PlanSettings, make
 from slipstream.training.heads import HeadTrainer, TrainingSettings
@@ -78,8 +79,8 @@ def test_a_t5_drafts_for_itself_with_quantized_weights(pair: tuple[str, str], dr
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"draft": "int4"}, {"draft": "lookup"}])
 def test_an_encoder_in_another_type_is_part_of_the_target(pair: tuple[str, str], options: dict[str, Any]) -> None:
-    model = slipstream.load(pair[0], encoder_dtype="bfloat16").decoder.target.model
-    assert (model.dtype, next(model.get_encoder().parameters()).dtype) == (torch.float32, torch.bfloat16)
+    facts = environment(slipstream.load(pair[0], encoder_dtype="bfloat16"))["target"]
+    assert (facts["dtype"], facts["encoder_dtype"]) == ("torch.float32", "torch.bfloat16")
     engine = slipstream.load(pair[0], **{"draft": pair[1], "gamma": 3, "encoder_dtype": "bfloat16", **options})
     for temperature in (0.0, 1.0):
         drafted, again = (engine.generate(SOURCES, max_new_tokens=12, temperature=temperature) for _ in range(2))
@@ -283,9 +284,12 @@ def test_whisper_features_have_the_size_that_the_model_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str]) -> None:
-    report = check(slipstream.load(*pair, dtype="float32"), SOURCES, max_new_tokens=16, samples=200, ignore_eos=True)
+@pytest.mark.parametrize("encoder", [None, "bfloat16"])
+def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str], encoder: str | None) -> None:
+    engine = slipstream.load(*pair, dtype="float32", encoder_dtype=encoder)
+    report = check(engine, SOURCES, max_new_tokens=16, samples=200, ignore_eos=True)
     assert report.verdict == "pass"
+    assert report.environment.get("encoder_dtype") == encoder  # the certificate says what the target is
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
 from slipstream.kernels.packing import precision_of
+from slipstream.models.encoder_dtype import encoder_dtype
 
 __all__ = ["Answer", "CheckReport", "CheckSettings", "Control", "Difference", "Part", "check"]
 
@@ -95,7 +96,9 @@ def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
     draft = getattr(drafter, "scorer", None)
     models = {"target": getattr(target, "model", None), "draft": getattr(draft, "model", None)}
     quantized = {role: precision_of(model) for role, model in models.items() if model is not None}
-    dtype = getattr(models["target"], "dtype", None)
+    dtypes = {"dtype": getattr(models["target"], "dtype", None)}
+    if dtypes["dtype"]:
+        dtypes["encoder_dtype"] = encoder_dtype(models["target"])
     return {
         "target": target.name,
         "draft": getattr(draft, "name", type(drafter).__name__),
@@ -105,7 +108,7 @@ def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
         **sampling,
         "prompts": len(case.prompts),
         "seed": case.settings.seed,
-        **({"dtype": str(dtype).removeprefix("torch.")} if dtype else {}),
+        **{name: str(value).removeprefix("torch.") for name, value in dtypes.items() if value},
         "device": str(target.device),
         "torch": torch.__version__,
         **{name: package.version for name in ("slipstream", "transformers") for package in distributions(name=name)},

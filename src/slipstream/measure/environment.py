@@ -19,6 +19,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear, precision_of
+from slipstream.models.encoder_dtype import encoder_dtype
 
 PACKAGES = ("slipstream", "torch", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
@@ -66,8 +67,9 @@ def _model(scorer: Scorer) -> dict[str, Any]:
     """Return the facts of one model for a report."""
     model = getattr(scorer, "model", None)
     facts = {"parameters": parameters(model), "dtype": str(model.dtype)} if model else {}
+    encoder = {"encoder_dtype": str(own)} if model and (own := encoder_dtype(model)) else {}
     weights = {"weights": str(precision)} if model and (precision := precision_of(model)) else {}
-    return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts, **weights}
+    return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts, **encoder, **weights}
 
 
 def parameters(model: Any) -> int:
