@@ -26,6 +26,12 @@ def states(model: Any, read: Source) -> torch.Tensor:
         return model.get_encoder()(value).last_hidden_state
 
 
+def spread(model: Any) -> Any:
+    """A model with the mark of one that was loaded with a device_map."""
+    model.hf_device_map = {"": "cpu"}
+    return model
+
+
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_the_encoder_alone_is_converted_and_the_given_model_stays_as_it_is(family: str) -> None:
     model = tiny(SEQ2SEQ[family])
@@ -78,6 +84,7 @@ def test_speculation_with_an_encoder_of_its_own_dtype_writes_the_text_of_transfo
     [
         (lambda: tiny(FAMILIES["llama"]), "LlamaForCausalLM is no encoder-decoder"),
         (lambda: packed(tiny(SEQ2SEQ["t5"])), "the weights of T5ForConditionalGeneration are quantized or packed"),
+        (lambda: spread(tiny(SEQ2SEQ["t5"])), "T5ForConditionalGeneration is not in one piece: its layers are placed"),
     ],
 )
 def test_what_has_no_encoder_to_convert_is_refused(make: Any, says: str) -> None:

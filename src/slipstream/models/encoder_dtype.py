@@ -49,7 +49,7 @@ def _fault(model: PreTrainedModel) -> str | None:
     if getattr(model, "hf_quantizer", None) or any(isinstance(layer, PackedLinear) for layer in model.modules()):
         return f"the weights of {type(model).__name__} are quantized or packed already"
     why = why_in_parts(model)
-    return why and f"of {type(model).__name__}, {why}"
+    return why and f"{type(model).__name__} is not in one piece: {why}"
 
 
 def _converting_inputs(dtype: torch.dtype) -> Any:

@@ -39,9 +39,8 @@ encoder's share is measured and included |
 
 The models are small and were trained within hours on a CPU. They do not replace the paper's. What can be compared is
 the method: how alpha orders the drafts, how alpha and c determine the speed, and how the measured speed compares with
-the theory. The targets' encoders and all drafts are in bfloat16, the targets' decoders and all laws in float32. This
-target is that of plain decoding and of transformers too; with its encoder in float32, reading a source took twice as
-long, a quarter of the time of a drafted summary.
+the theory. For translations and summaries, the target's encoder and the drafts are in bfloat16, the target's decoder
+and all laws in float32. This target is that of plain decoding and of transformers too.
 
 The stand-ins' targets were first trained at a tenth of their size or less and then grown: their feed-forward layers
 were widened without changing the function, and all weights were trained a little further. So a target costs what its
