@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,16 @@ def repeat(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list
     GRAPHS.captured += 1
     found = function()
     return found, lambda: [kept.copy_(new) for kept, new in zip(found, function(), strict=True)]
+
+
+class Unfused:
+    """Stand for `Fused`: run a function of tensors as it is, which takes no time to compile."""
+
+    def __init__(self, function: Callable[..., Any], *others: Any) -> None:
+        self._function = function
+
+    def __call__(self, inputs: Sequence[Any], sizes: Any) -> Any:
+        return self._function(*inputs)
 
 
 # ---- drafts ----

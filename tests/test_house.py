@@ -73,6 +73,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "execution.passes",
         "execution.inductor",
         "execution.cuda_graphs",
+        "execution.traced_passes",
         "execution.backends",
         "kernels.packing",
         "kernels.attention",

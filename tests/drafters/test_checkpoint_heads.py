@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache, MtpCache
 
-from scripted import repeat
+from scripted import Unfused, repeat
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
@@ -375,6 +375,7 @@ def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones
     """Batches and a single text; the graphs that draft were really used, and read the states that graphs gave."""
     if execution is Captured:
         monkeypatch.setattr(cuda_graphs, "record", repeat)
+        monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
         monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
     model = llama()
     eager, fast = CausalScorer(model), CausalScorer(model, execution=execution(model, "toy"))

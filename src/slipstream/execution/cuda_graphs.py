@@ -10,8 +10,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.execution.draft_graphs import Drafted, DraftGraphs, GraphKind, Inputs, Room, Wish, describe, draft
-from slipstream.execution.graphs import GRAPHS, warn
+from slipstream.execution.draft_graphs import (
+    Drafted,
+    DraftGraphs,
+    GraphKind,
+    Inputs,
+    Room,
+    Wish,
+    describe,
+    draft,
+    sizes_of_draft,
+    traced_draft,
+)
+from slipstream.execution.fused import Fused
+from slipstream.execution.graphs import GRAPHS, graph_progress, warn
 from slipstream.execution.passes import (
     EAGERLY,
     MOST_WIDTH,
@@ -23,6 +35,7 @@ from slipstream.execution.passes import (
     compare,
     forward_showing,
 )
+from slipstream.execution.traced_passes import constant_sizes, sizes_of_pass, tensors_of_pass, traced_pass
 
 BUCKET = 256
 """The fewest slots that captured work reads; see `bucket`."""
@@ -127,8 +140,9 @@ def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list
 class Captured:
     """Passes as CUDA graphs, one per number of rows, of new tokens, and of slots rounded up by `bucket`.
 
-    Every graph is compared with the eager pass when it is made. A model that cannot be captured, or whose graph gives
-    other logits, runs eagerly, with one warning.
+    Their kernels are fused before: once for single texts and once for batches, of one token and of more. Every graph is
+    compared with the eager pass when it is made. A model that cannot be captured, or whose graph gives other logits,
+    runs eagerly, with one warning.
     """
 
     model: PreTrainedModel
@@ -136,6 +150,7 @@ class Captured:
     progress: Callable[[str], object] | None = None
     least = BUCKET
     _graphs: Graphs = field(default_factory=Graphs)
+    _fused: dict[Hashable, Fused] = field(default_factory=dict)
     _failed: bool = False
 
     def width(self, rows: int, count: int) -> int:
@@ -169,12 +184,26 @@ class Captured:
             self.progress(f"capturing {self.name} for {rows} x {width} tokens and {work.end} slots")
 
         def function(inputs: Sequence[Tensor | None]) -> list[Tensor]:
-            return forward_showing(self.model, _pass(inputs, work), stores, places)
+            given = _pass(inputs, work)
+            fused = self._fused_pass(given, places)
+            outputs: list[Tensor] = fused(tensors_of_pass(given, stores), sizes_of_pass(given, stores))
+            return outputs
 
         inputs = _inputs(work)
         graph = self._graphs.capture(key, function, inputs, stores)
-        compare(function(inputs)[0], graph.run(inputs)[0])
+        compare(forward_showing(self.model, _pass(inputs, work), stores, places)[0], graph.run(inputs)[0])
         return graph
+
+    def _fused_pass(self, work: Pass, places: Places) -> Fused:
+        """Return the fused passes of this kind."""
+        constant = constant_sizes(work)
+        if (constant, places) not in self._fused:
+            rows, new = work.tokens.shape
+            what = f"{self.name} for {'one text' if rows == 1 else 'batches'}, {'one token' if new == 1 else 'tokens'}"
+            self._fused[constant, places] = Fused(
+                traced_pass(self.model, places), constant, self.name, graph_progress(self.progress, what)
+            )
+        return self._fused[constant, places]
 
 
 def _inputs(work: Pass) -> list[Tensor | None]:
@@ -264,13 +293,26 @@ class CapturedDrafts(DraftGraphs):
             self.progress(f"capturing {self.name} for {describe(kind)} and {len(inputs[4])} slots")
         stores, parts = inputs[5:7]
 
+        def step(given: Inputs) -> Drafted:
+            fused = self._fused_step(kind._replace(size=1, width=given[0].shape[1]))
+            drafted: Drafted = fused(given, sizes_of_draft(given))
+            return drafted
+
         def function(tensors: Sequence[Any]) -> list[Tensor]:
             *first, seen, temperatures, chances = tensors
             cross = parts and (parts[0], seen, None)
-            drafted = draft(self.network, kind, (*first, stores, cross, temperatures, chances))
+            drafted = draft(step, kind.size, (*first, stores, cross, temperatures, chances))
             return [part for part in drafted if part is not None]
 
         return self._captured.capture(key, function, _tensors(inputs), stores)
+
+    def _fused_step(self, kind: GraphKind) -> Fused:
+        """Return the fused step of this kind, which serves chains of any length."""
+        if kind not in self._graphs:
+            on_graph = graph_progress(self.progress, f"{self.name} for {describe(kind)}")
+            self._graphs[kind] = Fused(traced_draft(self.network, kind), kind.constant, self.name, on_graph)
+        fused: Fused = self._graphs[kind]
+        return fused
 
 
 def _tensors(inputs: Inputs) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ graph. Graphs serve laws that are made by a temperature alone; others are drafte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -146,6 +146,11 @@ class GraphKind(NamedTuple):
     vocab: int
     single: bool
 
+    @property
+    def constant(self) -> frozenset[str]:
+        """The names of the sizes that do not vary."""
+        return frozenset({"rows"} if self.single else ())
+
 
 @dataclass
 class DraftGraphs:
@@ -177,7 +182,7 @@ class DraftGraphs:
         if self._failed or not room.stores:
             return None
         try:
-            tokens, best, laws = self._drafted(wish, room, steps)
+            tokens, best, laws, _ = self._drafted(wish, room, steps)
         except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
@@ -202,32 +207,18 @@ class DraftGraphs:
         whole = [size for size in sorted(self.sizes) if size >= wish.gamma] if len(wish.fed) == 1 else []
         return whole[:1] or [1] * wish.gamma
 
-    def _drafted(self, wish: Wish, room: Room, steps: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draft tokens (rows, gamma or more) -> these, the greatest logits, and the laws of sampled tokens."""
-        tokens, states, last, start, *seen = self._inputs(wish, room)
-        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        for size, some in zip(steps, self._chances(wish, steps), strict=True):
-            if parts:  # graphs that follow each other are steps of one token
-                tokens, start, last = parts[-1][0], start + last + 1, torch.zeros_like(last)
-            kind = GraphKind(size, tokens.shape[1], wish.sampled, wish.vocab, len(wish.fed) == 1)
-            inputs = (tokens, states, last, start, *seen, some)
-            drawn, best, laws, states = self._run(kind, inputs)
-            parts.append((drawn, best, laws))
-        if len(parts) == 1:
-            return parts[0]
-        every_drawn, every_best, every_law = zip(*parts, strict=True)
-        return torch.cat(every_drawn, 1), torch.cat(every_best), torch.cat(every_law, 1) if wish.sampled else None
+    def _drafted(self, wish: Wish, room: Room, steps: Sequence[int]) -> Drafted:
+        """Draft tokens (rows, gamma or more) by one graph, or by one graph per step."""
 
-    def _chances(self, wish: Wish, steps: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the numbers (rows, size) that each graph draws by, all in the same layout and in memory of their own.
+        def run(inputs: Inputs) -> Drafted:
+            size, width = inputs[-1].shape[1], inputs[0].shape[1]
+            return self._run(GraphKind(size, width, wish.sampled, wish.vocab, len(wish.fed) == 1), inputs)
 
-        For another layout, or a view into a table, torch would make a graph in the middle of a call.
-        """
-        chances = torch.zeros(sum(steps), len(wish.fed), dtype=torch.float64)
+        chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
         if wish.sampled:
-            chances[: wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64).T
-        for some in map(torch.clone, chances.split(list(steps))):
-            yield some[0][:, None] if len(some) == 1 else some.T
+            chances[:, : wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64)
+        inputs = (*self._inputs(wish, room), chances)
+        return run(inputs) if len(steps) == 1 else draft(run, len(steps), inputs)
 
     def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
         """Return the inputs of the first graph, without the numbers to draw by; see `Inputs`."""
@@ -248,35 +239,52 @@ class DraftGraphs:
     def _run(self, kind: GraphKind, inputs: Inputs) -> Drafted:
         """Draft by the graph of this kind, which is made for inputs of these shapes if there is none yet."""
         if kind not in self._graphs:
-            vary(_sizes(inputs), {"rows"} if kind.single else ())
-            network = self.network
-
-            def function(*graph_inputs: Any) -> Drafted:
-                equate(_sizes(graph_inputs))
-                return draft(network, kind, graph_inputs)
-
+            vary(sizes_of_draft(inputs), kind.constant)
             on_graph = graph_progress(self.progress, f"{self.name} for {describe(kind)}")
-            self._graphs[kind] = Frozen(function, ["graph_inputs"], on_graph)
+            self._graphs[kind] = Frozen(traced_draft(self.network, kind), ["graph_inputs"], on_graph)
         drafted: Drafted = self._graphs[kind](*inputs)
         return drafted
 
 
-def draft(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
-    """Draft as graphs of this kind do: a function of tensors, without any state in Python."""
+def traced_draft(network: Network, kind: GraphKind) -> Callable[..., Drafted]:
+    """Return what graphs of a kind do, as a function of tensors without any state in Python."""
+
+    def function(*graph_inputs: Any) -> Drafted:
+        equate(sizes_of_draft(graph_inputs))
+        return draft(lambda inputs: _step(network, kind, inputs), kind.size, graph_inputs)
+
+    return function
+
+
+Step = Callable[[Inputs], Drafted]
+"""A function that drafts one token for each text."""
+
+
+def draft(step: Step, size: int, inputs: Inputs) -> Drafted:
+    """Draft `size` tokens for each text, each by a step that is fed the one before."""
     tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
-    drawn: list[Tensor] = []
-    greatest: list[Tensor] = []
-    laws: list[Tensor] = []
-    for place in range(kind.size):
-        logits, states = network(tokens, states, Seat(last, start, places, stores, cross))
-        logits = pad_vocabulary(wide(logits), kind.vocab)
-        best, token = logits.max(-1)
-        if kind.sampled:
-            laws.append(_law(logits, token, temperatures))
-            token = inverse(laws[-1], chances[:, place])
-        drawn, greatest = [*drawn, token], [*greatest, best]
-        tokens, start, last = token[:, None], start + last + 1, torch.zeros_like(last)
-    return torch.stack(drawn, 1), torch.cat(greatest), torch.stack(laws, 1) if kind.sampled else None, states
+    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for place in range(size):
+        # A copy, since torch would make another graph for another layout, or for a view into a table.
+        chance = chances[:, place].clone()[:, None]
+        drawn, best, laws, states = step((tokens, states, last, start, places, stores, cross, temperatures, chance))
+        parts.append((drawn, best, laws))
+        tokens, start, last = drawn, start + last + 1, torch.zeros_like(last)
+    every_drawn, every_best, every_law = zip(*parts, strict=True)
+    laws = None if every_law[0] is None else torch.cat(every_law, 1)
+    return torch.cat(every_drawn, 1), torch.cat(every_best), laws, states
+
+
+def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
+    """Draft one token for each text by a network."""
+    tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
+    logits, states = network(tokens, states, Seat(last, start, places, stores, cross))
+    logits = pad_vocabulary(wide(logits), kind.vocab)
+    best, token = logits.max(-1)
+    if not kind.sampled:
+        return token[:, None], best, None, states
+    law = _law(logits, token, temperatures)
+    return inverse(law, chances[:, 0])[:, None], best, law[:, None], states
 
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
@@ -313,7 +321,7 @@ def describe(kind: GraphKind) -> str:
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {served}, {kind.width} fed"
 
 
-def _sizes(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
+def sizes_of_draft(inputs: Inputs) -> list[tuple[Tensor, dict[int, str]]]:
     """Return a graph's inputs with names of their varying dimensions."""
     tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
     counted = (tokens, last, start, temperatures, chances, *([] if states is None else [states]))

@@ -10,22 +10,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.execution.graphs import LEAST, Frozen, equate, graph_progress, vary, warn
+from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, warn
 from slipstream.execution.passes import (
     EAGERLY,
     MOST_WIDTH,
-    Cross,
-    Parts,
     Pass,
     PassResult,
     Places,
     Stores,
     compare,
     forward_showing,
-    sizes_of_stores,
 )
-
-INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
+from slipstream.execution.traced_passes import INPUTS, constant_sizes, sizes_of_pass, tensors_of_pass, traced_pass
 
 
 @dataclass
@@ -59,7 +55,7 @@ class Compiled:
         if (graph := self._graphs.get((served, places))) is None:
             return self._make(served, work, stores, places)
         try:
-            return _result(places, graph(*_inputs(work, stores)))
+            return _result(places, graph(*tensors_of_pass(work, stores)))
         except Exception as error:  # the pass has something that dynamo did not see when the graph was made
             self._give_up(error)
             return None
@@ -78,12 +74,11 @@ class Compiled:
             self._give_up(error)  # a model that cannot return hidden states
             return None
         graph = Frozen(
-            _function(self.model, places), INPUTS, graph_progress(self.progress, f"{self.name} for {served}")
+            traced_pass(self.model, places), INPUTS, graph_progress(self.progress, f"{self.name} for {served}")
         )
         try:
-            constant = {what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1}
-            vary(_sizes(work, stores), constant)
-            outputs = graph(*_inputs(work, stores))
+            vary(sizes_of_pass(work, stores), constant_sizes(work))
+            outputs = graph(*tensors_of_pass(work, stores))
             for what, made, expected in zip(("logits", *["hidden states"] * len(places)), outputs, eager, strict=True):
                 compare(expected, made, what)
         except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
@@ -102,25 +97,6 @@ def _result(places: Places, outputs: list[Tensor]) -> PassResult:
     return PassResult(outputs[0], dict(zip(places, outputs[1:], strict=True)))
 
 
-def _inputs(work: Pass, stores: Stores) -> tuple[Any, ...]:
-    """Return the inputs of a graph, in the order of `INPUTS`."""
-    cross = (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
-    return work.tokens, work.positions, work.slots, work.masks, stores, cross
-
-
-def _function(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
-    """Return a model's pass as a function of tensors alone."""
-
-    def function(
-        tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
-    ) -> list[Tensor]:
-        work = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
-        equate(_sizes(work, stores))
-        return forward_showing(model, work, stores, places)
-
-    return function
-
-
 def _settled(work: Pass) -> Pass:
     """Return the pass with copies of its integers, made in inference mode, each contiguous in memory of its own.
 
@@ -130,17 +106,3 @@ def _settled(work: Pass) -> Pass:
     parts = (work.tokens, work.positions, work.slots)
     tokens, positions, slots = (part.clone(memory_format=torch.contiguous_format) for part in parts)
     return Pass(tokens, positions, slots, work.masks, work.cross)
-
-
-def _sizes(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
-    """Return the tensors of a pass with names of their varying dimensions."""
-    cross = [(work.cross.mask, {0: "rows", 3: "source"})] if work.cross else []
-    if work.cross and work.cross.back is not None:
-        cross.append((work.cross.back, {0: "rows", 1: "new", 2: "end"}))
-    return [
-        *((tensor, {0: "rows", 1: "new"}) for tensor in (work.tokens, work.positions, work.slots)),
-        *((mask, {0: "rows", 2: "new", 3: "end"}) for mask in work.masks.values()),
-        *sizes_of_stores(stores, "slots"),
-        *sizes_of_stores(work.cross.stores if work.cross else [], "source slots"),
-        *cross,
-    ]

@@ -1,0 +1,108 @@
+"""Fused functions of tensors, as passes and drafts use them for CUDA graphs: any sizes, one compilation, no harm."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripted import LATE, ONE, THREE, Gammas, agree, drafts, drive, repeat
+from slipstream.decoding.sampling import Sampling
+from slipstream.execution import backends, cuda_graphs, fused
+from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
+from slipstream.execution.fused import Fused
+from slipstream.execution.graphs import GRAPHS
+from slipstream.models.causal import CausalScorer
+from toys import FAMILIES, tiny
+
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+"""The first traces with symbolic sizes as the second does, and then runs what it traced."""
+
+
+def double(numbers: Tensor, others: list[Tensor]) -> Tensor:
+    return 2 * numbers + sum(other.sum() for other in others)
+
+
+def run(function: Fused, *lengths: int) -> Iterator[bool]:
+    """Whether each result is that of `double`, for vectors of these lengths."""
+    for length in lengths:
+        numbers, other = torch.arange(length, dtype=torch.float32), torch.ones(3)
+        found = function((numbers, [other]), [(numbers, {0: "length"}), (other, {0: "three"})])
+        yield torch.equal(found, double(numbers, [other]))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on a CPU, by a recorder that repeats the work."""
+    monkeypatch.setattr(cuda_graphs, "record", repeat)
+    monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
+
+
+def test_one_compilation_serves_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(fused, "BACKEND", backend)
+    compiled, told = GRAPHS.compiled, list[bool]()
+    function = Fused(double, {"three"}, "toy", told.append)
+    assert not told  # nothing is compiled before the first call
+    assert all(run(function, 4, 9, 2, 300))
+    assert (len(graphs), told, GRAPHS.compiled) == (1, [True], compiled + 1)
+
+
+def test_control_sizes_that_are_constant_are_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+    monkeypatch.setattr(fused, "BACKEND", lambda graph, inputs: graphs.append(graph) or graph)
+    assert all(run(Fused(double, {"three", "length"}, "toy", lambda made: None), 4, 9))
+    assert len(graphs) == 2
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no Triton here")
+
+    monkeypatch.setattr(fused, "BACKEND", broken)
+    function = Fused(double, (), "toy", lambda made: None)
+    with pytest.warns(RuntimeWarning, match="toy runs with more and smaller kernels, it cannot be compiled") as caught:
+        assert all(run(function, 4, 9, 2))
+    assert len(caught) == 1 and "no Triton here" in str(caught[0].message)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_fused_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch, name: str, backend: str) -> None:
+    monkeypatch.setattr(fused, "BACKEND", backend)
+    model, said = tiny(FAMILIES[name]), list[str]()
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed, rows in enumerate((1, 3, 2)):
+            for left, right in zip(drive(eager, rows, seed), drive(fast, rows, seed), strict=True):
+                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+    assert [what for what in said if what.startswith("compiling")] == [
+        f"compiling toy for {rows}, {new}" for rows in ("one text", "batches") for new in ("tokens", "one token")
+    ]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rounds", [ONE, THREE, pytest.param(LATE, marks=pytest.mark.slow)])
+def test_chains_of_fused_steps_are_what_token_by_token_would_have_been(
+    monkeypatch: pytest.MonkeyPatch, rounds: Gammas, backend: str
+) -> None:
+    monkeypatch.setattr(fused, "BACKEND", backend)
+    model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=0.7)] * len(rounds[0])
+    one, other = CausalScorer(model), CausalScorer(model)
+    one.make_draft_graphs([4])
+    compiled = GRAPHS.compiled
+    for left, right in zip(drafts(one, samplers, rounds), drafts(other, samplers, rounds), strict=True):
+        agree(left, right)
+    assert GRAPHS.compiled - compiled == 2  # steps that are fed two tokens and one, for chains of any length
