@@ -135,8 +135,9 @@ def test_chains_are_drafted_for_the_first_rows_alone(untraced: None, texts: int)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rounds", [ONE, THREE])
 def test_graphs_are_given_numbers_to_draw_by_that_lie_alike(
-    monkeypatch: pytest.MonkeyPatch, temperature: float
+    monkeypatch: pytest.MonkeyPatch, temperature: float, rounds: Gammas
 ) -> None:
     """Torch makes another graph for a tensor that begins elsewhere in its memory, or has other strides."""
     found = set[tuple[int, tuple[int, ...]]]()
@@ -151,7 +152,7 @@ def test_graphs_are_given_numbers_to_draw_by_that_lie_alike(
     monkeypatch.setattr(tracing.torch, "compile", watched)
     scorer = CausalScorer(tiny(FAMILIES["llama"]))
     scorer.make_draft_graphs([])
-    drafts(scorer, [Sampling(temperature=temperature)] * 3, THREE)
+    drafts(scorer, [Sampling(temperature=temperature)] * len(rounds[0]), rounds)
     assert {offset for offset, _ in found} == {0} and len(found) == 1
 
 

@@ -266,7 +266,7 @@ def draft(step: Step, size: int, inputs: Inputs) -> Drafted:
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for place in range(size):
         # A copy, since torch would make another graph for another layout, or for a view into a table.
-        chance = chances[:, place].clone()[:, None]
+        chance = chances[:, place].clone(memory_format=torch.contiguous_format)[:, None]
         drawn, best, laws, states = step((tokens, states, last, start, places, stores, cross, temperatures, chance))
         parts.append((drawn, best, laws))
         tokens, start, last = drawn, start + last + 1, torch.zeros_like(last)
