@@ -209,7 +209,7 @@ def on_the_edge() -> Learned:
     curve = Curve().add(0, 1.0).add(0, 1.0).add(1, 1.1).add(2, 1.2)
     alone = RoundKind(1, sampled=True)
     costs = RoundCosts({alone: Curve().add(1, 0.3).add(2, 0.55)}, {alone: curve})
-    return Learned(costs, Acceptance((1.0, 0.5), (2.0, 1.0)), wait=1)
+    return Learned(costs, {True: Acceptance((1.0, 0.5), (2.0, 1.0))}, wait=1)
 
 
 @pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
@@ -385,7 +385,7 @@ def test_an_engine_goes_on_with_what_its_controller_learned() -> None:
     engine.generate("def f(x):", max_new_tokens=12)
     state = engine.decoder.experience.begin(engine.decoder.controller)
     assert state.inside.costs.rest
-    assert not state.inside.acceptance.rows
+    assert state.inside.acceptance and not any(each.rows for each in state.inside.acceptance.values())
     assert not engine.decoder.experience.begin(controller("auto", most=2)).inside.costs.rest, "another controller"
     engine.generate("def f(x):", max_new_tokens=12, gamma=2)
     assert engine.decoder.experience.begin(Fixed(2)) is None
@@ -536,6 +536,19 @@ def test_a_controller_never_ends_a_call(chooser: Controller, turns: list[tuple[i
         if isinstance(state, Learned):
             assert all(map(math.isfinite, state.credits.values()))
             assert 0 < state.costs.load < math.inf
+
+
+def test_what_stands_is_known_for_greedy_and_for_sampled_rounds() -> None:
+    """Greedy drafts stand more often: what is known of them says nothing about sampled ones."""
+    adaptive, greedy = Adaptive(2), row([1], sampler=Sampling())
+    state = adaptive.update(on_the_edge(), turn([2], [2], 0, 0.1, 1.0))  # sampled: nothing stood
+    sampled = state.acceptance_of([row([1])])
+    assert state.acceptance_of([greedy]) == Acceptance() != sampled
+    assert state.acceptance_of([greedy]).chances(2) > sampled.chances(2)
+    round = turn([2], [2], 2, 0.1, 1.0)
+    state = adaptive.update(state, replace(round, rows=(greedy,)))  # greedy: everything stood
+    assert state.acceptance_of([row([1])]) == sampled
+    assert state.acceptance_of([greedy]).chances(2) > Acceptance().chances(2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), TIMES), max_size=30))

@@ -18,7 +18,7 @@ def count_round(round: Round) -> None:
         stats.accepted += accepted
         stats.drafted += round.draft.lengths[r]
         stats.tested += tested
-        stats.beta += float(verdict.beta[r, :tested].sum())
+        stats.beta += float(verdict.beta[r, :tested].sum()) if tested else 0.0
         stats.target_calls += 1
         stats.windowed += round.draft.windowed[r] if round.draft.windowed else 0
         stats.ahead += round.draft.ahead[r] if round.draft.ahead else 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Unread(NamedTuple):
 class Learned:
     """The state of `Adaptive`: measured costs of rounds, acceptance, and when to draft again after plain rounds.
 
+    `acceptance` is kept for rounds in which tokens are sampled (True) and for greedy ones, of which more stands.
     `credits` is the time that may still be lost against plain decoding, in plain steps, by the kind of rounds: what was
     lost in large batches must not keep a single text from drafting. `behind` counts the rounds since the last draft,
     `wait` those until the next attempt, `patience` those to wait after an attempt that fails. `pilots` is the number of
@@ -50,7 +52,7 @@ class Learned:
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Mapping[bool, Acceptance] = field(default_factory=dict)
     credits: Mapping[RoundKind, float] = field(default_factory=dict)
     behind: int = 0
     wait: int = 0
@@ -59,12 +61,19 @@ class Learned:
     read: Mapping[int, int] = field(default_factory=dict)
     ended: tuple[float, float] = (0.0, 0.0)
 
+    def acceptance_of(self, rows: Sequence[Row]) -> Acceptance:
+        """Return the acceptance in rounds like those of these rows, which begins with a guess."""
+        return self.acceptance.get(RoundKind.of(rows).sampled, Acceptance())
+
     def unread(self, rows: Sequence[Row], since: Sequence[int] | None = None) -> Unread:
         """Return what the draft has not read of the rows' texts, without the last `since` tokens of each."""
-        new = since or [0] * len(rows)
-        tokens = [max(0, len(row.tokens) - n - self.read.get(row.index, 0)) for row, n in zip(rows, new, strict=True)]
-        own = [len(row.tokens) - len(row.request.prompt) - n for row, n in zip(rows, new, strict=True)]
-        return Unread(sum(tokens), sum(map(min, tokens, own)))
+        tokens = written = 0
+        for row, new in zip(rows, since or [0] * len(rows), strict=True):
+            length = len(row.tokens) - new
+            lacking = max(0, length - self.read.get(row.index, 0))
+            tokens += lacking
+            written += min(lacking, length - len(row.request.prompt))
+        return Unread(tokens, written)
 
     def left(self, row: Row) -> float:
         """Return the number of tokens that a row is expected to write yet.
@@ -115,26 +124,29 @@ class Adaptive:
 
     def resume(self, state: Learned) -> Learned:
         """Return the state for new rows: what was learned about costs, acceptance and lengths, and the credit left."""
-        return replace(state, acceptance=replace(state.acceptance, rows={}), read={})
+        return replace(state, acceptance=_of_rows(state.acceptance, set()), read={})
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
         """Return the best gamma by what was measured; a row with low acceptance drafts fewer tokens, or none."""
         if (state.behind and state.wait) or not state.costs.knows_plain(rows):
             return [0] * len(rows)
         draft, rest = state.costs.of(rows)
-        outlook, credit = _Outlook.of(state, rows, (draft, rest), self.most), self._credit(state, rows)
+        outlook, credit = _Outlook(state, rows, draft, rest, self.most), self._credit(state, rows)
         again = rest.timed(self.probe) == 1 and credit >= 0  # a first run of a shape is slow: it says little
         best = outlook.best(credit) if draft.tried and not state.behind and not again else 0
         if best:
             return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
-        attempt = again or not (state.wait or self._too_dear(state, rows, outlook))
-        return _limited([self.probe * attempt] * len(rows), state, rows, 1)
+        if not again and (state.wait or self._too_dear(state, rows, outlook)):
+            return [0] * len(rows)
+        return _limited([self.probe] * len(rows), state, rows, 1)
 
     def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
         """Return whether the credit does not suffice for an attempt, or whether nothing seems to be won by it."""
-        credit = self._credit(state, rows)
+        credit, loss = self._credit(state, rows), outlook.loss(self.probe)
+        if min(loss, self.credit) > credit:  # whatever there is to read
+            return True
         unread = min(state.unread([row]) for row in rows)  # one row drafts in an attempt
-        price = outlook.loss(self.probe) + self._price_of_reading(state.costs, unread, outlook.seconds[0])
+        price = loss + self._price_of_reading(state.costs, unread, outlook.plain)
         return min(price, self.credit) > credit or (state.behind < DOUBT and outlook.hopeless(self.probe))
 
     def _credit(self, state: Learned, rows: Sequence[Row]) -> float:
@@ -150,77 +162,120 @@ class Adaptive:
 
     def update(self, state: Learned, round: Round) -> Learned:
         """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
+        kind, earned = RoundKind.of(round.rows), self.allowance * sum(map(len, round.tokens)) / len(round.rows)
+        before = state.credits.get(kind, self.credit)
+        ended = any(row.finish_reason for row in round.rows)
         drafting = [place for place, gamma in enumerate(round.gammas) if gamma]
+        if not drafting:
+            return replace(
+                _without_ended(state, round) if ended else state,
+                costs=state.costs.learn(round, 0),
+                credits={**state.credits, kind: min(before + earned, max(self.credit, before))},
+                behind=state.behind + 1,
+                wait=max(0, state.wait - 1),
+                pilots=1,
+            )
         rows = [round.rows[place] for place in drafting]
         unread = state.unread(rows, [len(round.tokens[place]) for place in drafting])
         costs = state.costs.learn(round, unread.tokens)
-        before = self._credit(state, round.rows)
-        known = replace(
-            state,
-            costs=costs,
-            acceptance=state.acceptance.learn(round),
-            read=_read(state, round),
-            ended=_ended(state, round),
-        )
-        credit = before + self.allowance * sum(map(len, round.tokens)) / len(round.rows)
-        if not drafting:
-            wait = max(0, state.wait - 1)
-            credits = {**state.credits, RoundKind.of(round.rows): min(credit, max(self.credit, before))}
-            return replace(known, credits=credits, behind=state.behind + 1, wait=wait, pilots=1)
         lost = _loss(costs, round, unread.tokens)
         if state.behind:  # what is read while drafting goes on was expected to be won back
             lost += self._price_of_reading(costs, unread, costs.of(round.rows)[1].at(0))
-        credit = min(EARNED * self.credit, max(-self.credit, credit - lost))
-        credits = {**state.credits, RoundKind.of(round.rows): credit}
+        credit = min(EARNED * self.credit, max(-self.credit, before + earned - lost))
         patience = state.patience // 2 if _pays(costs, round) else state.patience * 2
         patience = min(PATIENCE[1], max(PATIENCE[0], patience))
         whole = sum(round.accepted) == sum(round.draft.depths) > 0
-        wait = 0 if whole else patience
-        return replace(known, credits=credits, behind=0, wait=wait, patience=patience, pilots=2 * len(drafting))
+        acceptance = {**state.acceptance, kind.sampled: state.acceptance_of(round.rows).learn(round)}
+        learned = replace(state, acceptance=acceptance, read=_read(state, round))
+        return replace(
+            _without_ended(learned, round) if ended else learned,
+            costs=costs,
+            credits={**state.credits, kind: credit},
+            behind=0,
+            wait=0 if whole else patience,
+            patience=patience,
+            pilots=2 * len(drafting),
+        )
 
 
 def _read(state: Learned, round: Round) -> dict[int, int]:
-    """Return how much of each running row's text the draft has read after a round."""
-    running = [(row, gamma) for row, gamma in zip(round.rows, round.gammas, strict=True) if not row.finish_reason]
-    return {row.index: len(row.tokens) if gamma else state.read.get(row.index, 0) for row, gamma in running}
+    """Return how much of each row's text the draft has read after a round."""
+    drafted = zip(round.rows, round.gammas, strict=True)
+    return {row.index: len(row.tokens) if gamma else state.read.get(row.index, 0) for row, gamma in drafted}
 
 
-def _ended(state: Learned, round: Round) -> tuple[float, float]:
-    """Return the number of texts that ended, and of their tokens, after a round; older ones count less and less."""
+def _without_ended(state: Learned, round: Round) -> Learned:
+    """Return the state without the rows that ended in a round, and with the lengths of their texts.
+
+    Older lengths count less and less."""
     count, tokens = state.ended
     for row in round.rows:
         if row.finish_reason and row.output:
             count, tokens = ENDED * count + 1, ENDED * tokens + len(row.output)
-    return count, tokens
+    running = {row.index for row in round.rows if not row.finish_reason}
+    read = {index: length for index, length in state.read.items() if index in running}
+    return replace(state, acceptance=_of_rows(state.acceptance, running), read=read, ended=(count, tokens))
 
 
-@dataclass(frozen=True, slots=True)
+def _of_rows(acceptance: Mapping[bool, Acceptance], running: Container[int]) -> dict[bool, Acceptance]:
+    """Return acceptances without what was learned about single rows, except the running ones."""
+    return {sampled: of_kind.of_rows(running) for sampled, of_kind in acceptance.items()}
+
+
+@dataclass(frozen=True)
 class _Outlook:
-    """Expected tokens and seconds of the next round, for gamma 0, 1, ..."""
+    """Expected tokens and seconds of the next round, for gamma 0, 1, ..., computed when they are needed.
 
-    timed: list[int]  # how many rounds of each gamma were measured
-    survivals: list[list[float]]  # per row: the chances that at least 1, 2, ... drafted tokens stand
-    seconds: list[float]
-    tokens: list[float]
-    left: float  # the number of tokens that all rows will write yet
-    reading: float  # the seconds in which the draft reads what it has not read of the texts
+    Plain rounds need few of them, and all that a controller computes between two rounds is time in which no model runs.
+    """
 
-    @staticmethod
-    def of(state: Learned, rows: Sequence[Row], costs: tuple[Curve, Curve], most: int) -> _Outlook:
-        """Make the outlook from what was learned and two cost curves: drafting, and the rest, which is above 0."""
-        (draft, rest), count, acceptance = costs, len(rows), state.acceptance
-        chances = acceptance.chances(most)
-        hit = acceptance.hit
-        survivals = [[hit * s for s in acceptance.survival(row.index, chances)] for row in rows]
-        some = 1 - (1 - hit) ** count
-        plain = rest.at(0)
-        seconds, tokens = [plain], [float(count)]
-        for gamma in range(1, most + 1):
-            seconds.append(draft.at(gamma) + some * rest.at(gamma) + (1 - some) * plain)
-            tokens.append(tokens[-1] + sum(survival[gamma - 1] for survival in survivals))
-        timed = [rest.timed(gamma) for gamma in range(most + 1)]
-        reading = state.costs.reading.at(state.unread(rows).tokens)
-        return _Outlook(timed, survivals, seconds, tokens, sum(map(state.left, rows)), reading)
+    state: Learned
+    rows: Sequence[Row]
+    draft: Curve  # the seconds of drafting
+    rest: Curve  # those of everything else, above 0
+    most: int
+
+    @cached_property
+    def acceptance(self) -> Acceptance:
+        """The acceptance in such rounds."""
+        return self.state.acceptance_of(self.rows)
+
+    @cached_property
+    def plain(self) -> float:
+        """The seconds of a plain round."""
+        return self.rest.at(0)
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """The expected seconds of a round, by gamma."""
+        return [self.plain, *map(self._seconds, range(1, self.most + 1))]
+
+    def _seconds(self, gamma: int) -> float:
+        """Return the expected seconds of a round with a gamma above 0."""
+        some = 1 - (1 - self.acceptance.hit) ** len(self.rows)
+        return self.draft.at(gamma) + some * self.rest.at(gamma) + (1 - some) * self.plain
+
+    @cached_property
+    def survivals(self) -> list[list[float]]:
+        """The chances that at least 1, 2, ... drafted tokens stand, per row."""
+        hit, chances = self.acceptance.hit, self.acceptance.chances(self.most)
+        return [[hit * chance for chance in self.acceptance.survival(row.index, chances)] for row in self.rows]
+
+    @cached_property
+    def tokens(self) -> list[float]:
+        """The expected number of emitted tokens, by gamma."""
+        drafted = (sum(at_depth) for at_depth in zip(*self.survivals, strict=True))
+        return list(accumulate(drafted, initial=float(len(self.rows))))
+
+    @cached_property
+    def left(self) -> float:
+        """The number of tokens that all rows will write yet."""
+        return sum(map(self.state.left, self.rows))
+
+    @cached_property
+    def reading(self) -> float:
+        """The seconds in which the draft reads what it has not read of the texts."""
+        return self.state.costs.reading.at(self.state.unread(self.rows).tokens)
 
     def speed(self, gamma: int) -> float:
         """Return the expected tokens per second of a gamma."""
@@ -228,7 +283,7 @@ class _Outlook:
 
     def loss(self, gamma: int) -> float:
         """Return how much longer than a plain round a round takes, in plain steps: what is lost if nothing stands."""
-        return self.seconds[gamma] / self.seconds[0] - 1
+        return self._seconds(gamma) / self.plain - 1 if gamma else 0.0
 
     def time_left(self, gamma: int) -> float:
         """Return the seconds in which the texts will be complete, if all rounds have this gamma; reading counts
@@ -238,23 +293,24 @@ class _Outlook:
     def best(self, credit: float) -> int:
         """Return the gamma with which the texts end first, among those that can lose at most `credit` plain steps; 0 if
         they do not end clearly earlier with it than without drafts."""
-        best = min((i for i in range(len(self.seconds)) if not i or self.loss(i) <= credit), key=self.time_left)
+        best = min((i for i in range(self.most + 1) if not i or self.loss(i) <= credit), key=self.time_left)
         return best if self.time_left(best) < CLEARLY * self.time_left(0) else 0
 
     def hopeless(self, gamma: int) -> bool:
         """Return whether a gamma is known to take longer than plain decoding even if all that is drafted stands."""
-        if self.timed[gamma] < ENOUGH:
+        if self.rest.timed(gamma) < ENOUGH:
             return False
-        fastest = self.seconds[gamma] / self.seconds[0] / (1 + gamma)
-        return fastest * self.time_left(0) + self.reading > self.time_left(0)
+        plainly = self.left * self.plain / len(self.rows)
+        fastest = self._seconds(gamma) / self.plain / (1 + gamma)
+        return fastest * plainly + self.reading > plainly
 
     def less_known(self, best: int) -> int:
         """Return a gamma predicted to be nearly as fast as the best that was hardly timed yet; else the best."""
-        if not best or self.timed[best] < ENOUGH:
+        if not best or self.rest.timed(best) < ENOUGH:
             return best
         least = NEAR * self.speed(best)
-        near = [i for i in range(1, len(self.seconds)) if self.timed[i] < ENOUGH and self.speed(i) > least]
-        return min(near, key=lambda gamma: self.timed[gamma], default=best)
+        near = [i for i in range(1, self.most + 1) if self.rest.timed(i) < ENOUGH and self.speed(i) > least]
+        return min(near, key=self.rest.timed, default=best)
 
     def shares(self, gamma: int) -> list[int]:
         """Return a gamma per row: as many positions as gain most over the row's share of their cost."""

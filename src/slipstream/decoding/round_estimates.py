@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -157,23 +157,28 @@ class RoundCosts:
         drafting. Times that cannot be true change nothing."""
         if not clocked(round):
             return self
-        depth = max(round.draft.depths)
-        asked = depth or max(round.gammas)  # a drafter that found nothing has searched nevertheless
-        draft = round.seconds["draft"]
+        depth, draft = max(round.draft.depths), round.seconds["draft"]
         rest = sum(round.seconds.values()) - draft - round.reading
-        kind, drafting = RoundKind.of(round.rows), RoundKind.of(rows_that_draft(round) or round.rows)
-        after, own = self.rest.get(kind, Curve()), self.draft.get(drafting, UNMEASURED)
-        load, reading = self.load, self.reading
+        kind, load = RoundKind.of(round.rows), self.load
+        after = self.rest.get(kind, Curve())
         if after.timed(depth) >= 3:
             load *= limited(rest / (after.at(depth) * load)) ** DRIFT
             load = min(LOADS[1], max(LOADS[0], load))
-        if unread and asked and (round.reading or own.tried):
-            seconds = round.reading or max(0.0, draft - own.at(asked) * load)
-            reading = reading.add(size(unread), seconds / load * size(unread) / unread)
-        drafts = self.draft
-        if asked and (round.reading or not unread or not own.tried or draft / load < own.at(asked)):
-            drafts = {**drafts, drafting: own.add(asked, draft / load)}
-        return RoundCosts(drafts, {**self.rest, kind: after.add(depth, rest / load)}, reading, load)
+        costs = RoundCosts(self.draft, {**self.rest, kind: after.add(depth, rest / load)}, self.reading, load)
+        # A drafter that found nothing has searched nevertheless.
+        asked = depth or max(round.gammas)
+        return costs._learn_drafting(round, asked, unread) if asked else costs
+
+    def _learn_drafting(self, round: Round, asked: int, unread: int) -> RoundCosts:
+        """Return the costs after the draft of a round, of which `asked` tokens were asked for."""
+        drafting, draft = RoundKind.of(rows_that_draft(round) or round.rows), round.seconds["draft"]
+        own, reading, drafts = self.draft.get(drafting, UNMEASURED), self.reading, self.draft
+        if unread and (round.reading or own.tried):
+            seconds = round.reading or max(0.0, draft - own.at(asked) * self.load)
+            reading = reading.add(size(unread), seconds / self.load * size(unread) / unread)
+        if round.reading or not unread or not own.tried or draft / self.load < own.at(asked):
+            drafts = {**drafts, drafting: own.add(asked, draft / self.load)}
+        return replace(self, draft=drafts, reading=reading)
 
 
 def rows_that_draft(round: Round) -> list[Row]:
@@ -232,6 +237,10 @@ class Acceptance:
         found = [(kept + POSITION_WEIGHT * level) / (tested + POSITION_WEIGHT) for kept, tested in known]
         return (found + [level] * (most - len(found)))[:most]
 
+    def of_rows(self, running: Container[int]) -> Acceptance:
+        """Return the acceptance without what was learned about single rows, except the running ones."""
+        return replace(self, rows={index: counts for index, counts in self.rows.items() if index in running})
+
     def survival(self, row: int, chances: Sequence[float]) -> list[float]:
         """Return the chances that at least i tokens of a row stand, i = 1 .. len(chances), if they are drafted."""
         surplus, weight = self.rows.get(row, (0.0, 0.0))
@@ -242,9 +251,9 @@ class Acceptance:
         return found
 
     def learn(self, round: Round) -> Acceptance:
-        """Return the acceptance after one more round.
+        """Return the acceptance after one more round that drafted.
 
-        Rows that ended are dropped: their last draft may have been cut."""
+        The last draft of rows that ended does not count: it may have been cut."""
         depths = round.draft.depths
         chances = self.chances(max(depths))
         rows, wide = dict[int, tuple[float, float]](), max(max(depths), len(self.tested))
