@@ -163,7 +163,7 @@ class Adaptive:
     def update(self, state: Learned, round: Round) -> Learned:
         """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
         kind, earned = RoundKind.of(round.rows), self.allowance * sum(map(len, round.tokens)) / len(round.rows)
-        before = state.credits.get(kind, self.credit)
+        before = self._credit(state, round.rows)
         ended = any(row.finish_reason for row in round.rows)
         drafting = [place for place, gamma in enumerate(round.gammas) if gamma]
         if not drafting:
