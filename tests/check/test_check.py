@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from scripted import repeat
 from slipstream.check import CheckReport, check, chi2
 from slipstream.check.controls import broken
 from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_law, wide
@@ -25,8 +26,9 @@ from slipstream.core.law import Law, total_variation
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.round import Context, Round
-from slipstream.decoding import acceptance
+from slipstream.decoding import acceptance, verification
 from slipstream.decoding import speculate as decoding
+from slipstream.decoding.captured_verification import CapturedVerification
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule, lenient
@@ -38,7 +40,9 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
+from slipstream.execution import capturing
 from slipstream.execution.draft_graphs import DraftGraphs
+from slipstream.execution.graphs import GRAPHS
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table, TableScorer
@@ -440,8 +444,24 @@ def test_a_last_token_from_another_law_is_caught(monkeypatch: pytest.MonkeyPatch
         law = verdict.law if verdict.law.point else Law(probs=verdict.law.dense**0.9)
         return context.draw(law, "next", verdict.accepted.tolist())[:, 0]
 
-    monkeypatch.setattr(decoding, "draw_next", soft)
+    monkeypatch.setattr(verification, "draw_next", soft)
     assert "wiring" in failed(run())
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK])
+def test_verification_by_graphs_is_certified(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    made.decoder = replace(made.decoder, verification=CapturedVerification())
+    monkeypatch.setattr(capturing, "record", repeat)
+    before = GRAPHS.captured
+    assert run(made, verify=rule).verdict == "pass" and GRAPHS.captured > before
+
+
+def test_a_verification_that_is_not_replayed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    made.decoder = replace(made.decoder, verification=CapturedVerification())
+    monkeypatch.setattr(capturing, "record", lambda function, pool: (function(), lambda: None))
+    assert "wiring" in failed(run(made))
 
 
 @pytest.mark.slow

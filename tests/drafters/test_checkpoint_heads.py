@@ -33,7 +33,7 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
-from slipstream.execution import backends, cuda_graphs
+from slipstream.execution import backends, capturing, cuda_graphs
 from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
@@ -374,7 +374,7 @@ def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones
 ) -> None:
     """Batches and a single text; the graphs that draft were really used, and read the states that graphs gave."""
     if execution is Captured:
-        monkeypatch.setattr(cuda_graphs, "record", repeat)
+        monkeypatch.setattr(capturing, "record", repeat)
         monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
         monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
     model = llama()

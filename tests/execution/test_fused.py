@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scripted import LATE, ONE, THREE, Gammas, agree, drafts, drive, repeat
 from slipstream.decoding.sampling import Sampling
-from slipstream.execution import backends, cuda_graphs, fused
+from slipstream.execution import backends, capturing, fused
 from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
 from slipstream.execution.fused import Fused
 from slipstream.execution.graphs import GRAPHS
@@ -38,7 +38,7 @@ def run(function: Fused, *lengths: int) -> Iterator[bool]:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture on a CPU, by a recorder that repeats the work."""
-    monkeypatch.setattr(cuda_graphs, "record", repeat)
+    monkeypatch.setattr(capturing, "record", repeat)
     monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.check.enumeration import CHAINS, PATHS, TREES, WIDE, Form, Pair, normed
 from slipstream.core.draft import ABSENT, Draft, Part, Verdict, ancestors
-from slipstream.core.draws import Key, Purpose, Rng
+from slipstream.core.draws import Key, Purpose, Rng, inverse
 from slipstream.core.law import Law, distance, total_variation
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
@@ -85,25 +85,16 @@ class Drawn:
 
 
 class _Recorder:
-    """Wraps a decoder and records the scores, laws and draws of the current round."""
+    """Wraps a decoder and records the scores and draws of the current round."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._parts = decoder
         self.decoder = replace(
             decoder,
             target=cast(Scorer, _RecordingTarget(decoder.target, self)),
-            verifier=self._verify,
             rng=_RecordingRng(decoder.rng, self),
         )
         self.drawn: list[Drawn] = []
         self.scores: Tensor
-        self.p: Law
-        self.verdict: Verdict
-
-    def _verify(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-        """Verify as the decoder does, and record its laws and the verdict."""
-        self.p, self.verdict = p, self._parts.verifier(p, draft, draw)
-        return self.verdict
 
     def draws(self, scope: tuple[str, ...], purpose: Purpose) -> list[Drawn]:
         """Return the draws of this round in one scope, for one purpose."""
@@ -167,7 +158,7 @@ def watch(
         if round.draft.parents is not None:
             observed.form = TREES if round.draft.paths is None else PATHS
         # The laws that verdict and draft report must be those that tokens were drawn from.
-        _compare_next(observed, recorder.verdict, recorder.draws((), Purpose.NEXT))
+        _compare_next(observed, round.verdict, recorder.draws((), Purpose.NEXT))
         _compare_draft(observed, round.draft, (), recorder)
         for place, row in enumerate(round.rows):
             view = _View(round, place, recorder)
@@ -194,8 +185,8 @@ class _View:
         self.tokens = round.draft.tokens[place].tolist()
         self.lines = ancestors(round.draft.parents or tuple(range(-1, len(self.tokens) - 1)))
         self.nodes = [n for n in range(round.draft.lengths[place]) if self.tokens[n] != ABSENT]
-        path = recorder.verdict.path
-        count = int(recorder.verdict.accepted[place])
+        path = round.verdict.path
+        count = int(round.verdict.accepted[place])
         self.path = list(range(count)) if path is None else path[place, :count].tolist()
 
     def compare(self, observed: Observations) -> None:
@@ -206,11 +197,11 @@ class _View:
         plain = plain_law(
             rows, self.recorder.scores[self.place, positions].unsqueeze(1), self.recorder.decoder.target.name
         )
-        used = self.recorder.p.select(torch.full_like(positions, self.place)).at(positions)
+        assert self.round.p is not None
+        used = self.round.p.select(torch.full_like(positions, self.place)).at(positions)
         observed.p = _worst(observed.p, distance(plain, used))
-        drawn = self.recorder.draws((), Purpose.NEXT)[-1].tokens
-        assert drawn is not None
-        expected = [*(self.tokens[node] for node in self.path), int(drawn[self.place, 0])]
+        following = _next_tokens(self.round.verdict, self.recorder.draws((), Purpose.NEXT))
+        expected = [*(self.tokens[node] for node in self.path), int(following[self.place, 0])]
         observed.astray += sum(a != b for a, b in zip(self.emitted, expected, strict=False))
         observed.astray += max(0, len(self.emitted) - len(expected))
         observed.drafted += len(self.nodes)
@@ -226,7 +217,8 @@ class _View:
 
     def collect(self, observed: Observations) -> None:
         """Store the laws of one position for the enumeration."""
-        p, q = self.recorder.p.probs, self.round.draft.law
+        assert self.round.p is not None
+        p, q = self.round.p.probs, self.round.draft.law
         if p is None or q is None or not self.nodes or len(observed.pairs) == MOST_PAIRS:
             return
         node = self.nodes[len(observed.pairs) % len(self.nodes)]
@@ -243,9 +235,21 @@ class _View:
 
 
 def _compare_next(observed: Observations, verdict: Verdict, drawn: Sequence[Drawn]) -> None:
-    """Compare the verdict's law with the one that the last token was drawn from."""
-    assert drawn[-1].law is not None
-    observed.next = _worst(observed.next, distance(drawn[-1].law, verdict.law))
+    """Compare the verdict's law with the one that the last token was drawn from, unless a graph has drawn it."""
+    if drawn[-1].law is not None:
+        observed.next = _worst(observed.next, distance(drawn[-1].law, verdict.law))
+
+
+def _next_tokens(verdict: Verdict, drawn: Sequence[Drawn]) -> Tensor:
+    """Return the tokens (rows, 1) that were drawn after the accepted ones, or that the numbers of a graph draw from
+    the verdict's law."""
+    last = drawn[-1]
+    if last.tokens is not None:
+        return last.tokens
+    if verdict.law.tokens is not None:
+        return verdict.law.tokens
+    numbers = torch.tensor(last.chances, dtype=torch.float64).gather(1, verdict.accepted[:, None].cpu())
+    return inverse(verdict.law.dense, numbers.to(verdict.law.device))
 
 
 def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> None:

@@ -88,6 +88,8 @@ class Draft:
     rounds of a draft that is drafted itself. Decoding does not read them; a certificate does.
 
     `ahead` counts, per row, the tokens that were ready when the round began.
+
+    `counts` are the lengths as a tensor (rows,), for verification in a graph that serves drafts of different lengths.
     """
 
     tokens: Tensor
@@ -98,6 +100,16 @@ class Draft:
     replacement: bool = False
     parts: tuple[Part, ...] = ()
     ahead: tuple[int, ...] = ()
+    counts: Tensor | None = None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the drafts of some rows may be shorter than that of the longest."""
+        return self.counts is not None or min(self.lengths) < self.tokens.shape[1]
+
+    def counted(self, device: torch.device) -> Tensor:
+        """Return the lengths as a tensor (rows,)."""
+        return torch.tensor(self.lengths, device=device) if self.counts is None else self.counts
 
     @property
     def tree(self) -> Tree | None:

@@ -21,7 +21,7 @@ PREFILL_CHUNK = 512
 
 
 class Stopwatch:
-    """Measures the seconds of a round by phase; a phase may come several times."""
+    """Measures the seconds of a round by phase on the host; a phase may come several times."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -33,6 +33,10 @@ class Stopwatch:
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
 
+    def end(self, phase: str) -> None:
+        """Count the time since the last lap as `phase`, the last one of the round."""
+        self.lap(phase)
+
     @contextmanager
     def apart(self, phase: str) -> Iterator[None]:
         """Count the time of the block as `phase`, and leave it out of the lap that contains the block."""
@@ -43,6 +47,53 @@ class Stopwatch:
             took = perf_counter() - began
             self.laps[phase] = self.laps.get(phase, 0.0) + took
             self._last += took
+
+
+class GpuStopwatch(Stopwatch):
+    """Measures the phases of a round by a GPU's own clock, since the host runs ahead of the GPU's work.
+
+    The last phase ends on the host, so that all of them together take as long as the round. The laps are known then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._began = device, self._last
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._apart: dict[int, float] = {}  # seconds that do not belong to the lap that ends with this mark
+        self.lap("")
+
+    def lap(self, phase: str) -> None:
+        """Let the GPU note the time when it arrives here, at the end of `phase`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((phase, event))
+
+    def end(self, phase: str) -> None:
+        """Read the times of all laps, and count what is left of the round as `phase`."""
+        self._marks[-1][1].synchronize()
+        for place in range(1, len(self._marks)):
+            name, event = self._marks[place]
+            took = self._marks[place - 1][1].elapsed_time(event) / 1e3 - self._apart.get(place, 0.0)
+            self.laps[name] = self.laps.get(name, 0.0) + max(0.0, took)
+        self.laps[phase] = max(0.0, perf_counter() - self._began - sum(self.laps.values()))
+
+    @contextmanager
+    def apart(self, phase: str) -> Iterator[None]:
+        """Count the time of the block as `phase`, and leave it out of the lap that contains the block."""
+        torch.cuda.synchronize(self._device)
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize(self._device)
+            took, place = perf_counter() - began, len(self._marks)
+            self.laps[phase] = self.laps.get(phase, 0.0) + took
+            self._apart[place] = self._apart.get(place, 0.0) + took
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """Return a stopwatch for rounds whose target works on a device."""
+    return GpuStopwatch(device) if device.type == "cuda" else Stopwatch()
 
 
 @dataclass(frozen=True, slots=True)

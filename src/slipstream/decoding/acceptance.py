@@ -50,7 +50,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
     if draft.law is None or p.point:
         return token(p, draft, draw)
     if draft.law.tokens is None and laws_fit(p.dense, draft.law.dense):
-        b, coins, shared = kernels.block_tests(p.dense, draft.law.dense, draft.tokens, _lengths(draft, p.device))
+        b, coins, shared = kernels.block_tests(p.dense, draft.law.dense, draft.tokens, draft.counted(p.device))
     else:
         b, coins, shared = block_tests(p, draft)
     passed = draw(Law(probs=coins), Purpose.ACCEPT) == 0
@@ -65,7 +65,7 @@ def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     At positions after the end of a row's draft the coin always says "it does not".
     """
     assert draft.law is not None
-    lengths = _lengths(draft, p.device)[:, None]
+    lengths = draft.counted(p.device)[:, None]
     b = survival(p, draft)
     shared, excess = overlap(p.first(draft.law.positions), draft.law, b[:, :-1])
     place = torch.arange(1, b.shape[1], device=p.device)
@@ -119,7 +119,7 @@ def everything(p: Law, draft: Draft, draw: Draw) -> Verdict:
     """Accept every drafted token without a test: for warming up, where the text does not matter."""
     if draft.law is None:
         return nothing_drafted(p)
-    accepted = _lengths(draft, p.device)
+    accepted = draft.counted(p.device)
     return Verdict(accepted, next_law(p, draft, accepted), beta(p, draft.law))
 
 
@@ -209,16 +209,12 @@ def _coin(heads: Tensor, tails: Tensor) -> Law:
     return Law(probs=torch.stack([heads, tails], -1))
 
 
-def _lengths(draft: Draft, device: torch.device) -> Tensor:
-    return torch.tensor(draft.lengths, device=device)
-
-
 def leading(passed: Tensor, draft: Draft) -> Tensor:
     """Count the tokens that passed before the first that failed or was not drafted -> (rows,)."""
     assert draft.parents is None, "this verifier takes chains; `trees` has those for trees"
-    if min(draft.lengths) < passed.shape[1]:
+    if draft.ragged:
         places = torch.arange(passed.shape[1], device=passed.device)
-        passed = passed & (places < _lengths(draft, passed.device)[:, None])
+        passed = passed & (places < draft.counted(passed.device)[:, None])
     return passed.cumprod(-1).sum(-1)
 
 
@@ -230,7 +226,7 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
     if p.tokens is not None:
         return Law(tokens=p.tokens.gather(1, accepted[:, None]))
     assert draft.law is not None
-    refused = accepted < _lengths(draft, p.device)
+    refused = accepted < draft.counted(p.device)
     if draft.law.tokens is None and laws_fit(p.dense, draft.law.dense):
         weights = torch.ones(p.rows, dtype=torch.float64) if weight is None else weight[:, 0]
         return Law(probs=kernels.following(p.dense, draft.law.dense, accepted, refused, weights))

@@ -9,7 +9,7 @@ from slipstream.core.stats import Stats
 def count_round(round: Round) -> None:
     """Add the tokens and the acceptance of a round to the statistics of its rows."""
     verdict = round.verdict
-    counts = verdict.accepted.tolist()
+    counts, betas = verdict.accepted.tolist(), verdict.beta.tolist()
     for r, row in enumerate(round.rows):
         stats, depth, accepted = row.stats, round.draft.depths[r], round.accepted[r]
         # A token is tested if all before it were kept and it was not cut away.
@@ -18,7 +18,7 @@ def count_round(round: Round) -> None:
         stats.accepted += accepted
         stats.drafted += round.draft.lengths[r]
         stats.tested += tested
-        stats.beta += float(verdict.beta[r, :tested].sum()) if tested else 0.0
+        stats.beta += sum(betas[r][:tested])
         stats.target_calls += 1
         stats.windowed += round.draft.windowed[r] if round.draft.windowed else 0
         stats.ahead += round.draft.ahead[r] if round.draft.ahead else 0

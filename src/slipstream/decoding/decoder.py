@@ -17,6 +17,7 @@ from slipstream.core.round import Context, Round
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.rules import TOKEN
+from slipstream.decoding.verification import Verification, verify_eagerly
 
 
 class NoDraft:
@@ -65,6 +66,7 @@ class Decoder:
     batch_size: int = 8
     rng: Rng = draw
     experience: Experience = field(default_factory=Experience, compare=False)
+    verification: Verification = field(default=verify_eagerly, compare=False)
     inside: bool = False  # it decodes a draft: a position without a law gets an arbitrary one, and the text goes on
 
     def __post_init__(self) -> None:

@@ -275,6 +275,14 @@ class Sampling:
         return self._law(torch.zeros_like(logits)[None])[0]
 
 
+def temperatures_of(rows: Sequence[Row]) -> list[float] | None:
+    """Return the temperature of each row; None if other settings than temperatures shape any of their laws."""
+    samplers = [row.request.sampler for row in rows]
+    known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
+    temperatures = [each for each in known if each is not None]
+    return temperatures if len(temperatures) == len(samplers) else None
+
+
 def _check_bias(biases: Any) -> None:
     """Raises ValueError unless biases map token ids to numbers; -inf forbids a token, as in transformers."""
     if not isinstance(biases, Mapping):

@@ -10,43 +10,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from slipstream.core.draft import Draft, Verdict, accepted_paths
-from slipstream.core.draws import Purpose
 from slipstream.core.law import Faults
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
-from slipstream.core.round import PREFILL_CHUNK, Context, Round, Stopwatch
+from slipstream.core.round import PREFILL_CHUNK, Context, Round, stopwatch
 from slipstream.decoding.accounting import count_round, share_time
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.row_settings import rng_of, verify
+from slipstream.decoding.row_settings import rng_of
+from slipstream.decoding.verification import Outcome
 
 
 @torch.inference_mode()
 def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], piece: int = PREFILL_CHUNK) -> Round:
     """Play a round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
-    watch = Stopwatch()
-    target, context = decoder.target, Context(tuple(running), rng_of(decoder, running), piece, watch)
+    target = decoder.target
+    watch = stopwatch(target.device)
+    context = Context(tuple(running), rng_of(decoder, running), piece, watch)
     possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
+    # Before the draft, since sending it to a GPU waits for the work there.
+    pending = torch.tensor([row.tokens[-1:] for row in running], device=target.device)
     draft = decoder.drafter.propose(context, possible).to(target.device)
     watch.lap("draft")
-    pending = torch.tensor([row.tokens[-1:] for row in running], device=target.device)
     counts = [1 + length for length in draft.lengths]
     logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
     watch.lap("target")
-    p, faults = context.target_law(logits, draft, target.name)
-    verdict = verify(decoder, context, p, draft)
-    following = draw_next(context, verdict)
+    outcome = decoder.verification(decoder.verifier, context, logits, draft, target.name)
+    verdict, faults = outcome.verdict, outcome.faults
     watch.lap("accept")
     if verdict.path is not None:
         target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
-    tokens, accepted = _commit(running, draft, verdict, following, {} if decoder.inside else faults)
+    tokens, accepted = _commit(running, draft, outcome, {} if decoder.inside else faults)
     _roll_back(target, running, faults)
-    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(possible), watch.laps, p)
+    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(possible), watch.laps, outcome.p)
     decoder.drafter.observe(round)
     count_round(round)
-    watch.lap("rest")
+    watch.end("rest")
     share_time(round)
     return round
 
@@ -57,17 +57,13 @@ def _room(target: Scorer, row: Row, gamma: int) -> int:
     return max(0, min(gamma, room - 1))
 
 
-def draw_next(context: Context, verdict: Verdict) -> Tensor:
-    """Draw the token after the accepted ones (rows,)."""
-    return context.draw(verdict.law, Purpose.NEXT, verdict.accepted.tolist())[:, 0]
-
-
 def _commit(
-    running: Sequence[Row], draft: Draft, verdict: Verdict, following: Tensor, faults: Faults
+    running: Sequence[Row], draft: Draft, outcome: Outcome, faults: Faults
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Append what stands to every row, cut where plain decoding would have ended -> emitted tokens, accepted."""
+    verdict = outcome.verdict
     drafted = draft.tokens if verdict.path is None else draft.fed.gather(1, verdict.path)
-    counts, last = verdict.accepted.tolist(), following.tolist()
+    counts, last = verdict.accepted.tolist(), outcome.following.tolist()
     new_tokens = [[*tokens[:count], new] for tokens, count, new in zip(drafted.tolist(), counts, last, strict=True)]
     if faults:
         _cut(running, new_tokens, verdict, faults)

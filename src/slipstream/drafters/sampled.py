@@ -12,7 +12,7 @@ from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context
-from slipstream.decoding.sampling import Sampling
+from slipstream.decoding.sampling import temperatures_of
 from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
 
 LawAfter = Callable[[Tensor], Law | None]
@@ -49,10 +49,7 @@ def chains_by_graphs(
     token by token; None if there are no graphs, or if settings other than the temperature shape the laws."""
     if graphs is None or graphs.draft_graphs is None:
         return None
-    samplers = [row.request.sampler for row in context.rows]
-    known = [sampler.temperature_alone for sampler in samplers if isinstance(sampler, Sampling)]
-    temperatures = [each for each in known if each is not None]
-    if len(temperatures) < len(samplers):
+    if (temperatures := temperatures_of(context.rows)) is None:
         return None
     chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
     if chances is None:

@@ -197,8 +197,9 @@ class Engine:
         most, form = self.decoder.controller.most, self.decoder.target.source_form
         source = None if form is None else form.example()
         # Whole drafts that are accepted, so that the next one is fed most; a controller would choose by the clock.
-        speculative = replace(self.decoder, verifier=WARM_UP.verify, controller=Fixed(most))
-        for decoder in (speculative, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
+        accepting = replace(self.decoder, verifier=WARM_UP.verify, controller=Fixed(most))
+        verifying = replace(self.decoder, controller=Fixed(most))  # verification may have graphs of its own
+        for decoder in (accepting, verifying, replace(self.decoder, drafter=NoDraft(), controller=Fixed(0))):
             for count, sampler in product(rows, samplers):
                 requests = [Request((0, 0), sampler, 2 * (1 + most), key=key, source=source) for key in range(count)]
                 deque(rounds(decoder, requests), maxlen=0)

@@ -10,6 +10,7 @@ from slipstream.core.media import only
 from slipstream.core.protocols import Controller
 from slipstream.core.source import Frame
 from slipstream.core.values import true_or_false, whole_number
+from slipstream.decoding.captured_verification import verification_on
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
@@ -111,10 +112,10 @@ def load(
     if made:
         made.check_target(None, scorer.vocab)
     framing, eos = _frame(scorer, tokenizer, task, exact_shape), _eos(scorer.model, tokenizer)
-    ahead, independent = mode.of_draft(_graph_gammas(steering)), bool(chosen.paths)
-    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=independent)
+    ahead, verification = mode.of_draft(_graph_gammas(steering)), verification_on(scorer.device, mode)
+    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=bool(chosen.paths))
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
-    decoder = Decoder(scorer, drafts, controller=steering, batch_size=batch_size)
+    decoder = Decoder(scorer, drafts, controller=steering, batch_size=batch_size, verification=verification)
     media, notes = _media(target, scorer, processor)
     notes += _notes(context, decoder, media is not None, proposes=draft is made is None)
     engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, notes, framing, media)

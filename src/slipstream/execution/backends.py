@@ -35,6 +35,11 @@ KINDS: dict[str, type[Compiled] | type[Captured]] = {"cpu": Compiled, "cuda": Ca
 """The classes that compile passes, by the type of the device."""
 
 
+def captures(device: torch.device) -> bool:
+    """Whether work on a device is captured as CUDA graphs."""
+    return KINDS.get(device.type) is Captured
+
+
 def draft_graphs(
     network: Network,
     name: str,

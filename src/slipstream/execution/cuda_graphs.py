@@ -1,4 +1,4 @@
-"""Work on a GPU as CUDA graphs: captured once per shape, and replayed without the cost of Python and of launches."""
+"""Passes and drafts on a GPU as CUDA graphs, which are replayed without the cost of Python and of launches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.execution.capturing import Graph, Graphs, shapes
 from slipstream.execution.draft_graphs import (
     Drafted,
     DraftGraphs,
@@ -23,7 +24,7 @@ from slipstream.execution.draft_graphs import (
     traced_draft,
 )
 from slipstream.execution.fused import Fused
-from slipstream.execution.graphs import GRAPHS, graph_progress, warn
+from slipstream.execution.graphs import graph_progress, warn
 from slipstream.execution.passes import (
     EAGERLY,
     MOST_WIDTH,
@@ -40,97 +41,12 @@ from slipstream.execution.traced_passes import constant_sizes, sizes_of_pass, te
 BUCKET = 256
 """The fewest slots that captured work reads; see `bucket`."""
 
-Function = Callable[[Sequence[Tensor | None]], list[Tensor]]
-"""A function of tensors that can be captured: it reads nothing else but weights and caches, and waits for nothing."""
-
 
 def bucket(slots: int) -> int:
     """Round a number of slots up, to a quarter of a power of two: few graphs serve all texts, and little is read in
     vain."""
     step = max(BUCKET, (1 << max(slots - 1, 0).bit_length()) // 8)
     return -(-slots // step) * step
-
-
-# ---- capturing ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Graph:
-    """A captured function: the tensors it reads, those it writes, and a function that runs it."""
-
-    inputs: Sequence[Tensor | None]
-    outputs: list[Tensor]
-    replay: Callable[[], object]
-
-    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run it on inputs of the same shapes, from any device -> outputs that later runs leave as they are."""
-        for place, given in zip(self.inputs, inputs, strict=True):
-            if place is not None and given is not None:
-                place.copy_(given)
-        self.replay()
-        return [output.clone() for output in self.outputs]
-
-
-@dataclass
-class Graphs:
-    """The graphs of functions that work on the same caches, by any key.
-
-    A graph contains addresses, so all are dropped when the caches have moved. The graphs share their memory, since
-    only one of them runs at a time.
-    """
-
-    _graphs: dict[Hashable, Graph] = field(default_factory=dict)
-    _caches: Sequence[Any] = ()
-    _pool: Any = None
-
-    @property
-    def keys(self) -> list[Any]:
-        """The keys of all graphs."""
-        return list(self._graphs)
-
-    def find(self, key: Hashable, caches: Sequence[Stores]) -> Graph | None:
-        """Return the graph with this key; None if there is none that works on these caches."""
-        if self._caches != (now := [_form(stores) for stores in caches]):
-            self._caches, self._graphs, self._pool = now, {}, None
-        return self._graphs.get(key)
-
-    def capture(self, key: Hashable, function: Function, inputs: Sequence[Tensor | None], stores: Stores) -> Graph:
-        """Capture a function on copies of its inputs, on the device of its cache, and store the graph under a key."""
-        device = stores[0][0].device
-        if self._pool is None and device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        copies = [None if each is None else each.to(device, copy=True) for each in inputs]
-        graph = self._graphs[key] = Graph(copies, *record(lambda: function(copies), self._pool))
-        return graph
-
-
-def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
-    """Return the shapes of inputs as a key."""
-    return tuple(None if each is None else each.shape for each in inputs)
-
-
-def _form(stores: Stores) -> tuple[Any, ...]:
-    """Return what graphs contain of a cache; all layers are allocated together, so the first stands for all."""
-    keys, values = stores[0]
-    return keys.data_ptr(), values.data_ptr(), keys.stride()
-
-
-def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list[Tensor], Callable[[], object]]:
-    """Capture a function's work on the GPU -> the tensors it writes, and a function that repeats the work on them.
-
-    `pool` is the memory that graphs share. Other threads may use the GPU meanwhile.
-    """
-    GRAPHS.captured += 1
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # the first runs choose kernels and allocate, which cannot be captured
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        outputs = function()
-    return outputs, graph.replay
 
 
 # ---- passes --------------------------------------------------------------------------------------------------------
@@ -190,8 +106,8 @@ class Captured:
             return outputs
 
         inputs = _inputs(work)
-        graph = self._graphs.capture(key, function, inputs, stores)
-        compare(forward_showing(self.model, _pass(inputs, work), stores, places)[0], graph.run(inputs)[0])
+        graph = self._graphs.capture(key, function, inputs, stores[0][0].device)
+        compare(forward_showing(self.model, _pass(graph.inputs, work), stores, places)[0], graph.run(inputs)[0])
         return graph
 
     def _fused_pass(self, work: Pass, places: Places) -> Fused:
@@ -262,6 +178,7 @@ class CapturedDrafts(DraftGraphs):
 
     least = BUCKET
     _captured: Graphs = field(default_factory=Graphs)
+    _unread: Tensor | None = None  # the greatest logits of the last draft
 
     @property
     def made(self) -> frozenset[GraphKind]:
@@ -271,6 +188,15 @@ class CapturedDrafts(DraftGraphs):
     def steps(self, wish: Wish) -> list[int]:
         """Return the number of tokens of the only graph: all of the wish, or the next of the `sizes`."""
         return [min((size for size in self.sizes if size >= wish.gamma), default=wish.gamma)]
+
+    def _finite(self, best: Tensor) -> bool:
+        """Whether all logits of the last draft but this one were finite.
+
+        Reading this draft's logits would wait for the GPU, while the target's pass could be prepared. Where they are
+        not finite, the law that its tokens were drawn from is uniform, which is as exact as any other.
+        """
+        last, self._unread = self._unread, best
+        return last is None or super()._finite(last)
 
     def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
         """See `DraftGraphs`; the numbers of slots are rounded up."""
@@ -304,7 +230,7 @@ class CapturedDrafts(DraftGraphs):
             drafted = draft(step, kind.size, (*first, stores, cross, temperatures, chances))
             return [part for part in drafted if part is not None]
 
-        return self._captured.capture(key, function, _tensors(inputs), stores)
+        return self._captured.capture(key, function, _tensors(inputs), stores[0][0].device)
 
     def _fused_step(self, kind: GraphKind) -> Fused:
         """Return the fused step of this kind, which serves chains of any length."""

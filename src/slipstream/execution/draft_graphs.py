@@ -187,13 +187,17 @@ class DraftGraphs:
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
             return None
-        if not math.isfinite(best.sum().item()):
+        if not self._finite(best):
             return None  # drafting token by token reports where the logits are not finite
         tokens = tokens[:, : wish.gamma]
         if laws is None:
             return tokens, Law(tokens=tokens)
         laws, greedy = laws[:, : wish.gamma], tuple(temperature == 0 for temperature in wish.temperatures)
         return tokens, Law(probs=laws, tokens=tokens, points=greedy) if any(greedy) else Law(probs=laws)
+
+    def _finite(self, best: Tensor) -> bool:
+        """Whether all logits of a draft were finite, given the greatest of each token."""
+        return math.isfinite(best.sum().item())
 
     def width(self, wish: Wish) -> int:
         """Return the number of columns of the first step.
@@ -288,10 +292,14 @@ def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
 
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
-    """Return the law (rows, vocab) at each text's temperature; at 0 all probability is on the `best` token (rows,)."""
-    greedy = temperatures == 0
-    point = torch.arange(logits.shape[-1], device=logits.device) == best[:, None]
-    return torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
+    """Return the law (rows, vocab) at each text's temperature; at 0 all probability is on the `best` token (rows,).
+
+    Where logits are not finite, it is uniform: such a draft may be verified before anybody looks at its logits.
+    """
+    greedy, vocab = temperatures == 0, logits.shape[-1]
+    point = torch.arange(vocab, device=logits.device) == best[:, None]
+    law = torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
+    return torch.where(law.isnan(), 1 / vocab, law)
 
 
 @runtime_checkable

@@ -43,13 +43,18 @@ class Cross:
         source = self.mask.shape[-1]
         return [(keys[:, :, :source], values[:, :, :source]) for keys, values in self.stores]
 
+    def to(self, device: torch.device) -> Cross:
+        """Return these inputs on a device, where the stores are already."""
+        return replace(self, mask=self.mask.to(device), back=None if self.back is None else self.back.to(device))
+
 
 @dataclass(frozen=True)
 class Pass:
     """The inputs of one forward pass.
 
     `tokens`, `positions` and `slots` are (rows, n), additive `masks` (rows, 1, n, end) by kind of layer. New keys and
-    values go to the slots. `cross` is for decoders that have an encoder.
+    values go to the slots. `cross` is for decoders that have an encoder. What is counted (all but tokens) may lie on
+    the host until the model runs.
     """
 
     tokens: Tensor
@@ -72,6 +77,14 @@ class Pass:
     def cross_arguments(self) -> dict[str, Cross]:
         """The keyword arguments for cross-attention; empty for a model without an encoder."""
         return {} if self.cross is None else {"cross": self.cross}
+
+    def to(self, device: torch.device) -> Pass:
+        """Return this pass on a device."""
+        if self.slots.device == device:
+            return self
+        positions, slots = self.positions.to(device), self.slots.to(device)
+        masks = {kind: mask.to(device) for kind, mask in self.masks.items()}
+        return Pass(self.tokens.to(device), positions, slots, masks, self.cross and self.cross.to(device))
 
 
 @dataclass(frozen=True)

@@ -276,10 +276,11 @@ class CausalScorer:
         return logits[:rows, :width]
 
     def _score(self, tokens: Tensor, first: int, tree: Tree | None) -> Tensor:
+        """Score a few tokens. Masks are made on the host, where a small tensor costs less than a kernel on a GPU."""
         # Outside of inference mode, like the caller's tokens: graphs treat tensors made inside it differently.
         slots = self._memory.texts.place(tokens.shape[1], first, first + len(tokens))
         with torch.inference_mode():
-            return self._runner.logits(self._builder.build(tokens, slots.to(self.device), tree)).to(self.device)
+            return self._runner.logits(self._builder.build(tokens, slots, tree)).to(self.device)
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""

@@ -44,7 +44,7 @@ class PassRunner:
                 for states in self.recorded:
                     states.store(states.joined(result.states))
                 return result.logits
-        return self._eager(work, keep=0)
+        return self._eager(work.to(work.tokens.device), keep=0)
 
     def feed(self, work: Pass) -> None:
         """Run a pass that only fills the cache."""

@@ -1,0 +1,182 @@
+"""Verification on a GPU as CUDA graphs: laws, verdict and draws in one replay, and one transfer of what was decided.
+
+Eagerly, a sampled round starts some seventy small kernels after the target's pass, which takes the host longer than a
+pass of a 1.1 B model takes the GPU. Rules and draws are those of `acceptance` and `core.draws`; a graph gets the random
+numbers that the row's `Rng` would have used at each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draws import Purpose, inverse
+from slipstream.core.law import Law, distance, wide
+from slipstream.core.round import Context
+from slipstream.decoding.rules import BLOCK, MATCH, TOKEN
+from slipstream.decoding.sampling import temperatures_of
+from slipstream.decoding.verification import Outcome, Verification, verifier_of, verify_eagerly
+from slipstream.execution.backends import captures
+from slipstream.execution.capturing import Graph, Graphs, shapes
+from slipstream.execution.graphs import warn
+from slipstream.execution.passes import Mode
+
+CAPTURABLE = frozenset(rule.verify for rule in (TOKEN, BLOCK, MATCH))
+"""The verifiers that compute with tensors alone, and draw each purpose once."""
+
+ROUNDING = 1e-3
+"""The greatest total variation between a law from a graph and the same law made eagerly."""
+
+
+def verification_on(device: torch.device, mode: Mode) -> Verification:
+    """Return how drafts are verified on a device in a mode: by graphs where passes are captured, otherwise eagerly."""
+    return CapturedVerification(mode.progress) if mode.compiled and captures(device) else verify_eagerly
+
+
+@dataclass
+class CapturedVerification:
+    """Verifies chains as CUDA graphs, one per rule, kind of law, number of rows and of drafted tokens.
+
+    Graphs serve rows with one rule that are all greedy, or all sampled by a temperature alone; other rows are verified
+    eagerly. The first laws of a graph are compared with eager ones. If capturing fails, one warning says why, and
+    verification stays eager.
+    """
+
+    progress: Callable[[str], object] | None = None
+    _graphs: Graphs = field(default_factory=Graphs)
+    _failed: bool = False
+
+    def __call__(self, verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
+        """Verify a draft; see `Verification`."""
+        question = None if self._failed else _Question.of(verifier, context, logits, draft)
+        outcome = question and self._by_graph(question, context, draft, model)
+        return outcome or verify_eagerly(verifier, context, logits, draft, model)
+
+    def _by_graph(self, question: _Question, context: Context, draft: Draft, model: str) -> Outcome | None:
+        """Verify by a graph; None if that is not possible, or if some logits are not finite."""
+        try:
+            graph = self._graphs.find(question.key) or self._capture(question, context, draft, model)
+            outputs = graph.run(question.inputs)
+        except Exception as error:  # too little memory, an operation that a graph cannot hold, ...
+            self._failed = True
+            warn(model, "verifies eagerly, its verification", error)
+            return None
+        return question.outcome(outputs)
+
+    def _capture(self, question: _Question, context: Context, draft: Draft, model: str) -> Graph:
+        """Capture verification for questions of this kind, and compare its laws with eager ones."""
+        rows, gamma = draft.tokens.shape
+        if self.progress:
+            self.progress(f"capturing the verification of {rows} x {gamma} drafted tokens")
+        graph = self._graphs.capture(question.key, question.function, question.inputs, question.logits.device)
+        outcome = question.outcome(graph.run(question.inputs))
+        p, faults = context.target_law(question.logits, draft, model)
+        if outcome is not None and not faults and not (gap := float(distance(p, outcome.p).max())) <= ROUNDING:
+            raise ValueError(f"the captured verification makes other laws (they differ by {gap:.2g})")
+        return graph
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a graph is asked: a draft, and the logits (rows, gamma + 1, vocab) of the target after each of its tokens.
+
+    `numbers` are those in [0, 1) with which coins (rows, gamma) and the next token (rows, gamma + 1) are drawn.
+    """
+
+    verifier: Verifier
+    logits: Tensor
+    draft: Draft
+    temperatures: tuple[float, ...]
+    numbers: dict[Purpose, Tensor]
+
+    @staticmethod
+    def of(verifier: Verifier, context: Context, logits: Tensor, draft: Draft) -> _Question | None:
+        """Make the question for a graph; None if rules, samplers, draws or the shape of the draft do not allow one."""
+        rules = {verifier_of(row, verifier) for row in context.rows}
+        temperatures = temperatures_of(context.rows)
+        if temperatures is None or len({temperature == 0 for temperature in temperatures}) > 1:
+            return None
+        [shared, *others] = rules
+        if others or shared not in CAPTURABLE or draft.parents is not None or (draft.law and draft.law.points):
+            return None
+        positions = logits.shape[1]
+        coins = context.rng.chances(context.key(Purpose.ACCEPT), positions - 1)
+        following = context.rng.chances(context.key(Purpose.NEXT), positions)
+        if coins is None or following is None:
+            return None
+        numbers = {
+            Purpose.ACCEPT: torch.tensor(coins, dtype=torch.float64).view(len(context.rows), positions - 1),
+            Purpose.NEXT: torch.tensor(following, dtype=torch.float64),
+        }
+        return _Question(shared, logits, draft, tuple(temperatures), numbers)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are sampled."""
+        return any(self.temperatures)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The key of the graph that answers this question."""
+        return self.verifier, self.sampled, self.draft.law is None, shapes(self.inputs)
+
+    @property
+    def inputs(self) -> list[Tensor | None]:
+        """The inputs of the graph."""
+        law = self.draft.law
+        counts, temperatures = torch.tensor(self.draft.lengths), torch.tensor(self.temperatures, dtype=torch.float32)
+        q = (None, None) if law is None else (law.probs, law.tokens)
+        return [self.logits, self.draft.tokens, *q, counts, temperatures, *self.numbers.values()]
+
+    def function(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Verify -> a summary as float64, p, and the law of the next token.
+
+        The summary is one vector: accepted tokens (rows,), next tokens (rows,), whether all logits are finite, and beta
+        (rows, gamma).
+        """
+        logits, tokens, q, q_tokens, counts, temperatures, coins, following = inputs
+        assert logits is not None and tokens is not None and temperatures is not None and following is not None
+        p, finite = self._laws(logits, temperatures)
+        law = None if q is None and q_tokens is None else Law(probs=q, tokens=q_tokens)
+        draft = Draft(tokens, law, self.draft.lengths, counts=counts)
+        numbers = {Purpose.ACCEPT: coins, Purpose.NEXT: following}
+        verdict = self.verifier(p, draft, lambda law, purpose: _drawn(law, numbers[purpose]))
+        token = _drawn(verdict.law, following.gather(1, verdict.accepted[:, None]))
+        parts = (verdict.accepted, token[:, 0], finite[None], verdict.beta.flatten())
+        laws = (p.probs, p.tokens, p.scores, verdict.law.probs, verdict.law.tokens)
+        return [torch.cat([part.double() for part in parts]), *(each for each in laws if each is not None)]
+
+    def _laws(self, logits: Tensor, temperatures: Tensor) -> tuple[Law, Tensor]:
+        """Return p, and whether all logits are finite, as `Sampling.law` finds out."""
+        scores = wide(logits)
+        if not self.sampled:
+            values, tokens = scores.max(-1)
+            return Law(tokens=tokens, scores=scores), values.sum().isfinite()
+        probs = (scores / temperatures[:, None, None]).softmax(-1)
+        return Law(probs=probs), probs[..., 0].sum().isfinite()
+
+    def outcome(self, outputs: Sequence[Tensor]) -> Outcome | None:
+        """Read what the graph has decided, which lies on the CPU then; None if some logits are not finite."""
+        summary, *laws = outputs
+        rows, gamma = self.draft.tokens.shape
+        decided = summary.cpu()  # waits for the GPU
+        accepted, following, finite, beta = decided.split([rows, rows, 1, rows * gamma])
+        if not finite:
+            return None
+        p = Law(probs=laws.pop(0)) if self.sampled else Law(tokens=laws.pop(0), scores=laws.pop(0))
+        [law] = laws
+        next_law = Law(probs=law) if law.is_floating_point() else Law(tokens=law)
+        verdict = Verdict(accepted.long(), next_law, beta.view(rows, gamma).float())
+        return Outcome(p, verdict, following.long(), {})
+
+
+def _drawn(law: Law, chances: Tensor | None) -> Tensor:
+    """Draw tokens (rows, positions) from a law by numbers in [0, 1)."""
+    if law.tokens is not None:
+        return law.tokens
+    assert chances is not None
+    return inverse(law.dense, chances)

@@ -1,0 +1,144 @@
+"""Functions of tensors as CUDA graphs: captured once per shape, then replayed without the cost of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.execution.graphs import GRAPHS
+from slipstream.execution.passes import Stores
+
+Function = Callable[[Sequence[Tensor | None]], list[Tensor]]
+"""A function of tensors that can be captured: it reads nothing else but weights and caches, and waits for nothing."""
+
+ALIGNED = 16
+"""The bytes that every input from the host is aligned to."""
+
+
+class Staging:
+    """Inputs of a graph that come from the host: one copy brings all of them, and does not wait for the GPU."""
+
+    def __init__(self, given: Sequence[Tensor], device: torch.device) -> None:
+        """Allocate memory on host and device for tensors of these shapes and types."""
+        sizes = [-(-each.nbytes // ALIGNED) * ALIGNED for each in given]
+        on_gpu, starts = device.type == "cuda", [0, *accumulate(sizes)]
+        self._host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        self._device = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        self._from, self.places = (
+            [
+                memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
+                for start, each in zip(starts, given, strict=False)
+            ]
+            for memory in (self._host, self._device)
+        )
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def fill(self, given: Sequence[Tensor]) -> None:
+        """Copy tensors to their places on the device."""
+        if self._copied:
+            self._copied.synchronize()  # the last copy reads the same memory of the host
+        for place, each in zip(self._from, given, strict=True):
+            place.copy_(each)
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied:
+            self._copied.record()
+
+
+@dataclass
+class Graph:
+    """A captured function: the tensors it reads, those it writes, and a function that runs it.
+
+    `from_host` are the indices of the inputs that the staging brings to the device.
+    """
+
+    inputs: Sequence[Tensor | None]
+    outputs: list[Tensor]
+    replay: Callable[[], object]
+    staging: Staging
+    from_host: Sequence[int]
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run it on inputs of the same shapes, from the same devices -> outputs that later runs leave as they are."""
+        self.staging.fill([given for index in self.from_host if (given := inputs[index]) is not None])
+        for index, (place, given) in enumerate(zip(self.inputs, inputs, strict=True)):
+            if place is not None and given is not None and index not in self.from_host:
+                place.copy_(given)
+        self.replay()
+        return [output.clone() for output in self.outputs]
+
+
+@dataclass
+class Graphs:
+    """The graphs of functions that work on the same caches, by any key.
+
+    A graph contains addresses, so all are dropped when the caches have moved. The graphs share their memory, since
+    only one of them runs at a time.
+    """
+
+    _graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    _caches: Sequence[Any] = ()
+    _pool: Any = None
+
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of all graphs."""
+        return list(self._graphs)
+
+    def find(self, key: Hashable, caches: Sequence[Stores] = ()) -> Graph | None:
+        """Return the graph with this key; None if there is none that works on these caches."""
+        if self._caches != (now := [_form(stores) for stores in caches]):
+            self._caches, self._graphs, self._pool = now, {}, None
+        return self._graphs.get(key)
+
+    def capture(
+        self, key: Hashable, function: Function, inputs: Sequence[Tensor | None], device: torch.device
+    ) -> Graph:
+        """Capture a function on copies of its inputs, on a device, and store the graph under a key."""
+        if self._pool is None and device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        from_host = [index for index, each in enumerate(inputs) if each is not None and each.device.type == "cpu"]
+        hosted = [each for index in from_host if (each := inputs[index]) is not None]
+        staging = Staging(hosted, device)
+        staging.fill(hosted)
+        places = dict(zip(from_host, staging.places, strict=True))
+        copies = [
+            None if each is None else places[index] if index in places else each.to(device, copy=True)
+            for index, each in enumerate(inputs)
+        ]
+        graph = Graph(copies, *record(lambda: function(copies), self._pool), staging, from_host)
+        self._graphs[key] = graph
+        return graph
+
+
+def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
+    """Return the shapes of inputs, and the devices they come from, as a key."""
+    return tuple(None if each is None else (each.shape, each.device.type) for each in inputs)
+
+
+def _form(stores: Stores) -> tuple[Any, ...]:
+    """Return what graphs contain of a cache; all layers are allocated together, so the first stands for all."""
+    keys, values = stores[0]
+    return keys.data_ptr(), values.data_ptr(), keys.stride()
+
+
+def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list[Tensor], Callable[[], object]]:
+    """Capture a function's work on the GPU -> the tensors it writes, and a function that repeats the work on them.
+
+    `pool` is the memory that graphs share. Other threads may use the GPU meanwhile.
+    """
+    GRAPHS.captured += 1
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # the first runs choose kernels and allocate, which cannot be captured
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = function()
+    return outputs, graph.replay
