@@ -136,6 +136,21 @@ def test_chains_longer_than_any_size_have_graphs_of_their_own(device: str) -> No
     assert one.draft_graphs is not None and {kind.size for kind in one.draft_graphs.made} == {2, 4}
 
 
+def test_logits_that_are_not_finite_are_noticed_a_round_later_and_harm_no_law(device: str) -> None:
+    """No round waits for the draft's logits, so that the law of such a draft has to be one."""
+    model = tiny(FAMILIES["llama"]).to(device)
+    scorer = CausalScorer(model)
+    scorer.make_draft_graphs([4])
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = float("nan")
+    with pytest.warns(RuntimeWarning, match="non-finite"):
+        found = drafts(scorer, [Sampling(temperature=0.7)], ONE)
+    for draft in found:
+        assert draft.law is not None
+        torch.testing.assert_close(draft.law.dense.sum(-1), torch.ones(draft.tokens.shape, device=device))
+    assert found[0].law is not None and float(found[0].law.dense.std()) == 0
+
+
 def test_drafts_that_cannot_be_captured_go_token_by_token_after_one_warning(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

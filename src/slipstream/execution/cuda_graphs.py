@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.core.law import Law
 from slipstream.execution.capturing import Graph, Graphs, shapes
 from slipstream.execution.draft_graphs import (
     Drafted,
@@ -189,14 +190,21 @@ class CapturedDrafts(DraftGraphs):
         """Return the number of tokens of the only graph: all of the wish, or the next of the `sizes`."""
         return [min((size for size in self.sizes if size >= wish.gamma), default=wish.gamma)]
 
-    def _finite(self, best: Tensor) -> bool:
-        """Whether all logits of the last draft but this one were finite.
+    def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
+        """See `DraftGraphs`; logits that are not finite are noticed at the draft after theirs.
 
-        Reading this draft's logits would wait for the GPU, while the target's pass could be prepared. Where they are
-        not finite, the law that its tokens were drawn from is uniform, which is as exact as any other.
+        Reading them earlier would wait for the GPU, while the target's pass can be prepared. The law that such tokens
+        were drawn from is uniform, with which decoding is as exact as with any other.
         """
-        last, self._unread = self._unread, best
-        return last is None or super()._finite(last)
+        last, self._unread = self._unread, None
+        if last is not None and not super()._finite(last):
+            return None
+        return super().run(wish, room)
+
+    def _finite(self, best: Tensor) -> bool:
+        """Keep the greatest logits of this draft for the next one, and return True."""
+        self._unread = best
+        return True
 
     def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
         """See `DraftGraphs`; the numbers of slots are rounded up."""
