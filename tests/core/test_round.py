@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from slipstream.core import round as rounds
-from slipstream.core.round import Stopwatch
+from slipstream.core.round import Stopwatch, stopwatch
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.scheduler import Scheduler
@@ -65,3 +66,46 @@ def test_a_draft_reads_prompts_as_prefill_and_not_as_drafting(clock: Clock) -> N
     assert all(round.seconds["draft"] == 10 * round.draft.depths[0] and not round.reading for round in others)
     assert row.stats.seconds["prefill"] == 5
     assert row.stats.seconds["draft"] == sum(round.seconds["draft"] for round in (first, *others))
+
+
+class FakeEvent:
+    """An event of a GPU whose clock stands still but for what `FakeEvent.clock` is set to (seconds)."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+def test_a_gpus_phases_are_measured_by_its_own_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead: it reaches every mark at once, while the GPU takes seconds for each phase."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(FakeEvent, "clock", 5.0)
+    watch = stopwatch(torch.device("cuda"))
+    with watch.apart("prefill"):
+        clock.now += 0.5
+    for phase, arrival in (("draft", 7.0), ("target", 8.0), ("target", 8.5), ("accept", 9.0)):
+        FakeEvent.clock = arrival
+        watch.lap(phase)
+    assert not {"draft", "target", "accept"} & set(watch.laps)  # nobody waits for the GPU
+    clock.now += 4.5
+    watch.end("rest")
+    assert watch.laps == {"prefill": 0.5, "draft": 1.5, "target": 1.5, "accept": 0.5, "rest": 1.0}
+
+
+def test_a_hosts_last_phase_is_a_lap() -> None:
+    watch = stopwatch(torch.device("cpu"))
+    watch.lap("draft")
+    watch.end("rest")
+    assert list(watch.laps) == ["draft", "rest"]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import slipstream
+from scripted import Unfused
 from slipstream.check import check
+from slipstream.execution import cuda_graphs
 from slipstream.execution.graphs import GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -35,12 +37,19 @@ def texts(engine: slipstream.Engine, **options: Any) -> list[tuple[int, ...]]:
     return [each.tokens for each in (*batch, *engine.generate(PROMPTS[:1], max_new_tokens=NEW, **options))]
 
 
+@pytest.fixture
+def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture kernels as they are: fusing those of an engine takes a minute."""
+    monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
+
+
 @pytest.fixture(scope="module")
 def greedy() -> list[tuple[int, ...]]:
     """What the target says on the CPU."""
     return texts(slipstream.load(dtype="float32", device="cpu"), plain=True)
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_greedy_texts_are_those_of_the_cpu(kind: str, compiled: bool, greedy: list[tuple[int, ...]]) -> None:
@@ -54,6 +63,10 @@ def test_greedy_texts_are_those_of_the_cpu(kind: str, compiled: bool, greedy: li
     assert compiled == (GRAPHS.captured > captured)
 
 
+def test_greedy_texts_by_fused_kernels_are_those_of_the_cpu(greedy: list[tuple[int, ...]]) -> None:
+    assert texts(slipstream.load(dtype="float32", device="cuda", compile=True)) == greedy
+
+
 @pytest.mark.parametrize(("kind", "compiled"), [("model", True), ("tree", False)])
 def test_sampled_texts_follow_the_targets_law(kind: str, compiled: bool) -> None:
     """So few samples would not notice every broken rule; this is about draws and laws on a GPU."""
@@ -62,12 +75,14 @@ def test_sampled_texts_follow_the_targets_law(kind: str, compiled: bool) -> None
     assert report.sampling is not None and all(answer.passed for answer in report.sampling.tests), str(report)
 
 
+@pytest.mark.usefixtures("unfused")
 def test_seeds_repeat_texts_on_a_gpu() -> None:
     engine = slipstream.load(dtype="float32", device="cuda", compile=True)
     assert texts(engine, temperature=0.8, seed=5) == texts(engine, temperature=0.8, seed=5)
     assert texts(engine, temperature=0.8, seed=5) != texts(engine, temperature=0.8, seed=6)
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_beams_are_those_of_the_cpu(compiled: bool) -> None:
     found = []
@@ -85,6 +100,7 @@ def test_what_runs_on_cpus_only_is_refused_in_a_sentence() -> None:
         slipstream.load(draft="int4", device="cuda")
 
 
+@pytest.mark.usefixtures("unfused")
 def test_a_warmed_engine_captures_nothing_more_for_texts_of_a_fixed_gamma() -> None:
     engine = slipstream.load(dtype="bfloat16", device="cuda", compile=True, gamma=4)
     engine.generate(PROMPTS[:1], max_new_tokens=NEW)

@@ -25,11 +25,11 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device on which work is captured."""
+    monkeypatch.setattr(cuda_graphs, "Fused", Unfused)  # test_fused.py has those
     if request.param == "cpu":
         monkeypatch.setattr(capturing, "record", repeat)
         monkeypatch.setitem(backends.KINDS, "cpu", Captured)
         monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
-        monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
     elif not torch.cuda.is_available():
         pytest.skip("no GPU")
     return str(request.param)
@@ -59,9 +59,6 @@ def test_captured_passes_give_the_eager_logits(device: str, name: str) -> None:
     assert said[0] == "capturing toy for 1 x 4 tokens and 256 slots"
     captured = [what for what in said if what.startswith("capturing")]
     assert len(captured) == 20  # five for each number of rows; the last drive made none
-    assert len(said) - len(captured) == (
-        4 if device == "cuda" else 0
-    )  # fused: single texts and batches, one token, more
     grow_and_branch(eager, fast)
 
 

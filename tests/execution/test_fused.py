@@ -35,11 +35,15 @@ def run(function: Fused, *lengths: int) -> Iterator[bool]:
         yield torch.equal(found, double(numbers, [other]))
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture on a CPU, by a recorder that repeats the work."""
-    monkeypatch.setattr(capturing, "record", repeat)
-    monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device on which work is captured: a GPU, or a CPU by a recorder that repeats the work."""
+    if request.param == "cpu":
+        monkeypatch.setattr(capturing, "record", repeat)
+        monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
+    elif not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return str(request.param)
 
 
 def test_one_compilation_serves_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +79,13 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is_after_one_warning(monk
     assert len(caught) == 1 and "no Triton here" in str(caught[0].message)
 
 
-@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_fused_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch, name: str, backend: str) -> None:
+def test_fused_passes_give_the_eager_logits(
+    monkeypatch: pytest.MonkeyPatch, device: str, name: str, backend: str
+) -> None:
     monkeypatch.setattr(fused, "BACKEND", backend)
-    model, said = tiny(FAMILIES[name]), list[str]()
+    model, said = tiny(FAMILIES[name]).to(device), list[str]()
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -92,14 +97,13 @@ def test_fused_passes_give_the_eager_logits(monkeypatch: pytest.MonkeyPatch, nam
     ]
 
 
-@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rounds", [ONE, THREE, pytest.param(LATE, marks=pytest.mark.slow)])
 def test_chains_of_fused_steps_are_what_token_by_token_would_have_been(
-    monkeypatch: pytest.MonkeyPatch, rounds: Gammas, backend: str
+    monkeypatch: pytest.MonkeyPatch, device: str, rounds: Gammas, backend: str
 ) -> None:
     monkeypatch.setattr(fused, "BACKEND", backend)
-    model, samplers = tiny(FAMILIES["llama"]), [Sampling(temperature=0.7)] * len(rounds[0])
+    model, samplers = tiny(FAMILIES["llama"]).to(device), [Sampling(temperature=0.7)] * len(rounds[0])
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([4])
     compiled = GRAPHS.compiled

@@ -18,7 +18,7 @@ from slipstream.core.request import Row
 from slipstream.core.round import PREFILL_CHUNK, Context, Round, stopwatch
 from slipstream.decoding.accounting import count_round, share_time
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.row_settings import rng_of
+from slipstream.decoding.row_draws import rng_of
 from slipstream.decoding.verification import Outcome
 
 
