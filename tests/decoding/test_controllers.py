@@ -291,9 +291,9 @@ def test_a_curve_takes_medians_and_never_falls() -> None:
 def test_an_unknown_kind_of_rounds_borrows_the_shape_of_the_nearest() -> None:
     known, steep = Curve().add(0, 1.0).add(4, 2.0), Curve().add(0, 1.0).add(4, 9.0)
     alone, four, rows = RoundKind(1, sampled=True), RoundKind(4, sampled=True), [row([1])] * 3
-    assert RoundCosts({}, {alone: known}).of(rows)[1].at(4) == 2.0
-    assert RoundCosts({}, {alone: known, four: Curve().add(0, 3.0)}).of(rows)[1].at(4) == 6.0
-    assert RoundCosts({}, {alone: known, RoundKind(4, sampled=False): steep}).of(rows)[1].at(4) == 2.0
+    assert RoundCosts({}, {alone: known}).of(RoundKind.of(rows))[1].at(4) == 2.0
+    assert RoundCosts({}, {alone: known, four: Curve().add(0, 3.0)}).of(RoundKind.of(rows))[1].at(4) == 6.0
+    assert RoundCosts({}, {alone: known, RoundKind(4, sampled=False): steep}).of(RoundKind.of(rows))[1].at(4) == 2.0
 
 
 def test_stalls_do_not_make_what_is_measured_often_look_cheaper() -> None:
@@ -301,8 +301,9 @@ def test_stalls_do_not_make_what_is_measured_often_look_cheaper() -> None:
     costs = RoundCosts()
     for number in range(1000):
         depth, stall = 2 * (number < 12 and number % 2), 3 if number % 20 == 19 else 1
-        costs = costs.learn(turn([depth], [depth], 0, 0.2 * depth, stall * (1.0 + 0.2 * depth)), 0)
-    rest = costs.of([row([1])])[1]
+        round = turn([depth], [depth], 0, 0.2 * depth, stall * (1.0 + 0.2 * depth))
+        costs = costs.learn(round, RoundKind.of(round.rows), 0)
+    rest = costs.of(RoundKind.of([row([1])]))[1]
     assert rest.at(2) / rest.at(0) == pytest.approx(1.4, rel=0.1)
 
 
@@ -542,13 +543,13 @@ def test_what_stands_is_known_for_greedy_and_for_sampled_rounds() -> None:
     """Greedy drafts stand more often: what is known of them says nothing about sampled ones."""
     adaptive, greedy = Adaptive(2), row([1], sampler=Sampling())
     state = adaptive.update(on_the_edge(), turn([2], [2], 0, 0.1, 1.0))  # sampled: nothing stood
-    sampled = state.acceptance_of([row([1])])
-    assert state.acceptance_of([greedy]) == Acceptance() != sampled
-    assert state.acceptance_of([greedy]).chances(2) > sampled.chances(2)
+    sampled = state.acceptance_of(RoundKind.of([row([1])]))
+    assert state.acceptance_of(RoundKind.of([greedy])) == Acceptance() != sampled
+    assert state.acceptance_of(RoundKind.of([greedy])).chances(2) > sampled.chances(2)
     round = turn([2], [2], 2, 0.1, 1.0)
     state = adaptive.update(state, replace(round, rows=(greedy,)))  # greedy: everything stood
-    assert state.acceptance_of([row([1])]) == sampled
-    assert state.acceptance_of([greedy]).chances(2) > Acceptance().chances(2)
+    assert state.acceptance_of(RoundKind.of([row([1])])) == sampled
+    assert state.acceptance_of(RoundKind.of([greedy])).chances(2) > Acceptance().chances(2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), TIMES), max_size=30))

@@ -17,7 +17,7 @@ from slipstream.decoding.round_estimates import (
     RoundCosts,
     RoundKind,
     clocked,
-    rows_that_draft,
+    kind_that_drafts,
 )
 
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
@@ -29,6 +29,7 @@ PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a
 DOUBT = 256  # plain rounds after which even what looked hopeless is attempted again: its first runs may have been slow
 EARNED = 2.0  # speculation that gains earns a credit of up to this many times the first: drafts fail in rows at times
 ENDED = 0.95  # the factor by which the lengths of texts fade with every text that ends
+PLAIN, EVERY = 16, 4  # after so many plain rounds, one in so many is measured, and asks whether to draft again
 OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 
 
@@ -46,7 +47,8 @@ class Learned:
     `acceptance` is kept for rounds in which tokens are sampled (True) and for greedy ones, of which more stands.
     `credits` is the time that may still be lost against plain decoding, in plain steps, by the kind of rounds: what was
     lost in large batches must not keep a single text from drafting. `behind` counts the rounds since the last draft,
-    `wait` those until the next attempt, `patience` those to wait after an attempt that fails. `pilots` is the number of
+    `wait` those until the next attempt, `patience` those to wait after an attempt that fails, and `skipped` those since
+    one was measured. `pilots` is the number of
     rows that may draft next though the draft has yet to read their texts. `read` has how much of each row's text it has
     read, `ended` the number of texts that ended, and of their tokens.
     """
@@ -58,12 +60,13 @@ class Learned:
     wait: int = 0
     patience: int = PATIENCE[0]
     pilots: int = 1
+    skipped: int = 0
     read: Mapping[int, int] = field(default_factory=dict)
     ended: tuple[float, float] = (0.0, 0.0)
 
-    def acceptance_of(self, rows: Sequence[Row]) -> Acceptance:
-        """Return the acceptance in rounds like those of these rows, which begins with a guess."""
-        return self.acceptance.get(RoundKind.of(rows).sampled, Acceptance())
+    def acceptance_of(self, kind: RoundKind) -> Acceptance:
+        """Return the acceptance in rounds of this kind, greedy or sampled, which begins with a guess."""
+        return self.acceptance.get(kind.sampled, Acceptance())
 
     def unread(self, rows: Sequence[Row], since: Sequence[int] | None = None) -> Unread:
         """Return what the draft has not read of the rows' texts, without the last `since` tokens of each."""
@@ -128,30 +131,28 @@ class Adaptive:
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
         """Return the best gamma by what was measured; a row with low acceptance drafts fewer tokens, or none."""
-        if (state.behind and state.wait) or not state.costs.knows_plain(rows):
+        kind = RoundKind.of(rows)
+        credit = state.credits.get(kind, self.credit)
+        if (state.behind and (state.wait or credit < 0)) or not state.costs.knows_plain(kind):
             return [0] * len(rows)
-        draft, rest = state.costs.of(rows)
-        outlook, credit = _Outlook(state, rows, draft, rest, self.most), self._credit(state, rows)
+        draft, rest = state.costs.of(kind)
+        outlook = _Outlook(state, rows, state.acceptance_of(kind), draft, rest, self.most)
         again = rest.timed(self.probe) == 1 and credit >= 0  # a first run of a shape is slow: it says little
         best = outlook.best(credit) if draft.tried and not state.behind and not again else 0
         if best:
             return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
-        if not again and (state.wait or self._too_dear(state, rows, outlook)):
+        if not again and (state.wait or self._too_dear(state, rows, outlook, credit)):
             return [0] * len(rows)
         return _limited([self.probe] * len(rows), state, rows, 1)
 
-    def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook) -> bool:
+    def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook, credit: float) -> bool:
         """Return whether the credit does not suffice for an attempt, or whether nothing seems to be won by it."""
-        credit, loss = self._credit(state, rows), outlook.loss(self.probe)
+        loss = outlook.loss(self.probe)
         if min(loss, self.credit) > credit:  # whatever there is to read
             return True
         unread = min(state.unread([row]) for row in rows)  # one row drafts in an attempt
         price = loss + self._price_of_reading(state.costs, unread, outlook.plain)
         return min(price, self.credit) > credit or (state.behind < DOUBT and outlook.hopeless(self.probe))
-
-    def _credit(self, state: Learned, rows: Sequence[Row]) -> float:
-        """Return the time that may still be lost in rounds of these rows' kind, in plain steps."""
-        return state.credits.get(RoundKind.of(rows), self.credit)
 
     def _price_of_reading(self, costs: RoundCosts, unread: Unread, step: float) -> float:
         """Return what is charged for reading a text, in plain steps: what exceeds the allowance per written token.
@@ -162,30 +163,26 @@ class Adaptive:
 
     def update(self, state: Learned, round: Round) -> Learned:
         """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
-        kind, earned = RoundKind.of(round.rows), self.allowance * sum(map(len, round.tokens)) / len(round.rows)
-        before = self._credit(state, round.rows)
         ended = any(row.finish_reason for row in round.rows)
+        if not any(round.gammas):
+            if state.wait and state.behind >= PLAIN and state.skipped < EVERY - 1 and not ended:
+                return replace(state, behind=state.behind + 1, wait=state.wait - 1, skipped=state.skipped + 1)
+            return self._after_plain(_without_ended(state, round) if ended else state, round)
+        kind, earned = RoundKind.of(round.rows), self.allowance * sum(map(len, round.tokens)) / len(round.rows)
+        before = state.credits.get(kind, self.credit)
         drafting = [place for place, gamma in enumerate(round.gammas) if gamma]
-        if not drafting:
-            return replace(
-                _without_ended(state, round) if ended else state,
-                costs=state.costs.learn(round, 0),
-                credits={**state.credits, kind: min(before + earned, max(self.credit, before))},
-                behind=state.behind + 1,
-                wait=max(0, state.wait - 1),
-                pilots=1,
-            )
         rows = [round.rows[place] for place in drafting]
         unread = state.unread(rows, [len(round.tokens[place]) for place in drafting])
-        costs = state.costs.learn(round, unread.tokens)
-        lost = _loss(costs, round, unread.tokens)
+        costs = state.costs.learn(round, kind, unread.tokens)
+        draft, rest = costs.of(kind, kind_that_drafts(round))
+        lost = _loss(draft, rest, round, unread.tokens, costs.load)
         if state.behind:  # what is read while drafting goes on was expected to be won back
-            lost += self._price_of_reading(costs, unread, costs.of(round.rows)[1].at(0))
+            lost += self._price_of_reading(costs, unread, rest.at(0))
         credit = min(EARNED * self.credit, max(-self.credit, before + earned - lost))
-        patience = state.patience // 2 if _pays(costs, round) else state.patience * 2
+        patience = state.patience // 2 if _pays(draft, rest, round) else state.patience * 2
         patience = min(PATIENCE[1], max(PATIENCE[0], patience))
         whole = sum(round.accepted) == sum(round.draft.depths) > 0
-        acceptance = {**state.acceptance, kind.sampled: state.acceptance_of(round.rows).learn(round)}
+        acceptance = {**state.acceptance, kind.sampled: state.acceptance_of(kind).learn(round)}
         learned = replace(state, acceptance=acceptance, read=_read(state, round))
         return replace(
             _without_ended(learned, round) if ended else learned,
@@ -195,6 +192,21 @@ class Adaptive:
             wait=0 if whole else patience,
             patience=patience,
             pilots=2 * len(drafting),
+        )
+
+    def _after_plain(self, state: Learned, round: Round) -> Learned:
+        """Return the state after a plain round, which emits a token per row, and the ones that were skipped before."""
+        kind = RoundKind.of(round.rows)
+        before = state.credits.get(kind, self.credit)
+        credit = min(before + self.allowance * (1 + state.skipped), max(self.credit, before))
+        return replace(
+            state,
+            costs=state.costs.learn(round, kind, 0),
+            credits={**state.credits, kind: credit},
+            behind=state.behind + 1,
+            wait=state.wait - 1 if state.wait else EVERY if state.behind >= PLAIN else 0,
+            pilots=1,
+            skipped=0,
         )
 
 
@@ -231,14 +243,10 @@ class _Outlook:
 
     state: Learned
     rows: Sequence[Row]
+    acceptance: Acceptance
     draft: Curve  # the seconds of drafting
     rest: Curve  # those of everything else, above 0
     most: int
-
-    @cached_property
-    def acceptance(self) -> Acceptance:
-        """The acceptance in such rounds."""
-        return self.state.acceptance_of(self.rows)
 
     @cached_property
     def plain(self) -> float:
@@ -325,23 +333,23 @@ def _most_gained(survival: Sequence[float], prices: Sequence[float]) -> int:
     return gains.index(max(gains))
 
 
-def _pays(costs: RoundCosts, round: Round) -> bool:
+def _pays(draft: Curve, rest: Curve, round: Round) -> bool:
     """Return whether plain decoding of a round's tokens takes longer than such rounds usually do."""
-    (draft, rest), depth = costs.of(round.rows, rows_that_draft(round)), max(round.draft.depths)
+    depth = max(round.draft.depths)
     plain = rest.at(0) * sum(map(len, round.tokens)) / len(round.rows)
     return plain >= draft.at(depth or max(round.gammas)) + rest.at(depth)
 
 
-def _loss(costs: RoundCosts, round: Round, unread: int) -> float:
+def _loss(draft: Curve, rest: Curve, round: Round, unread: int, load: float) -> float:
     """Return how much longer a round took than plain decoding of its tokens would have, in plain steps; 0 if its times
     cannot be true, or are the first of their kind. The time in which the draft read `unread` tokens does not count."""
-    (draft, rest), depth = costs.of(round.rows, rows_that_draft(round)), max(round.draft.depths)
+    depth = max(round.draft.depths)
     if not clocked(round) or rest.timed(depth) < ENOUGH:
         return 0.0
     total = sum(round.seconds.values()) - round.reading - round.seconds["draft"]
     predicted = draft.at(depth or max(round.gammas))
-    drafting = predicted if unread else round.seconds["draft"] / costs.load
-    took = min(drafting + total / costs.load, OUTLIER * (predicted + rest.at(depth)))
+    drafting = predicted if unread else round.seconds["draft"] / load
+    took = min(drafting + total / load, OUTLIER * (predicted + rest.at(depth)))
     return took / rest.at(0) - sum(map(len, round.tokens)) / len(round.rows)
 
 

@@ -84,9 +84,10 @@ class Guarded:
     def update(self, state: Purse, round: Round) -> Purse:
         """Return the state after a round: its share added to the purse, its loss subtracted, plain seconds stored."""
         state = replace(state, inside=self.inner.update(state.inside, round))
-        rows, key, drafted = len(round.rows), size(len(round.rows)), any(round.gammas)
+        rows = len(round.rows)
         if rows < self.crowd or not clocked(round):
             return state
+        key, drafted = size(rows), any(round.gammas)
         took, plain = sum(round.seconds.values()), state.plain.get(key, Curve())
         if not drafted:
             plain = plain.add(0, took)

@@ -138,20 +138,20 @@ class RoundCosts:
     reading: Curve = UNMEASURED
     load: float = 1.0
 
-    def of(self, rows: Sequence[Row], drafting: Sequence[Row] | None = None) -> tuple[Curve, Curve]:
-        """Return the curves for a round of these rows: the seconds of drafting, and those of everything else.
+    def of(self, kind: RoundKind, drafting: RoundKind | None = None) -> tuple[Curve, Curve]:
+        """Return the curves for a round of this kind: the seconds of drafting, and those of everything else.
 
-        `drafting` are the rows that draft, without which all do: a target scores a batch at the width of its longest
-        draft, but drafts take the time of the rows that have any.
+        `drafting` is the kind of the rows that draft, without which all do: a target scores a batch at the width of its
+        longest draft, but drafts take the time of the rows that have any.
         """
-        return _find(self.draft, RoundKind.of(drafting or rows)), _find(self.rest, RoundKind.of(rows))
+        return _find(self.draft, drafting or kind), _find(self.rest, kind)
 
-    def knows_plain(self, rows: Sequence[Row]) -> bool:
+    def knows_plain(self, kind: RoundKind) -> bool:
         """Return whether a plain round of this kind was measured: what is gained or lost depends on it."""
-        return self.rest.get(RoundKind.of(rows), Curve()).timed(0) >= ENOUGH
+        return kind in self.rest and self.rest[kind].timed(0) >= ENOUGH
 
-    def learn(self, round: Round, unread: int) -> RoundCosts:
-        """Return the costs after one more round, before whose drafts `unread` tokens had to be read.
+    def learn(self, round: Round, kind: RoundKind, unread: int) -> RoundCosts:
+        """Return the costs after one more round of a kind, before whose drafts `unread` tokens had to be read.
 
         If the draft did not report how long it read, the time of such a round is only an upper limit of the cost of
         drafting. Times that cannot be true change nothing."""
@@ -159,8 +159,7 @@ class RoundCosts:
             return self
         depth, draft = max(round.draft.depths), round.seconds["draft"]
         rest = sum(round.seconds.values()) - draft - round.reading
-        kind, load = RoundKind.of(round.rows), self.load
-        after = self.rest.get(kind, Curve())
+        load, after = self.load, self.rest.get(kind, Curve())
         if after.timed(depth) >= 3:
             load *= limited(rest / (after.at(depth) * load)) ** DRIFT
             load = min(LOADS[1], max(LOADS[0], load))
@@ -171,7 +170,7 @@ class RoundCosts:
 
     def _learn_drafting(self, round: Round, asked: int, unread: int) -> RoundCosts:
         """Return the costs after the draft of a round, of which `asked` tokens were asked for."""
-        drafting, draft = RoundKind.of(rows_that_draft(round) or round.rows), round.seconds["draft"]
+        drafting, draft = kind_that_drafts(round), round.seconds["draft"]
         own, reading, drafts = self.draft.get(drafting, UNMEASURED), self.reading, self.draft
         if unread and (round.reading or own.tried):
             seconds = round.reading or max(0.0, draft - own.at(asked) * self.load)
@@ -181,9 +180,10 @@ class RoundCosts:
         return replace(self, draft=drafts, reading=reading)
 
 
-def rows_that_draft(round: Round) -> list[Row]:
-    """Return the rows of a round that were asked for a draft."""
-    return [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
+def kind_that_drafts(round: Round) -> RoundKind:
+    """Return the kind of the rows of a round that were asked for a draft, or of all rows if none were."""
+    drafting = [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
+    return RoundKind.of(drafting or round.rows)
 
 
 def clocked(round: Round) -> bool:
