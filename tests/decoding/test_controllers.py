@@ -414,7 +414,7 @@ def play_batch(
     """
     adaptive, rows, unread, rng = (
         Adaptive(),
-        [row([1] * 100, index=index) for index in range(count)],
+        [Row(request([1] * 100, 10 * rounds, key=index), index, [1] * 100) for index in range(count)],
         set(range(count)),
         random.Random(0),
     )

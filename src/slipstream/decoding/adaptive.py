@@ -23,7 +23,9 @@ from slipstream.decoding.round_estimates import (
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
 CLEARLY = 0.97  # plain steps look slower than they are between rounds that draft: a draft displaces what caches hold
 NEARBY = 8  # a text of which the draft has read all but so many tokens counts as read
-CAUTION = 2.0  # reading texts has to win back this many times its cost: acceptance is known from a few rows until then
+CAUTION = 2.0  # reading texts has to win back this many times its cost before any drafted token was tested ...
+DOUBTED = 8.0  # ... and half as much more than its cost after so many: acceptance is known from a few rows until then
+FURTHEST = 2  # attempts measure what up to so many drafted tokens cost
 SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
 PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a new attempt
 DOUBT = 256  # plain rounds after which even what looked hopeless is attempted again: its first runs may have been slow
@@ -137,22 +139,23 @@ class Adaptive:
             return [0] * len(rows)
         draft, rest = state.costs.of(kind)
         outlook = _Outlook(state, rows, state.acceptance_of(kind), draft, rest, self.most)
-        again = rest.timed(self.probe) == 1 and credit >= 0  # a first run of a shape is slow: it says little
+        probe = outlook.probe(self.probe)
+        again = rest.timed(probe) == 1 and credit >= 0  # a first run of a shape is slow: it says little
         best = outlook.best(credit) if draft.tried and not state.behind and not again else 0
         if best:
             return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
-        if not again and (state.wait or self._too_dear(state, rows, outlook, credit)):
+        if not again and (state.wait or self._too_dear(state, rows, outlook, probe, credit)):
             return [0] * len(rows)
-        return _limited([self.probe] * len(rows), state, rows, 1)
+        return _limited([probe] * len(rows), state, rows, 1)
 
-    def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook, credit: float) -> bool:
+    def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook, probe: int, credit: float) -> bool:
         """Return whether the credit does not suffice for an attempt, or whether nothing seems to be won by it."""
-        loss = outlook.loss(self.probe)
+        loss = outlook.loss(probe)
         if min(loss, self.credit) > credit:  # whatever there is to read
             return True
         unread = min(state.unread([row]) for row in rows)  # one row drafts in an attempt
         price = loss + self._price_of_reading(state.costs, unread, outlook.plain)
-        return min(price, self.credit) > credit or (state.behind < DOUBT and outlook.hopeless(self.probe))
+        return min(price, self.credit) > credit or (state.behind < DOUBT and outlook.hopeless(probe, self.probe))
 
     def _price_of_reading(self, costs: RoundCosts, unread: Unread, step: float) -> float:
         """Return what is charged for reading a text, in plain steps: what exceeds the allowance per written token.
@@ -294,9 +297,10 @@ class _Outlook:
         return self._seconds(gamma) / self.plain - 1 if gamma else 0.0
 
     def time_left(self, gamma: int) -> float:
-        """Return the seconds in which the texts will be complete, if all rounds have this gamma; reading counts
-        `CAUTION` times."""
-        return self.left / self.speed(gamma) + (CAUTION * self.reading if gamma else 0.0)
+        """Return the seconds in which the texts will be complete, if all rounds have this gamma; reading counts up to
+        `CAUTION` times, the fewer drafted tokens were tested the more."""
+        doubt = (CAUTION - 1) * DOUBTED / (DOUBTED + sum(self.acceptance.tested))
+        return self.left / self.speed(gamma) + ((1 + doubt) * self.reading if gamma else 0.0)
 
     def best(self, credit: float) -> int:
         """Return the gamma with which the texts end first, among those that can lose at most `credit` plain steps; 0 if
@@ -304,12 +308,31 @@ class _Outlook:
         best = min((i for i in range(self.most + 1) if not i or self.loss(i) <= credit), key=self.time_left)
         return best if self.time_left(best) < CLEARLY * self.time_left(0) else 0
 
-    def hopeless(self, gamma: int) -> bool:
-        """Return whether a gamma is known to take longer than plain decoding even if all that is drafted stands."""
-        if self.rest.timed(gamma) < ENOUGH:
+    def probe(self, least: int) -> int:
+        """Return the gamma of an attempt: the `least`, or in a batch, once that was timed, the next that was not.
+
+        A pass over three times as many tokens as rows may take hardly longer than one over twice as many, or far
+        longer. Only gammas are tried that would pay if the target took no longer for them than for the least.
+        """
+        further = range(least + 1, min(self.most, FURTHEST) + 1)
+        if len(self.rows) == 1 or self.rest.timed(least) < ENOUGH:
+            return least
+        return next((each for each in further if self.rest.timed(each) < ENOUGH and self._may_pay(each, least)), least)
+
+    def _may_pay(self, gamma: int, least: int) -> bool:
+        """Return whether a gamma would pay if the target took as long for it as for the `least` one."""
+        fastest = self.tokens[gamma] / (self.draft.at(gamma) + self.rest.at(least))
+        return self.speed(0) < CLEARLY * fastest
+
+    def hopeless(self, gamma: int, least: int) -> bool:
+        """Return whether a gamma is known to take longer than plain decoding even if all that is drafted stands.
+
+        One that was not timed takes at least as long as the `least` one, if that was."""
+        if self.rest.timed(least) < ENOUGH:
             return False
         plainly = self.left * self.plain / len(self.rows)
-        fastest = self._seconds(gamma) / self.plain / (1 + gamma)
+        timed = gamma if self.rest.timed(gamma) >= ENOUGH else least
+        fastest = (self.draft.at(gamma) + self.rest.at(timed)) / self.plain / (1 + gamma)
         return fastest * plainly + self.reading > plainly
 
     def less_known(self, best: int) -> int:

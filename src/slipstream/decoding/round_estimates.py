@@ -11,6 +11,7 @@ from slipstream.core.request import Row
 from slipstream.core.round import Round
 
 ENOUGH = 2  # measured rounds of a kind and depth, after which its time counts as known
+PLAINLY = 5  # the same for plain rounds of a batch
 WINDOW = 9  # samples of a kind whose median is its first level, which follows later ones slowly
 FOLLOW = 0.05  # how fast the level of a kind follows new measurements
 DRIFT = 0.1  # how fast the estimate of the machine's load follows them
@@ -144,11 +145,14 @@ class RoundCosts:
         `drafting` is the kind of the rows that draft, without which all do: a target scores a batch at the width of its
         longest draft, but drafts take the time of the rows that have any.
         """
-        return _find(self.draft, drafting or kind), _find(self.rest, kind)
+        return _grown(self.draft, drafting or kind), _find(self.rest, kind)
 
     def knows_plain(self, kind: RoundKind) -> bool:
-        """Return whether a plain round of this kind was measured: what is gained or lost depends on it."""
-        return kind in self.rest and self.rest[kind].timed(0) >= ENOUGH
+        """Return whether plain rounds of this kind were measured: what is gained or lost depends on them.
+
+        The first ones of a batch come after its prompts were read, and are slow.
+        """
+        return kind in self.rest and self.rest[kind].timed(0) >= (ENOUGH if kind.size == 1 else PLAINLY)
 
     def learn(self, round: Round, kind: RoundKind, unread: int) -> RoundCosts:
         """Return the costs after one more round of a kind, before whose drafts `unread` tokens had to be read.
@@ -195,6 +199,21 @@ def clocked(round: Round) -> bool:
 def size(count: int) -> int:
     """Return the next power of two: batches of similar size, and texts of similar length, share their estimates."""
     return 1 << (count - 1).bit_length()
+
+
+def _grown(curves: Mapping[RoundKind, Curve], kind: RoundKind) -> Curve:
+    """Return the curve of drafts of this kind; if only fewer rows have drafted, that of the most, grown as before.
+
+    A batch of drafts takes as long as one, or as long as all one by one: what the last doubling of rows has shown goes
+    on with the next ones.
+    """
+    fewer = sorted(other.size for other in curves if other.sampled == kind.sampled and other.size < kind.size)
+    if kind in curves or len(fewer) < 2:
+        return _find(curves, kind)
+    before, last = (curves[RoundKind(size, kind.sampled)] for size in fewer[-2:])
+    tokens = last.points[-1][0]
+    growth = min(2.0, max(1.0, last.at(tokens) / max(before.at(tokens), 1e-9)))
+    return last.scaled(growth ** (kind.size.bit_length() - fewer[-1].bit_length()))
 
 
 def _find(curves: Mapping[RoundKind, Curve], kind: RoundKind) -> Curve:
