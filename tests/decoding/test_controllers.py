@@ -449,6 +449,59 @@ def test_many_rows_draft_only_if_that_pays_for_many() -> None:
     assert sum(took) < 1.02 * sum(plain)
 
 
+def concave(rows: int, gamma: int) -> dict[str, float]:
+    """A target that takes much longer for two tokens per row than for one, but hardly longer for three than for two."""
+    return {"draft": 0.15 * gamma, "target": 1.0 if not gamma else 1.7 + 0.05 * gamma}
+
+
+def test_a_batch_measures_two_drafted_tokens_before_it_gives_up() -> None:
+    """One drafted token never pays there; if the cost of two were extrapolated, they would not seem to either."""
+    asked, took, plain = zip(*play_batch(8, 200, 0.9, concave), strict=True)
+    assert sum(max(each) >= 2 for each in asked) > 100
+    assert sum(took) < 0.92 * sum(plain)
+
+
+def test_control_without_the_second_token_the_batch_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.decoding.adaptive.FURTHEST", 1)
+    asked, _, _ = zip(*play_batch(8, 200, 0.9, concave), strict=True)
+    assert sum(max(each) >= 2 for each in asked) < 10
+
+
+def test_slow_first_rounds_do_not_make_plain_decoding_of_a_batch_look_slow() -> None:
+    """A round that drafts takes 1.25 steps per token: less than the first plain ones take, but more than later ones."""
+    made, drafted, rows = Adaptive(), 0, [row([1], index=place) for place in range(8)]
+    state = made.init()
+    for number in range(60):
+        gammas = made.gammas(state, rows)
+        depth, slow = max(gammas), 1.5 if number < 2 else 1.0
+        drafted += bool(depth)
+        seconds = (0.1 * depth, 1.25 * (depth + 1) - 0.1 * depth) if depth else (0.0, slow)
+        state = made.update(state, turn(gammas, gammas, 8, *seconds))
+    assert drafted < 15
+
+
+def test_what_more_rows_cost_goes_on_as_the_last_doubling_has_shown() -> None:
+    kinds = [RoundKind(size, sampled=True) for size in (1, 2, 16)]
+    alone, two = Curve().add(0, 0.0).add(2, 0.2), Curve().add(0, 0.0).add(1, 0.2)
+    serial = RoundCosts(dict(zip(kinds, (alone, two), strict=False)))
+    assert serial.of(kinds[2])[0].at(1) == pytest.approx(0.1 * 16)
+    together = RoundCosts(dict(zip(kinds, (alone, alone), strict=False)))
+    assert together.of(kinds[2])[0].at(2) == pytest.approx(0.2)
+    measured = RoundCosts(dict(zip(kinds, (alone, two, alone), strict=False)))
+    assert measured.of(kinds[2])[0].at(2) == pytest.approx(0.2)
+
+
+def test_of_plain_rounds_that_follow_each_other_few_are_measured_and_all_earn() -> None:
+    made, rows = Adaptive(credit=100.0), [row([1], index=place) for place in range(4)]
+    kind, measured = RoundKind.of(rows), 0
+    state = Learned(credits={kind: -50.0}, behind=20, wait=10**6)
+    for _ in range(400):
+        before, state = state, made.update(state, turn([0] * 4, [0] * 4, 0, 0.0, 1.0))
+        measured += state.costs is not before.costs
+    assert measured == 100 and state.behind == 420 and state.wait == 10**6 - 400
+    assert state.credits[kind] == pytest.approx(-50 + 400 * made.allowance, abs=4 * made.allowance)
+
+
 @pytest.mark.parametrize("slow", [3.0, 100.0])
 def test_a_slow_first_draft_does_not_end_drafting(slow: float) -> None:
     """The first run of a shape makes its graph and fetches its weights: the second one is what counts."""
