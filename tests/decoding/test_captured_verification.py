@@ -16,6 +16,7 @@ from slipstream.core.draws import Rng, Sealed, draw, draw_coupled, inverse
 from slipstream.core.law import Law
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context
+from slipstream.decoding import captured_verification
 from slipstream.decoding.captured_verification import CapturedVerification
 from slipstream.decoding.rules import BLOCK, MATCH, TOKEN, Rule, lenient
 from slipstream.decoding.sampling import Sampling
@@ -107,6 +108,15 @@ def test_rows_of_different_temperatures_share_a_graph(device: str) -> None:
             captured(BLOCK.verify, rows, logits, draft, "toy"), verify_eagerly(BLOCK.verify, rows, logits, draft, "toy")
         )
     assert GRAPHS.captured - before == 1
+
+
+def test_of_many_graphs_those_that_ran_last_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_verification, "MOST_GRAPHS", 2)
+    captured, before = CapturedVerification(), GRAPHS.captured
+    for lengths, made in (((1,), 1), ((2,), 2), ((1,), 2), ((3,), 3), ((1,), 3), ((2,), 4)):
+        logits, draft = drafted(6, lengths, "sampled", device)
+        agree(captured, BLOCK, context(SAMPLE), logits, draft)
+        assert GRAPHS.captured - before == made
 
 
 def test_draws_with_a_secret_are_made_by_graphs(device: str) -> None:

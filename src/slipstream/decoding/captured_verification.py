@@ -28,6 +28,9 @@ from slipstream.execution.passes import Mode
 CAPTURABLE = frozenset(rule.verify for rule in (TOKEN, BLOCK, MATCH))
 """The verifiers that compute with tensors alone, and draw each purpose once."""
 
+MOST_GRAPHS = 24
+"""The greatest number of graphs that are kept: each holds laws over the whole vocabulary for all its positions."""
+
 ROUNDING = 1e-3
 """The greatest total variation between a law from a graph and the same law made eagerly."""
 
@@ -47,7 +50,7 @@ class CapturedVerification:
     """
 
     progress: Callable[[str], object] | None = None
-    _graphs: Graphs = field(default_factory=Graphs)
+    _graphs: Graphs = field(default_factory=lambda: Graphs(MOST_GRAPHS))
     _failed: bool = False
 
     def __call__(self, verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:

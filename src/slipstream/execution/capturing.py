@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -64,12 +65,13 @@ class Graph:
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Run it on inputs of the same shapes, from the same devices -> outputs that later runs leave as they are."""
-        self.staging.fill([given for index in self.from_host if (given := inputs[index]) is not None])
-        for index, (place, given) in enumerate(zip(self.inputs, inputs, strict=True)):
-            if place is not None and given is not None and index not in self.from_host:
-                place.copy_(given)
-        self.replay()
-        return [output.clone() for output in self.outputs]
+        with current(self.outputs[0].device):
+            self.staging.fill([given for index in self.from_host if (given := inputs[index]) is not None])
+            for index, (place, given) in enumerate(zip(self.inputs, inputs, strict=True)):
+                if place is not None and given is not None and index not in self.from_host:
+                    place.copy_(given)
+            self.replay()
+            return [output.clone() for output in self.outputs]
 
 
 @dataclass
@@ -77,9 +79,11 @@ class Graphs:
     """The graphs of functions that work on the same caches, by any key.
 
     A graph contains addresses, so all are dropped when the caches have moved. The graphs share their memory, since
-    only one of them runs at a time.
+    only one of them runs at a time, but for their inputs and outputs: of more than `most` graphs, the one that ran
+    longest ago is dropped (None: none is).
     """
 
+    most: int | None = None
     _graphs: dict[Hashable, Graph] = field(default_factory=dict)
     _caches: Sequence[Any] = ()
     _pool: Any = None
@@ -93,7 +97,9 @@ class Graphs:
         """Return the graph with this key; None if there is none that works on these caches."""
         if self._caches != (now := [_form(stores) for stores in caches]):
             self._caches, self._graphs, self._pool = now, {}, None
-        return self._graphs.get(key)
+        if (graph := self._graphs.pop(key, None)) is not None:
+            self._graphs[key] = graph  # the last one is the one that ran last
+        return graph
 
     def capture(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor | None], device: torch.device
@@ -103,16 +109,24 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         from_host = [index for index, each in enumerate(inputs) if each is not None and each.device.type == "cpu"]
         hosted = [each for index in from_host if (each := inputs[index]) is not None]
-        staging = Staging(hosted, device)
-        staging.fill(hosted)
-        places = dict(zip(from_host, staging.places, strict=True))
-        copies = [
-            None if each is None else places[index] if index in places else each.to(device, copy=True)
-            for index, each in enumerate(inputs)
-        ]
-        graph = Graph(copies, *record(lambda: function(copies), self._pool), staging, from_host)
+        with current(device):
+            staging = Staging(hosted, device)
+            staging.fill(hosted)
+            places = dict(zip(from_host, staging.places, strict=True))
+            copies = [
+                None if each is None else places[index] if index in places else each.to(device, copy=True)
+                for index, each in enumerate(inputs)
+            ]
+            graph = Graph(copies, *record(lambda: function(copies), self._pool), staging, from_host)
         self._graphs[key] = graph
+        if self.most is not None and len(self._graphs) > self.most:
+            del self._graphs[next(iter(self._graphs))]
         return graph
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one, on whose stream work is captured and replayed."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
