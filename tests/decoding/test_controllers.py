@@ -370,7 +370,7 @@ def test_texts_are_read_if_drafts_win_the_time_back() -> None:
     """Drafts that stand win about half a step per token: 8 steps of reading pay in 96 tokens, but not in 8."""
     adaptive = Adaptive()
     state, _, _ = call(adaptive, adaptive.init(), 100, 96, stands=True)
-    _, steps, drafting = call(adaptive, adaptive.resume(state), 100, 96, stands=True)
+    state, steps, drafting = call(adaptive, adaptive.resume(state), 100, 96, stands=True)  # reads all texts at once
     assert drafting > 5
     assert steps < 0.7
     short = adaptive.resume(state)
@@ -465,6 +465,23 @@ def test_control_without_the_second_token_the_batch_decodes_plainly(monkeypatch:
     monkeypatch.setattr("slipstream.decoding.adaptive.FURTHEST", 1)
     asked, _, _ = zip(*play_batch(8, 200, 0.9, concave), strict=True)
     assert sum(max(each) >= 2 for each in asked) < 10
+
+
+def test_reading_one_text_is_no_measure_of_reading_many() -> None:
+    """What the first text took may be twice what each takes in a batch, until reading so many at once was measured."""
+    adaptive, rows = Adaptive(), [Row(request([1] * 100, 60, key=index), index, [1] * 100) for index in range(8)]
+    curve = Curve()
+    for depth in (0, 0, 0, 0, 0, 1, 1, 2, 2):
+        curve = curve.add(depth, 1.0 + 0.15 * depth)
+    kind = RoundKind.of(rows)
+    drafts = {RoundKind(1, sampled=True): Curve().add(0, 0.0).add(2, 0.2)}
+    one = Curve().add(0, 0.0).add(128, 2.5)
+    states = [
+        Learned(RoundCosts(drafts, {kind: curve}, reading), {True: Acceptance((6.0, 5.0), (8.0, 6.0))}, pilots=8)
+        for reading in (one, one.add(1024, 20.0))
+    ]
+    drafting = [sum(map(bool, adaptive.gammas(state, rows))) for state in states]
+    assert drafting == [8, 1], "all of them, or one in an attempt"
 
 
 def test_slow_first_rounds_do_not_make_plain_decoding_of_a_batch_look_slow() -> None:

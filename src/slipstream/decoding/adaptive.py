@@ -18,6 +18,7 @@ from slipstream.decoding.round_estimates import (
     RoundKind,
     clocked,
     kind_that_drafts,
+    size,
 )
 
 NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
@@ -25,6 +26,7 @@ CLEARLY = 0.97  # plain steps look slower than they are between rounds that draf
 NEARBY = 8  # a text of which the draft has read all but so many tokens counts as read
 CAUTION = 2.0  # reading texts has to win back this many times its cost before any drafted token was tested ...
 DOUBTED = 8.0  # ... and half as much more than its cost after so many: acceptance is known from a few rows until then
+TOGETHER = 0.5  # the part of the time for reading texts one by one that reading them in a batch is expected to take
 FURTHEST = 2  # attempts measure what up to so many drafted tokens cost
 SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
 PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a new attempt
@@ -285,8 +287,13 @@ class _Outlook:
 
     @cached_property
     def reading(self) -> float:
-        """The seconds in which the draft reads what it has not read of the texts."""
-        return self.state.costs.reading.at(self.state.unread(self.rows).tokens)
+        """The seconds in which the draft reads what it has not read of the texts.
+
+        What several texts take together is less than what was measured of one, until as much was read at once.
+        """
+        unread, reading = self.state.unread(self.rows).tokens, self.state.costs.reading
+        known = len(self.rows) == 1 or reading.timed(size(unread))
+        return reading.at(unread) * (1.0 if known else TOGETHER)
 
     def speed(self, gamma: int) -> float:
         """Return the expected tokens per second of a gamma."""
