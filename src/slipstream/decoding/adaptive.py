@@ -33,7 +33,8 @@ PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a
 DOUBT = 256  # plain rounds after which even what looked hopeless is attempted again: its first runs may have been slow
 EARNED = 2.0  # speculation that gains earns a credit of up to this many times the first: drafts fail in rows at times
 ENDED = 0.95  # the factor by which the lengths of texts fade with every text that ends
-PLAIN, EVERY = 16, 4  # after so many plain rounds, one in so many is measured, and asks whether to draft again
+PLAIN = 16  # after so many plain rounds that follow each other, few of them are measured ...
+EVERY = 4  # ... and ask whether to draft again: one in so many
 OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
 
 
@@ -100,15 +101,16 @@ class Adaptive:
     and takes as long as earlier rounds of this gamma took. At the gamma with the greatest ratio one more token stops
     being worth its time: s_{gamma+1} <= tokens per second x its seconds. Nothing is assumed about costs; they are
     medians of measurements with a similar number of rows. The time in which the draft reads what it has not read of the
-    texts counts too: drafting has to win back `CAUTION` times of it in the tokens that are expected to be written yet.
+    texts counts too: drafting has to win it back in the tokens that are expected to be written yet, up to `CAUTION`
+    times as long as little is known of acceptance.
 
     When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 64 of them;
     after an attempt that stands, drafting goes on at once. A budget limits the attempts in rounds of one kind, which is
     their number of rows and whether tokens are sampled: once `credit` plain steps, and `allowance` steps per token, are
     lost against plain decoding, drafting pauses. Costs that are unknown, as when the number of rows changes, are
-    measured first: plain steps, then `probe` tokens. In a batch one row drafts at first, then two, four ...: the draft
-    reads the text of each before it can tell whether that pays. `most` is the greatest gamma. Raises ValueError if
-    `probe` is not between 1 and `most`, or `credit` or `allowance` is negative.
+    measured first: plain steps, then `probe` tokens, in a batch then up to `FURTHEST`. In a batch one row drafts at
+    first, then two, four ...: the draft reads the text of each before it can tell whether that pays. `most` is the
+    greatest gamma. Raises ValueError if `probe` is not between 1 and `most`, or `credit` or `allowance` is negative.
 
     What was learned is kept from call to call. The choice depends on the clock, so a sampled text of a seed may differ
     between runs; its law does not.
