@@ -18,7 +18,7 @@ from slipstream.core.draws import Purpose, inverse
 from slipstream.core.law import Law, distance, wide
 from slipstream.core.round import Context
 from slipstream.decoding.rules import BLOCK, MATCH, TOKEN
-from slipstream.decoding.sampling import temperatures_of
+from slipstream.decoding.sampling import law_of_scores, temperatures_of
 from slipstream.decoding.verification import Outcome, Verification, verifier_of, verify_eagerly
 from slipstream.execution.backends import captures
 from slipstream.execution.capturing import Graph, Graphs, shapes
@@ -143,24 +143,16 @@ class _Question:
         """
         logits, tokens, q, q_tokens, counts, temperatures, coins, following = inputs
         assert logits is not None and tokens is not None and temperatures is not None and following is not None
-        p, finite = self._laws(logits, temperatures)
+        scores = wide(logits) / temperatures[:, None, None] if self.sampled else wide(logits)
+        p, total = law_of_scores(scores, not self.sampled)
         law = None if q is None and q_tokens is None else Law(probs=q, tokens=q_tokens)
         draft = Draft(tokens, law, self.draft.lengths, counts=counts)
         numbers = {Purpose.ACCEPT: coins, Purpose.NEXT: following}
         verdict = self.verifier(p, draft, lambda law, purpose: _drawn(law, numbers[purpose]))
         token = _drawn(verdict.law, following.gather(1, verdict.accepted[:, None]))
-        parts = (verdict.accepted, token[:, 0], finite[None], verdict.beta.flatten())
+        parts = (verdict.accepted, token[:, 0], total.isfinite()[None], verdict.beta.flatten())
         laws = (p.probs, p.tokens, p.scores, verdict.law.probs, verdict.law.tokens)
         return [torch.cat([part.double() for part in parts]), *(each for each in laws if each is not None)]
-
-    def _laws(self, logits: Tensor, temperatures: Tensor) -> tuple[Law, Tensor]:
-        """Return p, and whether all logits are finite, as `Sampling.law` finds out."""
-        scores = wide(logits)
-        if not self.sampled:
-            values, tokens = scores.max(-1)
-            return Law(tokens=tokens, scores=scores), values.sum().isfinite()
-        probs = (scores / temperatures[:, None, None]).softmax(-1)
-        return Law(probs=probs), probs[..., 0].sum().isfinite()
 
     def outcome(self, outputs: Sequence[Tensor]) -> Outcome | None:
         """Read what the graph has decided, which lies on the CPU then; None if some logits are not finite."""

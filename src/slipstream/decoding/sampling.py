@@ -205,12 +205,8 @@ class Sampling:
 
     def _law(self, scores: Tensor) -> tuple[Law, bool]:
         """Make a law of processed scores (rows, positions, vocab), and return whether it is certainly valid."""
-        if self.greedy:
-            # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
-            values, tokens = greatest(scores) if laws_fit(scores) else scores.max(-1)
-            return Law(tokens=tokens, scores=scores), math.isfinite(values.sum().item())
-        probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token is enough to see it
-        return Law(probs=probs), math.isfinite(probs[..., 0].sum().item())
+        law, total = law_of_scores(scores, self.greedy)
+        return law, math.isfinite(total.item())
 
     def _process(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes) -> Tensor:
         """Apply all processors to logits (rows, positions, vocab), each position after its own prefix."""
@@ -273,6 +269,17 @@ class Sampling:
 
     def _arbitrary(self, logits: Tensor) -> Law:
         return self._law(torch.zeros_like(logits)[None])[0]
+
+
+def law_of_scores(scores: Tensor, greedy: bool) -> tuple[Law, Tensor]:
+    """Make a law of processed scores (rows, positions, vocab), and return a number that is finite exactly if the law is
+    valid at every position."""
+    if greedy:
+        # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
+        values, tokens = greatest(scores) if laws_fit(scores) else scores.max(-1)
+        return Law(tokens=tokens, scores=scores), values.sum()
+    probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token is enough to see it
+    return Law(probs=probs), probs[..., 0].sum()
 
 
 def temperatures_of(rows: Sequence[Row]) -> list[float] | None:
