@@ -502,6 +502,11 @@ def test_what_more_rows_cost_goes_on_as_the_last_doubling_has_shown() -> None:
     alone, two = Curve().add(0, 0.0).add(2, 0.2), Curve().add(0, 0.0).add(1, 0.2)
     serial = RoundCosts(dict(zip(kinds, (alone, two), strict=False)))
     assert serial.of(kinds[2])[0].at(1) == pytest.approx(0.1 * 16)
+    four = RoundKind(4, sampled=True)
+    skipped = RoundCosts(
+        {kinds[0]: alone, four: Curve().add(0, 0.0).add(1, 0.2)}
+    )  # twice as long for four times as many
+    assert skipped.of(kinds[2])[0].at(1) == pytest.approx(0.4)
     together = RoundCosts(dict(zip(kinds, (alone, alone), strict=False)))
     assert together.of(kinds[2])[0].at(2) == pytest.approx(0.2)
     measured = RoundCosts(dict(zip(kinds, (alone, two, alone), strict=False)))

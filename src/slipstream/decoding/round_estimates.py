@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -204,16 +205,16 @@ def size(count: int) -> int:
 def _grown(curves: Mapping[RoundKind, Curve], kind: RoundKind) -> Curve:
     """Return the curve of drafts of this kind; if only fewer rows have drafted, that of the most, grown as before.
 
-    A batch of drafts takes as long as one, or as long as all one by one: what the last doubling of rows has shown goes
-    on with the next ones.
+    A batch of drafts takes as long as one, or as long as all one by one: what the last increase of rows has shown goes
+    on with the next one.
     """
     fewer = sorted(other.size for other in curves if other.sampled == kind.sampled and other.size < kind.size)
     if kind in curves or len(fewer) < 2:
         return _find(curves, kind)
     before, last = (curves[RoundKind(size, kind.sampled)] for size in fewer[-2:])
-    tokens = last.points[-1][0]
-    growth = min(2.0, max(1.0, last.at(tokens) / max(before.at(tokens), 1e-9)))
-    return last.scaled(growth ** (kind.size.bit_length() - fewer[-1].bit_length()))
+    tokens, more = last.points[-1][0], fewer[-1] / fewer[-2]
+    growth = min(more, max(1.0, last.at(tokens) / max(before.at(tokens), 1e-9)))
+    return last.scaled(growth ** math.log(kind.size / fewer[-1], more))
 
 
 def _find(curves: Mapping[RoundKind, Curve], kind: RoundKind) -> Curve:
