@@ -134,6 +134,32 @@ def test_chains_are_drafted_for_the_first_rows_alone(untraced: None, texts: int)
     assert left.tolist() == right.tolist()
 
 
+@pytest.mark.parametrize("fed", [[(7, 8), (9,), (6, 5)], [(7,), (9, 4), ()], [(7,), (9,), (6,)]])
+def test_texts_that_are_fed_more_or_fewer_tokens_draft_as_alone(untraced: None, fed: list[tuple[int, ...]]) -> None:
+    model, prompts = tiny(FAMILIES["llama"]), [[1, 2, 3], [4, 5, 6, 7, 8], [9, 1]]
+    together = CausalScorer(model)
+    together.make_draft_graphs([])
+    together.add(3)
+    together.prefill(prompts)
+    heads: list[tuple[int, ...]] = []
+    hook = model.lm_head.register_forward_hook(lambda _, args, out: heads.append(tuple(out.shape[:2])))
+    drafted = together.chain(draft_graphs.Wish(fed, [3 * bool(new) for new in fed], [0.0] * 3, HF_VOCAB))
+    hook.remove()
+    assert heads == [(3, 1)] * 3, "the head is computed for the last column alone"
+    assert drafted is not None
+    for row, (prompt, new) in enumerate(zip(prompts, fed, strict=True)):
+        alone = CausalScorer(model)
+        alone.make_draft_graphs([])
+        alone.add(1)
+        alone.prefill([prompt])
+        if new:
+            other = alone.chain(draft_graphs.Wish([new], [3], [0.0], HF_VOCAB))
+            assert other is not None and other[0].tolist() == drafted[0][row : row + 1].tolist()
+            assert alone.lengths == [together.lengths[row]]
+        else:
+            assert together.lengths[row] == len(prompt)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rounds", [ONE, THREE])
 def test_graphs_are_given_numbers_to_draw_by_that_lie_alike(

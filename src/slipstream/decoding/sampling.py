@@ -22,7 +22,7 @@ from slipstream.core.law import Fault, Law, RowFailure, wide
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.values import is_finite, is_real, is_whole
 from slipstream.decoding.grammar import Grammar, GrammarMask
-from slipstream.kernels.laws import greatest, laws_fit
+from slipstream.kernels.laws import greatest
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A logits processor in transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
@@ -276,7 +276,7 @@ def law_of_scores(scores: Tensor, greedy: bool) -> tuple[Law, Tensor]:
     valid at every position."""
     if greedy:
         # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
-        values, tokens = greatest(scores) if laws_fit(scores) else scores.max(-1)
+        values, tokens = greatest(scores)
         return Law(tokens=tokens, scores=scores), values.sum()
     probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token is enough to see it
     return Law(probs=probs), probs[..., 0].sum()

@@ -20,21 +20,32 @@ from slipstream.core.law import Law, pad_vocabulary, wide
 from slipstream.execution.graphs import LEAST, Frozen, equate, graph_progress, vary, warn
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
+from slipstream.kernels.laws import greatest
 
 FED = 2  # the most tokens that a draft's cache lacks when a round begins
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
-"""The inputs of a graph: the tokens fed (rows, fed), the states before them (rows, fed, width) for a network that reads
-states, the index of the last real one (rows,), the number of tokens before them (rows,), the numbers of the slots
-(end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to draw by (rows, size)."""
+"""The inputs of a graph: the tokens fed (rows, fed), padding first; the states before them (rows, fed, width) for a
+network that reads states; how many tokens stand before the last real one (rows,), and before all of them in the cache
+(rows,); the numbers of the slots (end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to
+draw by (rows, size)."""
+
+
+def fed_slots(start: Tensor, last: Tensor, width: int) -> Tensor:
+    """Return the slots (rows, width) of the tokens fed: last + 1 real ones from the slot `start` on, both (rows,).
+
+    The real ones stand last, so that the head of a network is computed for one column alone; padding goes to the slots
+    behind them, where what is drafted next overwrites it.
+    """
+    return start[:, None] + (torch.arange(width, device=start.device) + last[:, None] + 1) % width
 
 
 @dataclass(frozen=True)
 class Seat:
     """The places of the tokens of a step, with the cache (`stores`) and the source (`cross`) that they attend to.
 
-    `last` is the index of the last real token of each row (rows,), `start` the number of tokens before the step's
-    (rows,), `places` the numbers of the slots (end,).
+    Each row has `last` + 1 real tokens (rows,), which stand after its padding, and `start` tokens before them in the
+    cache (rows,). `places` are the numbers of the slots (end,).
     """
 
     last: Tensor
@@ -45,15 +56,7 @@ class Seat:
 
     def slots(self, width: int) -> Tensor:
         """Return the slots (rows, width) of the step's tokens."""
-        return self.start[:, None] + torch.arange(width, device=self.start.device)
-
-    def at_last(self, found: Tensor) -> Tensor:
-        """Select from the outputs (rows, width, ...) those of the last real tokens, (rows, ...)."""
-        return (
-            found[:, 0]
-            if found.shape[1] == 1
-            else found[torch.arange(self.last.shape[0], device=self.last.device), self.last]
-        )
+        return fed_slots(self.start, self.last, width)
 
 
 Drafted = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -65,7 +68,7 @@ class Network(Protocol):
     """A network that drafts a token in a graph: a function of tensors, without any state in Python."""
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor | None]:
-        """Run on tokens (rows, fed) and the states before them -> the logits (rows, vocab) after the last real ones.
+        """Run on tokens (rows, fed) and the states before them -> the logits (rows, vocab) after the last ones.
 
         The second result is the states (rows, 1, width) there, for a network that goes on from its own states.
         """
@@ -77,11 +80,13 @@ class ModelNetwork:
     """A model that reads tokens alone, as a `Network`.
 
     `kinds` are the sights of its layers, by their type; `relative` models have a bias for distances to cached tokens.
+    `drops_logits`: the model can compute the logits of the last column alone.
     """
 
     model: Any
     kinds: dict[str, Sight]
     relative: bool = False
+    drops_logits: bool = False
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, None]:
         """See `Network`."""
@@ -90,8 +95,9 @@ class ModelNetwork:
         masks = {kind: pass_masks.mask(sight, self.model.dtype) for kind, sight in self.kinds.items()}
         cross = seat.cross
         cross_pass = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
-        logits = forward(self.model, Pass(tokens, slots, slots, masks, cross_pass), seat.stores)
-        return seat.at_last(logits), None
+        options = {"logits_to_keep": 1} if self.drops_logits else {}
+        logits = forward(self.model, Pass(tokens, slots, slots, masks, cross_pass), seat.stores, **options)
+        return logits[:, -1], None
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class DraftGraphs:
             self._slots = torch.arange(2 * room.end)
         width = self.width(wish)
         return (
-            torch.tensor([[*fed, *[0] * (width - len(fed))] for fed in wish.fed]),
+            torch.tensor([[*[0] * (width - len(fed)), *fed] for fed in wish.fed]),
             room.states,
             torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed]),
             torch.tensor(room.lengths),
@@ -283,11 +289,11 @@ def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
     """Draft one token for each text by a network."""
     tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
     logits, states = network(tokens, states, Seat(last, start, places, stores, cross))
-    logits = pad_vocabulary(wide(logits), kind.vocab)
-    best, token = logits.max(-1)
+    logits = pad_vocabulary(logits, kind.vocab)
+    best, token = (each[:, 0] for each in greatest(logits[:, None]))
     if not kind.sampled:
         return token[:, None], best, None, states
-    law = _law(logits, token, temperatures)
+    law = _law(wide(logits), token, temperatures)
     return inverse(law, chances[:, 0])[:, None], best, law[:, None], states
 
 

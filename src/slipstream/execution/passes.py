@@ -174,12 +174,15 @@ class GivenSlots(Cache):
         return self.end, 0
 
 
-def forward(model: PreTrainedModel, work: Pass, stores: Stores) -> Tensor:
-    """Run a pass over stores, without any state in Python: eager, traced or captured -> logits (rows, n, vocab)."""
-    return forward_showing(model, work, stores, ())[0]
+def forward(model: PreTrainedModel, work: Pass, stores: Stores, **options: Any) -> Tensor:
+    """Run a pass over stores, without any state in Python: eager, traced or captured -> logits (rows, n, vocab).
+
+    The model's forward takes the `options` as well.
+    """
+    return forward_showing(model, work, stores, (), **options)[0]
 
 
-def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: Places) -> list[Tensor]:
+def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: Places, **options: Any) -> list[Tensor]:
     """Run `forward` -> logits (rows, n, vocab), then the hidden states (rows, n, width) at each place."""
     out = model(
         input_ids=work.tokens,
@@ -189,6 +192,7 @@ def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: 
         use_cache=True,
         **work.cross_arguments,
         **({"output_hidden_states": True} if places else {}),
+        **options,
     )
     return [out.logits, *(out.hidden_states[place] for place in places)]
 

@@ -183,28 +183,45 @@ Tensor following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor wei
 }
 
 // The greatest of a position's logits and where it first stands. What is not a number is greater than all else.
+// Several vectors are compared at once, since each comparison waits for the one before; the place is looked up then.
 template <class Type>
 void find_greatest(const typename Type::Item* logits, int64_t vocabulary, float& value, int64_t& index) {
-  const int64_t whole = vocabulary / LANES * LANES;
-  Lanes most = Lanes{} - std::numeric_limits<float>::infinity();
-  Whole where = {}, place = {};
-  for (int lane = 0; lane < LANES; ++lane) where[lane] = place[lane] = lane;
-  for (int64_t i = 0; i < whole; i += LANES, place += LANES) {
-    const Lanes some = Type::load(logits + i);
-    const Whole above = (some > most) | ((some != some) & (most == most));
-    most = above ? some : most;
-    where = above ? place : where;
+  constexpr int64_t AT_ONCE = 4, STRIDE = AT_ONCE * LANES;
+  const int64_t whole = vocabulary / STRIDE * STRIDE;
+  Lanes most[AT_ONCE];
+  Whole odd = {};  // lanes in which something was not a number
+  for (Lanes& each : most) each = Lanes{} - std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < whole; i += STRIDE)
+    for (int64_t part = 0; part < AT_ONCE; ++part) {
+      const Lanes some = Type::load(logits + i + part * LANES);
+      most[part] = some > most[part] ? some : most[part];
+      odd |= some != some;
+    }
+  value = -std::numeric_limits<float>::infinity();
+  bool broken = false;
+  for (int lane = 0; lane < LANES; ++lane) {
+    broken = broken || odd[lane];
+    for (const Lanes& each : most) value = std::max(value, each[lane]);
   }
-  value = whole ? most[0] : Type::widen(logits[0]);
-  index = 0;
-  const auto see = [&](float other, int64_t at) {
-    const bool above = other > value || (other != other && value == value);
-    const bool same = other == value || (other != other && value != value);
-    if (above || (same && at < index)) value = other, index = at;
+  for (int64_t i = whole; i < vocabulary; ++i) {
+    const float other = Type::widen(logits[i]);
+    broken = broken || other != other;
+    value = std::max(value, other);
+  }
+  if (broken) value = std::numeric_limits<float>::quiet_NaN();
+  const auto found = [&](int64_t i) {
+    const float other = Type::widen(logits[i]);
+    return broken ? other != other : other == value;
   };
-  if (whole) index = where[0];
-  for (int lane = 0; lane < (whole ? LANES : 0); ++lane) see(most[lane], where[lane]);
-  for (int64_t i = whole; i < vocabulary; ++i) see(Type::widen(logits[i]), i);
+  for (index = 0; index < whole && !broken; index += STRIDE) {
+    Whole same = {};
+    for (int64_t part = 0; part < AT_ONCE; ++part) same |= Type::load(logits + index + part * LANES) == value;
+    uint64_t pairs[LANES / 2], any = 0;
+    std::memcpy(pairs, &same, sizeof(same));
+    for (const uint64_t pair : pairs) any |= pair;
+    if (any) break;
+  }
+  while (!found(index)) ++index;
 }
 
 template <class Type>

@@ -11,6 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slipstream.core.law import wide
+
+NARROW = (torch.float32, torch.bfloat16)
+"""The data types whose greatest numbers the kernel finds."""
+
 
 def laws_fit(*laws: Tensor) -> bool:
     """Whether the kernel is loaded and takes these laws or logits (rows, positions, vocab)."""
@@ -47,12 +52,15 @@ def following(p: Tensor, q: Tensor, accepted: Tensor, refused: Tensor, weights: 
 
 
 def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the greatest of the logits (rows, n, vocab) in float32, and the first index with it, both (rows, n).
+    """Return the greatest of the logits (rows, n, vocab) and the first index with it, both (rows, n).
 
-    It is NaN if any of them is.
+    It is NaN if any of them is, and in float32, or in float64 for such logits. On a CPU our kernel does it, once it is
+    loaded.
     """
-    values_and_indices: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
-    return values_and_indices
+    if logits.device.type == "cpu" and logits.dtype in NARROW and hasattr(torch.ops.slipstream, "greatest"):
+        values_and_indices: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
+        return values_and_indices
+    return wide(logits).max(-1)
 
 
 # ---- registration and the check of the kernels ----------------------------------------------------------------------

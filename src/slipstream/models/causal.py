@@ -334,7 +334,7 @@ class CausalScorer:
         as long to make: minutes for each size.
         """
         facts, module = self.facts, self._decoder or self.model
-        network = ModelNetwork(module, facts.kinds, facts.relative)
+        network = ModelNetwork(module, facts.kinds, facts.relative, facts.drops_logits)
         chains = tuple(sizes) if weight_bytes(module) <= MOST_FOR_CHAINS else ()
         graphs = draft_graphs(network, self.name, self.device, chains, progress=progress)
         self._chains = DraftChains(graphs, self._memory, facts.context)

@@ -61,7 +61,7 @@ class HeadNetwork:
         assert states is not None
         slots, end = seat.slots(tokens.shape[1]), seat.places.shape[0]
         made = self.head(0, tokens, states, Behind.within(slots, end, GivenSlots(seat.stores, slots, end)))
-        last = seat.at_last(made)[:, None]
+        last = made[:, -1:]
         return self.head.logits(last)[:, 0], last
 
 

@@ -19,7 +19,7 @@ from slipstream.core.draft import Tree, padded
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
-from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish
+from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish, fed_slots
 from slipstream.kernels.packing import pack_layers
 from slipstream.models.head_chains import Behind, head_graphs
 from slipstream.models.hidden_states import HiddenStates
@@ -249,7 +249,9 @@ class HeadScorer:
         if graphs is None or not texts.stores:
             return None
         rows, width = len(wish.fed), graphs.width(wish)
-        slots = texts.place(width + sum(graphs.steps(wish)), 0, rows)[:, :width].to(self.device)
+        texts.reserve(width + sum(graphs.steps(wish)), 0, rows)
+        last = torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed])
+        slots = fed_slots(torch.tensor(texts.lengths[:rows]), last, width).to(self.device)
         room = Room(texts.lengths[:rows], texts.end, texts.taking_part, None, self._target_states(slots))
         if (drafted := graphs.run(wish, room)) is None:
             return None

@@ -95,20 +95,41 @@ class Memory:
             self.sources.free(rows)
 
 
+class CacheFilled(Exception):
+    """Ends a model's pass that is only run to fill its cache, when the last layer has written to it."""
+
+
 class HFCache(Cache):
-    """The Cache interface of transformers over the texts of a memory."""
+    """The Cache interface of transformers over the texts of a memory.
+
+    `writes` counts what layers wrote since `begin`.
+    """
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(layers=[])
         self.memory = memory
+        self.begin()
+
+    def begin(self, most: int | None = None) -> None:
+        """Begin a pass, which CacheFilled ends after this many writes; None: it runs to its end."""
+        self.writes, self._most = 0, most
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.memory.texts.update(layer_idx, key_states, value_states)
+        found = self.memory.texts.update(layer_idx, key_states, value_states)
+        self._count()
+        return found
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        return self.memory.texts.update_indexer(layer_idx, indexer_key_states)
+        found = self.memory.texts.update_indexer(layer_idx, indexer_key_states)
+        self._count()
+        return found
+
+    def _count(self) -> None:
+        self.writes += 1
+        if self.writes == self._most:
+            raise CacheFilled
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.texts.past

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.execution.passes import Execution, Pass
 from slipstream.models.facts import ModelFacts
 from slipstream.models.hidden_states import HiddenStates
-from slipstream.models.memory import HFCache, Memory
+from slipstream.models.memory import CacheFilled, HFCache, Memory
 
 NO_LOGITS = torch.empty(0, dtype=torch.long)
 """The positions whose logits are needed in a pass that only fills the cache: none."""
@@ -29,6 +29,7 @@ class PassRunner:
         self._module: Any = module
         self._facts, self._memory, self.execution = facts, memory, execution
         self._cache = HFCache(memory)
+        self._writes: int | None = None  # to the cache, in every pass; None before the first
         self.recorded: WeakSet[HiddenStates] = WeakSet()  # hidden states to record
 
     def width(self, rows: int, count: int) -> int:
@@ -44,11 +45,18 @@ class PassRunner:
                 for states in self.recorded:
                     states.store(states.joined(result.states))
                 return result.logits
+        self._cache.begin()
         return self._eager(work.to(work.tokens.device), keep=0)
 
     def feed(self, work: Pass) -> None:
-        """Run a pass that only fills the cache."""
-        self._eager(work, keep=NO_LOGITS)
+        """Run a pass that only fills the cache; it ends when the last layer has written its keys and values.
+
+        What follows them in that layer would be computed for nothing, unless hidden states are recorded.
+        """
+        self._cache.begin(None if self.recorded else self._writes)
+        with suppress(CacheFilled):
+            self._eager(work, keep=NO_LOGITS)
+            self._writes = self._cache.writes
 
     def _eager(self, work: Pass, keep: int | Tensor) -> Tensor:
         """Call the model on a pass -> logits of the positions `keep`, or of that many last ones (0: of all).
