@@ -1,7 +1,7 @@
 """Computations of a round on laws over a whole vocabulary, by our kernel: each in one reading, without copies.
 
-The kernel serves float32 on CPUs once it is loaded, as it is for packed weights; `laws_fit` tells whether it does. A
-position's results do not depend on other rows and positions.
+The kernel serves float32 on CPUs once it is loaded, as it is for packed weights; `laws_fit` tells whether it does, and
+`greatest` chooses by itself. A position's results do not depend on other rows and positions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slipstream.core.law import wide
 
-NARROW = (torch.float32, torch.bfloat16)
-"""The data types whose greatest numbers the kernel finds."""
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+"""The data types of logits whose greatest the kernel finds."""
 
 
 def laws_fit(*laws: Tensor) -> bool:
@@ -57,7 +57,7 @@ def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
     It is NaN if any of them is, and in float32, or in float64 for such logits. On a CPU our kernel does it, once it is
     loaded.
     """
-    if logits.device.type == "cpu" and logits.dtype in NARROW and hasattr(torch.ops.slipstream, "greatest"):
+    if logits.device.type == "cpu" and logits.dtype in LOGITS_DTYPES and hasattr(torch.ops.slipstream, "greatest"):
         values_and_indices: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
         return values_and_indices
     return wide(logits).max(-1)
