@@ -125,35 +125,29 @@ class Sights {
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-// e to the power of numbers that are not above 0: multiples of ln 2 taken off, then a polynomial.
-Lanes exponential(Lanes power) {
-  const __m512 least = _mm512_set1_ps(-104), all = _mm512_max_ps(least, (__m512)power);  // what is not a number stays so
-  const __m512 count = _mm512_roundscale_ps(_mm512_mul_ps(all, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 rest = _mm512_fnmadd_ps(count, _mm512_set1_ps(0.693359375f), all);
-  rest = _mm512_fnmadd_ps(count, _mm512_set1_ps(-2.12194440e-4f), rest);
-  __m512 found = _mm512_set1_ps(1.9875691500e-4f);
+// e to the power of `all` by a polynomial, divided by two to the power of `count`: so many ln 2 are taken off first.
+Lanes without_twos(const Lanes& all, const Lanes& count) {
+  const Lanes rest = fused(count, 2.12194440e-4f, fused(count, -0.693359375f, all));
+  Lanes found = Lanes{} + 1.9875691500e-4f;
   for (float each : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
-    found = _mm512_fmadd_ps(found, rest, _mm512_set1_ps(each));
-  return (Lanes)_mm512_scalef_ps(found, count);
+    found = fused(found, rest, Lanes{} + each);
+  return found;
 }
-#else
-// e to the power of numbers that are not above 0: halves of ln 2 taken off, then a polynomial.
+
+// e to the power of numbers that are not above 0.
 Lanes exponential(Lanes power) {
+#if defined(__AVX512F__)
+  const __m512 all = _mm512_max_ps(_mm512_set1_ps(-104), (__m512)power);  // what is not a number stays so
+  const __m512 count = _mm512_roundscale_ps(_mm512_mul_ps(all, _mm512_set1_ps(1.44269504f)), 0);
+  return (Lanes)_mm512_scalef_ps((__m512)without_twos((Lanes)all, (Lanes)count), count);
+#else
   const Whole nothing = power < -87;
   power = nothing ? Lanes{} : power;
   const Whole twos = __builtin_convertvector(power * 1.44269504f - 0.5f, Whole);
-  const Lanes count = __builtin_convertvector(twos, Lanes);
-  const Lanes rest = power - count * 0.693359375f + count * 2.12194440e-4f;
-  Lanes found = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  found = found * rest + 8.3334519073e-3f;
-  found = found * rest + 4.1665795894e-2f;
-  found = found * rest + 1.6666665459e-1f;
-  found = found * rest + 5.0000001201e-1f;
-  found = found * rest * rest + rest + 1.0f;
+  const Lanes found = without_twos(power, __builtin_convertvector(twos, Lanes));
   return nothing ? Lanes{} : found * (Lanes)((twos + 127) << 23);
-}
 #endif
+}
 
 #if defined(__AVX512F__)
 // 16 rows of 16 words, `apart` words from row to row -> their columns.
@@ -339,7 +333,7 @@ class Sums {
       greatest[v] = most;
     }
     scale(before, queries);
-    for (int v = 0; v < VECTORS; ++v) total[v] += Float32::load(later + QUERIES + v * LANES) * factors[v];
+    for (int v = 0; v < VECTORS; ++v) total[v] = fused(Float32::load(later + QUERIES + v * LANES), factors[v], total[v]);
     later += 2 * QUERIES;
     for (int q = 0; q < queries; ++q)
       for (int64_t i = 0; i < width_; ++i)
@@ -753,7 +747,7 @@ class Tile {
       }
       for (int v = 0; v < VECTORS; ++v) {
         Lanes& score = scores[i * VECTORS + v];
-        score = exponential(score * scale - shifts[v]);
+        score = exponential(fused(score, scale, -shifts[v]));
         totals[v][i % LANES] += score;
       }
     }
@@ -810,7 +804,7 @@ class Tile {
       const Lanes shift = Lanes{} + shifts[q];
       Lanes total = {};
       for (int64_t i = 0; i < blocks; ++i) {
-        scores[q][i] = exponential(scores[q][i] * work_.scale - shift);
+        scores[q][i] = exponential(fused(scores[q][i], work_.scale, -shift));
         total += scores[q][i];
       }
       found[q] = total;

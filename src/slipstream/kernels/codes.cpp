@@ -27,13 +27,11 @@ struct Group {
     Lanes errors = {};
     for (int64_t i = 0; i < count; i += LANES) {
       const Lanes some = Float32::load(weights + i);
-      Lanes code = some * inverse;
-      asm("" : "+m"(code));  // a product that is rounded before the sum, as elsewhere
-      code = code + WHOLE - WHOLE;
+      Lanes code = some * inverse + WHOLE - WHOLE;
       code = code < least ? Lanes{} + least : code > most ? Lanes{} + most : code;
       std::memcpy(codes + i, &code, sizeof(code));
-      const Lanes error = code * scale - some;
-      errors += error * error;
+      const Lanes error = fused(code, scale, -some);
+      errors = fused(error, error, errors);
     }
     float sum = 0;
     for (int lane = 0; lane < LANES; ++lane) sum += errors[lane];

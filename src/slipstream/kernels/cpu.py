@@ -1,51 +1,35 @@
-"""Linear layers and attention by kernels in C++, built for this processor when first needed and kept for later.
-
-Building takes some seconds and a C++ compiler (`CXX`, c++, g++ or clang++), as torch.compile needs one too.
-"""
+"""Linear layers and attention by kernels in C++, with the instructions that this processor has."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
-import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels import laws, recurrences
+from slipstream.kernels import laws, library, recurrences
 from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
 
-HERE = Path(__file__).parent
-SOURCES = tuple(HERE / f"{name}.cpp" for name in ("cpu", "quantized", "codes", "attention", "recurrences", "laws"))
-HEADER = HERE / "lanes.h"
-COMPILERS = ("c++", "g++", "clang++")
-OPTIONS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC")
-LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
-PATIENCE = 300  # seconds
+SYSTEMS = ("linux", "darwin")
 
 
 @functools.cache
 def kernel_missing() -> str | None:
     """Return why the kernel cannot be used here, in one sentence; None if it can, and is loaded.
 
-    A compiler that fails gives a warning; a missing compiler does not.
+    A compiler that fails gives a warning; a missing compiler does not. Raises ValueError if SLIPSTREAM_MARCH names a
+    level of instructions that this processor does not have.
     """
-    if not sys.platform.startswith("linux"):
-        return f"it is built on Linux only, and this is {sys.platform}"
-    compiler = _compiler()
-    if compiler is None:
-        return f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})"
+    if sys.platform not in SYSTEMS:
+        return f"it is built on Linux and macOS only, and this is {sys.platform}"
+    level = library.level()
     try:
-        _load(compiler)
+        library.load(level)
         torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
         torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
@@ -54,6 +38,8 @@ def kernel_missing() -> str | None:
         laws.register_shapes()
         recurrences.register_shapes()
         _check()
+    except library.CompilerMissingError as error:
+        return str(error)
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
         reason = _reason(error)
         warnings.warn(
@@ -120,68 +106,12 @@ def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     return queries.new_empty((rows, count, heads, width))
 
 
-def _compiler() -> str | None:
-    return next((path for name in (os.environ.get("CXX"), *COMPILERS) if name and (path := shutil.which(name))), None)
-
-
 def _reason(error: Exception) -> str:
     """Return the first line of an error without a full stop; for an error of the system, the file and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removesuffix(".") if lines else type(error).__name__
-
-
-def _load(compiler: str) -> None:
-    """Load the library; a damaged one in the cache is built again."""
-    library = _built(compiler)
-    try:
-        torch.ops.load_library(library)
-    except OSError:
-        library.unlink()
-        torch.ops.load_library(_built(compiler))
-
-
-def _built(compiler: str) -> Path:
-    """Return the path of the library, from the cache or built now.
-
-    Raises RuntimeError with the compiler's message if building fails, or if the folder cannot be written.
-    """
-    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
-    library = home / f"kernel-{_fingerprint(compiler)}.so"
-    if library.exists():
-        return library
-    with _workshop(home) as folder:  # another process may be building the same library
-        part = Path(folder) / library.name
-        torch_home = Path(torch.__file__).parent
-        places = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}")
-        command = [compiler, *OPTIONS, *places, *map(str, SOURCES), "-o", str(part), *LIBRARIES]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-            raise RuntimeError(f"{compiler} failed: {' '.join(errors[:1])}")
-        part.replace(library)
-    return library
-
-
-def _workshop(home: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder for one build, inside the folder of libraries. Raises RuntimeError if that fails."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=home)
-    except OSError as error:
-        raise RuntimeError(
-            f"{home} cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can be"
-        ) from error
-
-
-def _fingerprint(compiler: str) -> str:
-    """Return a hash of everything that a library depends on: source, options, torch, compiler and processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
-    processor = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    texts = (path.read_text() for path in (HEADER, *SOURCES))
-    parts = (*texts, *OPTIONS, torch.__version__, compiler, version, (processor and processor[1]) or "")
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _check() -> None:

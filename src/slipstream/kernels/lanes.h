@@ -1,4 +1,8 @@
 // What all kernels share: vectors of the processor's width, number types, panels, and asking for weights early.
+//
+// A product that is added is rounded once where the code says `fused`, and twice everywhere else: compilers, which would
+// choose differently for every loop, are not allowed to (-ffp-contract=off). So the same sums have the same bits in all paths
+// of a kernel, whichever compiler built it.
 
 #pragma once
 
@@ -19,6 +23,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 #if defined(__AMX_TILE__)
 #include <sys/syscall.h>
@@ -43,12 +49,10 @@ constexpr int64_t AHEAD = 8192;      // bytes of weights asked for before their 
 constexpr int64_t COLLIDING = 2048;  // bytes from row to row (or multiples) that share two places in the first cache
 constexpr int64_t FEW = 8;           // rows that these places hold
 
-// Where weights go that were asked for: AMD's processors are fastest if these pass the second cache by; Intel's, which
-// then lose two thirds of their speed, if they go there.
-#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-constexpr int LOCALITY = 0;
-#else
-constexpr int LOCALITY = 2;
+// Where weights go that were asked for: AMD's processors are fastest if these pass the second cache by (0); Intel's, which
+// then lose two thirds of their speed, if they go there (2). Who builds the kernels knows for which they are.
+#if !defined(LOCALITY)
+#define LOCALITY 2
 #endif
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
@@ -64,10 +68,32 @@ To bits(From from) {
   return to;
 }
 
+// one * other + sum with a single rounding, where the processor can do that in one instruction; else with two.
+inline Lanes fused(const Lanes& one, const Lanes& other, const Lanes& sum) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+#elif defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+#elif defined(__ARM_NEON)
+  float32x4_t ones[2], others[2], sums[2];
+  std::memcpy(ones, &one, sizeof(one));
+  std::memcpy(others, &other, sizeof(other));
+  std::memcpy(sums, &sum, sizeof(sum));
+  for (int half = 0; half < 2; ++half) sums[half] = vfmaq_f32(sums[half], ones[half], others[half]);
+  Lanes found;
+  std::memcpy(&found, sums, sizeof(found));
+  return found;
+#else
+  return one * other + sum;
+#endif
+}
+
+inline Lanes fused(const Lanes& one, float other, const Lanes& sum) { return fused(one, Lanes{} + other, sum); }
+
 struct Float32 {
   using Item = float;
   static constexpr int STEP = 1;
-  static void add(Lanes& sum, const Lanes& weights, const Item* input) { sum += weights * *input; }
+  static void add(Lanes& sum, const Lanes& weights, const Item* input) { sum = fused(weights, *input, sum); }
   static Item round(float value) { return value; }
   static float widen(Item value) { return value; }
   static Lanes load(const Item* place) {
@@ -93,8 +119,8 @@ struct BFloat16 {
     sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
 #else
     const Words pairs = (Words)weights;
-    sum += (Lanes)(pairs << 16) * widen(input[0]);
-    sum += (Lanes)(pairs & 0xffff0000u) * widen(input[1]);
+    sum = fused((Lanes)(pairs << 16), widen(input[0]), sum);
+    sum = fused((Lanes)(pairs & 0xffff0000u), widen(input[1]), sum);
 #endif
   }
   static Item round(float value) {  // to the nearest, ties to even; what is not a number stays so

@@ -46,7 +46,11 @@ void in_blocks(const float* p, const float* q, int64_t vocabulary, const Each& e
   }
 }
 
-Lanes above_zero(const Lanes& lanes) { return lanes > 0 ? lanes : Lanes{}; }
+// max(weight p - q, 0)
+Lanes excess(const Lanes& p, float weight, const Lanes& q) {
+  const Lanes more = fused(p, weight, -q);
+  return more > 0 ? more : Lanes{};
+}
 
 // Every position of so many rows, divided among threads.
 template <class Run>
@@ -72,7 +76,7 @@ std::pair<double, double> compare(const float* p, const float* q, float weight, 
   in_blocks(p, q, vocabulary,
             [&](const Lanes& left, const Lanes& right, int64_t) {
               less += left < right ? left : right;
-              more += above_zero(left * weight - right);
+              more += excess(left, weight, right);
             },
             [&] {
               both += total(less);
@@ -142,7 +146,7 @@ bool write_residual(const float* p, const float* q, float weight, int64_t vocabu
   double sum = 0;
   Lanes part = {};
   in_blocks(p, q, vocabulary,
-            [&](const Lanes& left, const Lanes& right, int64_t) { part += above_zero(left * weight - right); },
+            [&](const Lanes& left, const Lanes& right, int64_t) { part += excess(left, weight, right); },
             [&] {
               sum += total(part);
               part = Lanes{};
@@ -150,7 +154,7 @@ bool write_residual(const float* p, const float* q, float weight, int64_t vocabu
   if (!(sum > 0)) return false;
   in_blocks(p, q, vocabulary,
             [&](const Lanes& left, const Lanes& right, int64_t place) {
-              const Lanes found = above_zero(left * weight - right) / static_cast<float>(sum);
+              const Lanes found = excess(left, weight, right) / static_cast<float>(sum);
               std::memcpy(output + place, &found, std::min<int64_t>(LANES, vocabulary - place) * sizeof(float));
             },
             [] {});
@@ -168,11 +172,14 @@ Tensor following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor wei
                       refused.is_contiguous() && weights.is_contiguous(),
                   "slipstream::following: counts or weights for other rows");
   Tensor outputs = torch::stable::new_empty(p, std::vector<int64_t>{ours.rows, 1, ours.vocabulary});
+  const auto* places = static_cast<const int64_t*>(accepted.data_ptr());
+  const auto* rests = static_cast<const bool*>(refused.data_ptr());
+  for (int64_t row = 0; row < ours.rows; ++row)  // here, since what a thread says is lost
+    STD_TORCH_CHECK(places[row] >= 0 && places[row] < (rests[row] ? theirs.positions : ours.positions),
+                    "slipstream::following: ", places[row], " tokens of ", theirs.positions);
   for_positions(ours.rows, 1, ours.vocabulary, [&](int64_t, int64_t row, int64_t) {
-    const int64_t place = static_cast<const int64_t*>(accepted.data_ptr())[row];
-    const bool rest = static_cast<const bool*>(refused.data_ptr())[row];
-    STD_TORCH_CHECK(place >= 0 && place < (rest ? theirs.positions : ours.positions),
-                    "slipstream::following: ", place, " tokens of ", theirs.positions);
+    const int64_t place = places[row];
+    const bool rest = rests[row];
     const float weight = static_cast<float>(static_cast<const double*>(weights.data_ptr())[row]);
     float* output = static_cast<float*>(outputs.data_ptr()) + row * ours.vocabulary;
     const float* law = ours.at(row, place);

@@ -137,10 +137,10 @@ Whole zeros_at(const void* zeros, int64_t place) {
 template <Zero ZERO>
 void add_group(Lanes& sum, const Whole& products, const Lanes& scale, const void* zeros, int64_t place,
                const Inputs& inputs, int64_t own) {
-  sum += __builtin_convertvector(products, Lanes) * (scale * inputs.scales[own]);
+  sum = fused(__builtin_convertvector(products, Lanes), scale * inputs.scales[own], sum);
   if constexpr (ZERO == Zero::OFFSET)
-    sum += BFloat16::load(static_cast<const uint16_t*>(zeros) + place) *
-           (inputs.scales[own] * static_cast<float>(inputs.sums[own]));
+    sum = fused(BFloat16::load(static_cast<const uint16_t*>(zeros) + place),
+                inputs.scales[own] * static_cast<float>(inputs.sums[own]), sum);
 }
 
 inline Whole total(const Whole (&chains)[1]) { return chains[0]; }

@@ -78,9 +78,9 @@ void sweep(float* state, int64_t size, float decay, const float* before, const f
     Lanes line[4];
     std::memcpy(line, state, sizeof(line));
     for (int part = 0; part < 4; ++part) {
-      if (!FIRST) line[part] = line[part] * decay + news[part] * before[i];
-      by_key[part] += line[part] * key[i];
-      by_query[part] += line[part] * query[i];
+      if (!FIRST) line[part] = fused(line[part], decay, news[part] * before[i]);
+      by_key[part] = fused(line[part], key[i], by_key[part]);
+      by_query[part] = fused(line[part], query[i], by_query[part]);
     }
     if (!FIRST) std::memcpy(state, line, sizeof(line));
   }
@@ -203,9 +203,9 @@ void run_head(const StateSpace& space, int64_t row, int64_t head, const float* i
       const float *in = into + token * vectors * LANES, *out = out_of + token * vectors * LANES;
       Lanes sum = {};
       for (int64_t i = 0; i < vectors; ++i) {
-        const Lanes now = Float32::load(line + i * LANES) * decays[token] + Float32::load(in + i * LANES) * added;
+        const Lanes now = fused(Float32::load(line + i * LANES), decays[token], Float32::load(in + i * LANES) * added);
         std::memcpy(line + i * LANES, &now, sizeof(now));
-        sum += now * Float32::load(out + i * LANES);
+        sum = fused(now, Float32::load(out + i * LANES), sum);
       }
       if (space.outputs)
         space.outputs[((row * space.tokens + token) * space.heads + head) * space.width + p] =
@@ -292,7 +292,7 @@ void convolve_panel(const typename Type::Item* inputs, int64_t step, int64_t onw
     for (int64_t tap = 0; tap < taps; ++tap) {
       read_panel<Type>(inputs + (at + tap) * onward, step, count, line);
       for (int part = 0; part < PARTS; ++part)
-        sums[part] += line[part] * Float32::load(weights + tap * PANEL + part * LANES);
+        sums[part] = fused(line[part], Float32::load(weights + tap * PANEL + part * LANES), sums[part]);
     }
     float found[PANEL];
     std::memcpy(found, sums, sizeof(found));

@@ -17,6 +17,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
+from slipstream.kernels import library
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear, precision_of
 from slipstream.models.encoder_dtype import encoder_dtype
@@ -39,7 +40,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "cpu": _value(info, "model name") or platform.processor() or platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": _bfloat16(info),
-        "kernel": (kernel_missing() or "built") if device.type == "cpu" else None,
+        "kernel": (kernel_missing() or library.level().name) if device.type == "cpu" else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": [*os.getloadavg()] if hasattr(os, "getloadavg") else None,

@@ -1,0 +1,186 @@
+"""The library of our kernels: the one that a wheel carries for this processor, or one that is built here and kept.
+
+Building takes some seconds and a C++ compiler (`CXX`, c++, g++ or clang++), as torch.compile needs one too. The
+kernels use torch through its stable ABI, so a library serves other versions of torch than the one it was built with.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+CARRIED = HERE / "carried"
+HEADER = HERE / "lanes.h"
+SOURCES = tuple(HERE / f"{name}.cpp" for name in ("attention", "quantized", "cpu", "recurrences", "laws", "codes"))
+COMPILERS = ("c++", "g++", "clang++")
+STABLE_ABI = "0x020b000000000000"
+"""Torch 2.11, the oldest version that a library serves."""
+
+OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-Wno-psabi", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
+LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
+PATIENCE = 300  # seconds
+CHOICE = "SLIPSTREAM_MARCH"
+
+
+@dataclass(frozen=True)
+class Level:
+    """The instructions that a library is built for: the compiler's options, and what the processor must have."""
+
+    name: str
+    options: tuple[str, ...]
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def fits(self) -> bool:
+        """Whether this processor has all that the level needs."""
+        return self.flags <= processor_flags()
+
+
+V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
+AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+NATIVE = Level("native", ("-mcpu=native" if platform.machine() in {"arm64", "aarch64"} else "-march=native",))
+PORTABLE = (
+    Level("x86-64", ("-march=x86-64",), frozenset({"sse2"})),
+    Level("x86-64-v3", ("-march=x86-64-v3",), V3),
+    Level("x86-64-v4", ("-march=x86-64-v4",), V4),
+    Level("x86-64-v4-bf16", BF16_OPTIONS, BF16),
+    Level("x86-64-v4-amx", (*BF16_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), AMX),
+)
+"""Levels that do not depend on the processor of who builds, each with more instructions than the one before."""
+
+
+@functools.cache
+def processor_flags() -> frozenset[str]:
+    """Return the instructions that this processor has, as Linux names them; elsewhere none are known."""
+    return frozenset(_described("flags|Features").split())
+
+
+def brand() -> str:
+    """Return "amd" for processors of AMD, to whose caches weights go by another way, and "any" for all others."""
+    return "amd" if _described("vendor_id") == "AuthenticAMD" else "any"
+
+
+def level() -> Level:
+    """Return the level of this process: the one that SLIPSTREAM_MARCH names, else the best one that a wheel carries for
+    this processor, else "native".
+
+    Raises ValueError if there is no such level, or if this processor lacks its instructions.
+    """
+    asked = os.environ.get(CHOICE)
+    fitting = [each for each in PORTABLE if each.fits]
+    if not asked:
+        return next((each for each in reversed(fitting) if carried(each).exists()), NATIVE)
+    found = next((each for each in (*fitting, NATIVE) if each.name == asked), None)
+    if found is None:
+        names = ", ".join(each.name for each in (*fitting, NATIVE))
+        raise ValueError(f"{CHOICE}={asked} is no level of instructions that this processor has: {names}")
+    return found
+
+
+def carried(level: Level, brand_of: str | None = None) -> Path:
+    """Return where a wheel carries the library of a level, for processors of this brand or the one that is named."""
+    return CARRIED / f"{level.name}-{brand_of or brand()}.so"
+
+
+class CompilerMissingError(RuntimeError):
+    """There is no C++ compiler."""
+
+
+def load(level: Level) -> None:
+    """Load the kernels of a level. A damaged library that was built here is built again.
+
+    Raises OSError or RuntimeError, with the compiler's message, if they cannot be built or loaded.
+    """
+    if (library := carried(level)).exists():
+        torch.ops.load_library(library)
+        return
+    library = _kept(level)
+    try:
+        torch.ops.load_library(library)
+    except OSError:
+        library.unlink()
+        torch.ops.load_library(_kept(level))
+
+
+def compiler() -> str:
+    """Return the path of the C++ compiler. Raises CompilerMissingError with the names that were tried."""
+    for name in (os.environ.get("CXX"), *COMPILERS):
+        if name and (path := shutil.which(name)):
+            return path
+    raise CompilerMissingError(f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})")
+
+
+def build(level: Level, brand: str, library: Path, *more: str) -> None:
+    """Build the library of a level, for a brand of processors, with `more` options for the compiler.
+
+    Raises RuntimeError with the compiler's message.
+    """
+    home, command = Path(torch.__file__).parent, (compiler(), *OPTIONS, *level.options, *more)
+    locality = 0 if brand == "amd" else 2  # lanes.h says why
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+        one = (*command, f"-DLOCALITY={locality}", f"-I{home / 'include'}", "-c")
+        list(pool.map(lambda pair: _run(*one, str(pair[0]), "-o", str(pair[1])), zip(SOURCES, objects, strict=True)))
+        part = Path(folder) / library.name  # another process may be building the same library
+        _run(*command, "-shared", *map(str, objects), "-o", str(part), f"-L{home / 'lib'}", *LIBRARIES)
+        part.replace(library)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except OSError as error:
+        raise RuntimeError(f"{command[0]} failed: {error.strerror}") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        raise RuntimeError(f"{command[0]} failed: {' '.join(errors[:1])}")
+
+
+def _kept(level: Level) -> Path:
+    """Return the path of a level's library among those built before, or build it now.
+
+    Raises RuntimeError with the compiler's message if building fails, or if the folder cannot be written.
+    """
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
+    library = home / f"kernel-{_fingerprint(level)}.so"
+    if not library.exists():
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            build(level, brand(), library)
+        except OSError as error:
+            raise RuntimeError(
+                f"{home} cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can be"
+            ) from error
+    return library
+
+
+def _fingerprint(level: Level) -> str:
+    """Return a hash of everything that a library depends on: source, options, torch, compiler and processor."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
+    texts = (path.read_text() for path in (HEADER, *SOURCES))
+    own = (brand(), *sorted(processor_flags())) if level is NATIVE else (brand(),)
+    parts = (*texts, *OPTIONS, *level.options, torch.__version__, compiler(), version, platform.machine(), *own)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _described(name: str) -> str:
+    """Return what Linux says of this processor under a name; elsewhere nothing."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
+    return found[1] if found else ""
