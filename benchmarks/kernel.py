@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
-from slipstream.kernels.packing import Columns, QuantizedLinear, Stretch
+from slipstream.kernels.packing import Columns, QuantizedLinear, Stretch, has_blocked
 from slipstream.kernels.panels import into_panels, panel_bytes
 from slipstream.kernels.quantization import Precision, quantize
 
@@ -62,7 +62,8 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return Markdown tables of the products and the attentions."""
     lines = ["| bfloat16 | rows | ours, ms | oneDNN, ms |", "|---|---|---|---|"]
     for row in found["products"]:
-        lines.append(f"| {row['model']} | {row['rows']} | {1000 * row['ours']:.2f} | {1000 * row['onednn']:.2f} |")
+        onednn = f"{1000 * row['onednn']:.2f}" if row["onednn"] else "-"
+        lines.append(f"| {row['model']} | {row['rows']} | {1000 * row['ours']:.2f} | {onednn} |")
     lines += ["", "| model | rows | bfloat16, ms (GB/s) | int8 | int4 |", "|---|---|---|---|---|"]
     for row in found["quantized"]:
         cells = [
@@ -77,23 +78,30 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, ...]:
-    """Return the seconds of multiplying `rows` inputs by all matrices one after another, ours and oneDNN's."""
+def products(shapes: list[tuple[int, int]], rows: int, repetitions: int) -> tuple[float, float | None]:
+    """Return the seconds of multiplying `rows` inputs by all matrices one after another, ours and oneDNN's.
+
+    Some processors have no layout of oneDNN for bfloat16.
+    """
     inputs = {width: torch.randn(rows, width).bfloat16() for _, width in shapes}
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     stretch = Stretch(sum(map(panel_bytes, weights)))
     panels = [stretch.hold(into_panels(weight)) for weight in weights]
-    blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
 
     def ours() -> None:
         for (features, width), panel in zip(shapes, panels, strict=True):
             panel_linear(inputs[width], panel, None, features)
 
+    if not has_blocked(torch.bfloat16):
+        return timed([ours], repetitions)[0], None
+    blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
+
     def by_onednn() -> None:
         for (_, width), block in zip(shapes, blocks, strict=True):
             torch.ops.mkldnn._linear_pointwise(inputs[width], block, None, "none", [], "")
 
-    return timed([ours, by_onednn], repetitions)
+    seconds, of_onednn = timed([ours, by_onednn], repetitions)
+    return seconds, of_onednn
 
 
 def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str, Any]]:

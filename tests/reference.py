@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import torch
@@ -13,7 +14,7 @@ from slipstream.models.causal import CausalScorer
 from slipstream.models.recurrent import StateScorer
 from toys import HF_VOCAB, WINDOW
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # in standard deviations of the logits
+TOLERANCE = 1e-4  # of float32, in standard deviations of the logits
 
 
 def text(name: int, count: int) -> list[int]:
@@ -97,6 +98,19 @@ class Reference:
             gaps.append(float((logits[place, :count].float() - want).abs().max() / want.std()))
         assert self.scorer.lengths == [len(text) for text in self.texts]
         return max(gaps)
+
+
+@torch.inference_mode()
+def rounding(model: PreTrainedModel) -> float:
+    """How far a model's own logits lie from those of its weights in float64, in standard deviations: what its dtype
+    costs on this processor, and so the most by which its passes may differ from each other in half precision."""
+    rough, exact = CausalScorer(model), CausalScorer(copy.deepcopy(model).double())
+    gaps = []
+    for name in range(8):
+        given = text(name, 2 * WINDOW + 3), source(rough, 100 + name, 9)
+        found, want = (scorer.alone(*given)[0].double() for scorer in (rough, exact))
+        gaps.append(float((found - want).abs().max() / want.std()))
+    return max(gaps)
 
 
 def families(model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> float:

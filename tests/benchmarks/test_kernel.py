@@ -11,20 +11,32 @@ import pytest
 import torch
 
 from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import has_blocked
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel.py"
 
 
 @pytest.mark.skipif(kernel_missing() is not None, reason="the kernels cannot be built here")
-def test_every_part_gives_figures() -> None:
+@pytest.mark.parametrize("blocked", [True, False])
+def test_every_part_gives_figures(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on processors that have no layout of oneDNN for bfloat16."""
     spec = spec_from_file_location("kernel_benchmark", SCRIPT)
     assert spec and spec.loader
     kernel: Any = sys.modules.setdefault(spec.name, module_from_spec(spec))
     spec.loader.exec_module(kernel)
+    monkeypatch.setattr(kernel, "has_blocked", lambda dtype: blocked and has_blocked(dtype))
     shapes = [(64, 96), (32, 64)]
     with torch.inference_mode():
         rows = kernel.quantized(shapes, repetitions=1)
-        seconds = (*kernel.products(shapes, 2, 1), *kernel.attentions(4, 2, 3, 20, 32, 1))
+        ours, onednn = kernel.products(shapes, 2, 1)
+        seconds = (ours, *kernel.attentions(4, 2, 3, 20, 32, 1))
     assert [set(row["times"]) for row in rows] == [{"bfloat16", "int8", "int4"}] * len(rows)
     assert all(each["seconds"] > 0 and each["bytes"] for row in rows for each in row["times"].values())
-    assert len(seconds) == 4 and all(each > 0 for each in seconds)
+    assert len(seconds) == 3 and all(each > 0 for each in seconds)
+    assert (onednn is not None) == (blocked and has_blocked(torch.bfloat16))
+    found = {
+        "products": [{"model": "toy", "rows": 2, "ours": ours, "onednn": onednn}],
+        "quantized": [],
+        "attentions": [],
+    }
+    assert ("| - |" in kernel.table(found)) == (onednn is None)

@@ -189,10 +189,11 @@ def can_pack(model: PreTrainedModel) -> bool:
     placed = why_in_parts(model) or getattr(model, "hf_quantizer", None)
     if placed or model.device.type != "cpu" or model.dtype not in PACKED_DTYPES:
         return False
-    return kernel_missing() is None or _has_blocked(model.dtype)
+    return kernel_missing() is None or has_blocked(model.dtype)
 
 
-def _has_blocked(dtype: torch.dtype) -> bool:
+def has_blocked(dtype: torch.dtype) -> bool:
+    """Whether oneDNN can lay out weights in blocks here; in bfloat16 some processors cannot."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -313,7 +314,7 @@ def _packed(layer: nn.Linear | Conv1D, columns: Columns, stretch: Stretch | None
     weight = plain_weight(layer)
     if stretch is not None and fits_panels(weight):
         return PanelLinear(weight, layer.bias, columns, stretch)
-    return BlockedLinear(weight.contiguous(), layer.bias, columns) if _has_blocked(weight.dtype) else layer
+    return BlockedLinear(weight.contiguous(), layer.bias, columns) if has_blocked(weight.dtype) else layer
 
 
 def shared_columns(model: nn.Module) -> Columns | None:
