@@ -67,12 +67,12 @@ PORTABLE = (
 @functools.cache
 def processor_flags() -> frozenset[str]:
     """Return the instructions that this processor has, as Linux names them; elsewhere none are known."""
-    return frozenset(_described("flags|Features").split())
+    return frozenset(described("flags|Features").split())
 
 
 def brand() -> str:
     """Return "amd" for processors of AMD, to whose caches weights go by another way, and "any" for all others."""
-    return "amd" if _described("vendor_id") == "AuthenticAMD" else "any"
+    return "amd" if described("vendor_id") == "AuthenticAMD" else "any"
 
 
 def level() -> Level:
@@ -179,7 +179,7 @@ def _fingerprint(level: Level) -> str:
 
 
 @functools.cache
-def _described(name: str) -> str:
+def described(name: str) -> str:
     """Return what Linux says of this processor under a name; elsewhere nothing."""
     file = Path("/proc/cpuinfo")
     found = re.search(rf"^(?:{name})\s*:\s*(.*)$", file.read_text(), re.MULTILINE) if file.exists() else None

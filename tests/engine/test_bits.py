@@ -1,0 +1,71 @@
+"""Greedy texts and their log-probabilities have the same bits with a draft as without, through the whole engine."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import PanelLinear
+
+pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+KINDS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantize": "int8"},
+    "int4": {"dtype": "bfloat16", "quantize": "int4"},
+}
+ROWS = 8
+
+
+def batches(count: int) -> Iterator[list[str]]:
+    """`count` prompts of 1 to 40 words, in ragged batches."""
+    words = inspect.getsource(textwrap).split(" ")
+    prompts = [" ".join(words[11 * i : 11 * i + 1 + 17 * i % 40]) or "#" for i in range(count)]
+    for first in range(0, count, ROWS):
+        yield prompts[first : first + ROWS]
+
+
+def differences(engine: slipstream.Engine, count: int, tokens: int) -> int:
+    """Decode prompts plainly and with every gamma from 1 to 8, alone and beside others -> how many answers differ."""
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "logprobs": 1, "ignore_eos": True}
+    found = 0
+    for place, prompts in enumerate(batches(count)):
+        plain = engine.generate(prompts, plain=True, **settings)
+        drafted = engine.generate(prompts, gamma=1 + place % 8, **settings)
+        alone = engine.generate(prompts[0], gamma=8 - place % 8, **settings)
+        assert sum(done.stats.accepted for done in drafted)
+        pairs = zip([*drafted, *alone], [*plain, plain[0]], strict=True)
+        found += sum((one.tokens, one.logprobs) != (other.tokens, other.logprobs) for one, other in pairs)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_changes_no_bit(kind: str) -> None:
+    assert differences(slipstream.load(batch_size=ROWS, **KINDS[kind]), 16, 12) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_changes_no_bit_in_a_hundred_prompts(kind: str, compiled: bool) -> None:
+    assert differences(slipstream.load(batch_size=ROWS, compile=compiled, **KINDS[kind]), 100, 24) == 0
+
+
+def test_other_sums_for_many_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: products of more than one row a bit greater than they are."""
+    multiply = PanelLinear.multiply
+
+    def careless(self: PanelLinear, inputs: Tensor) -> Tensor:
+        found = multiply(self, inputs)
+        return found if inputs.shape[:-1].numel() <= ROWS else found.nextafter(torch.full_like(found, torch.inf))
+
+    monkeypatch.setattr(PanelLinear, "multiply", careless)
+    assert differences(slipstream.load(batch_size=ROWS, dtype="float32"), 16, 12)

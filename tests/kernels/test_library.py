@@ -1,0 +1,117 @@
+"""Levels of instructions: which one is taken, that all keep the contract of bits, and that a broken one is noticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.kernels import library
+from slipstream.kernels.cpu import kernel_missing
+from toys import rare
+
+ROOT = Path(__file__).parents[2]
+V3, NEWEST = library.V3, library.AMX
+built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+
+
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A wheel's folder of libraries, empty; no level is asked for."""
+    monkeypatch.delenv(library.CHOICE, raising=False)
+    monkeypatch.setattr(library, "CARRIED", tmp_path)
+    return tmp_path
+
+
+def has(monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], brand: str = "any") -> None:
+    """From now on the processor has these instructions."""
+    monkeypatch.setattr(library, "processor_flags", lambda: flags | {"sse2"})
+    monkeypatch.setattr(library, "brand", lambda: brand)
+
+
+def test_the_best_level_that_a_wheel_carries_is_taken(carried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, NEWEST)
+    assert library.level() is library.NATIVE  # nothing is carried
+    for level in library.PORTABLE[1:4]:
+        library.carried(level).touch()
+        assert library.level() is level
+    has(monkeypatch, V3)
+    assert library.level().name == "x86-64-v3"
+    has(monkeypatch, V3 - {"fma"})  # less than the least that is carried
+    assert library.level() is library.NATIVE
+    has(monkeypatch, V3, "amd")  # a library for other processors is no good for AMD's
+    assert library.level() is library.NATIVE
+
+
+def test_users_choose_a_level(carried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, library.V4)
+    library.carried(library.PORTABLE[2]).touch()
+    for name in ("x86-64", "x86-64-v3", "native"):
+        monkeypatch.setenv(library.CHOICE, name)
+        assert library.level().name == name
+
+
+@pytest.mark.parametrize("asked", ["x86-64-v4", "haswell"])
+def test_a_level_that_the_processor_lacks_is_refused(
+    asked: str, carried: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has(monkeypatch, V3)
+    monkeypatch.setenv(library.CHOICE, asked)
+    sentence = f"SLIPSTREAM_MARCH={asked} is no level .* that this processor has: x86-64, x86-64-v3, native"
+    with pytest.raises(ValueError, match=sentence):
+        library.level()
+
+
+@built
+@pytest.mark.skipif(not library.PORTABLE[1].fits, reason="the processor has less than x86-64-v3")
+@pytest.mark.parametrize("level", ["x86-64-v3", *rare("x86-64", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx")])
+def test_every_level_keeps_the_contract(level: str) -> None:
+    """In a process of its own, whose torch uses no newer instructions either."""
+    if level not in {each.name for each in library.PORTABLE if each.fits}:
+        pytest.skip(f"the processor has less than {level}")
+    found = levels().contract(level, library.compiler(), ("products", "quantized", "attention", "recurrences"), FAST)
+    assert not found["faults"] and all(each["passed"] > 5 for each in found["counts"].values())
+
+
+FAST = "not slow and not gpu and not network"
+
+
+def levels() -> Any:
+    """benchmarks/levels.py."""
+    spec = spec_from_file_location("levels", ROOT / "benchmarks" / "levels.py")
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@built
+@pytest.mark.slow
+def test_a_path_that_sums_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The control: kernels in which the sums of several rows begin at another number than those of one."""
+    begin, end = "sum = Lanes{};", "r < ROWS; ++r) write(work, layer, panel, row + r, sums[r]);"
+    other = "sum = Lanes{} + (ROWS > 1 ? 64.0f : 0.0f);"
+    took = "r < ROWS; ++r) for (Lanes& sum : sums[r]) sum -= ROWS > 1 ? 64.0f : 0.0f;\n  for (int r = 0; " + end
+    for path in (library.HEADER, *library.SOURCES):
+        text = path.read_text()
+        if path.stem == "cpu":
+            assert text.count(begin) == 1 and text.count(end) == 1
+            text = text.replace(begin, other).replace(end, took)
+        (tmp_path / path.name).write_text(text)
+    monkeypatch.setattr(library, "SOURCES", tuple(tmp_path / path.name for path in library.SOURCES))
+    monkeypatch.setattr(library, "CARRIED", tmp_path)
+    library.build(library.NATIVE, library.brand(), library.carried(library.NATIVE), "-O1")
+    program = (
+        "import sys, pytest\nfrom pathlib import Path\nfrom slipstream.kernels import library\n"
+        "library.CARRIED = Path(sys.argv[1])\nsys.exit(pytest.main(sys.argv[2:]))"
+    )
+    tests = f"{Path(__file__).with_name('test_cpu.py')}::test_a_row_has_the_same_bits_whatever_stands_beside_it"
+    command = (sys.executable, "-c", program, str(tmp_path), "-q", "-k", "dtype0", tests)
+    environment = os.environ | {library.CHOICE: "native", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "1 failed" in done.stdout, done.stdout + done.stderr
