@@ -17,7 +17,7 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test format figures clean
+.PHONY: help demo serve test format figures wheel test-wheel clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,15 @@ format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 
 figures: $(STAMPS)/test ## Measure every table of speeds again (PROMPTS=HumanEval.jsonl.gz NEWS=FILE), about an hour, alone
 	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/tables.py --measure --prompts "$(PROMPTS)" --news "$(NEWS)"
+
+wheel: $(STAMPS)/wheel ## Make a wheel for Linux on x86-64 that carries the kernels (dist/)
+	@$(BIN)/python packaging/wheel.py
+
+test-wheel: wheel ## Try that wheel without a compiler, in an environment of its own (with PYTHON, of any version)
+	@test -x .venv-wheel/bin/python || $(PYTHON) -m venv .venv-wheel
+	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps dist/slipstream-*-manylinux*.whl
+	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq slipstream 'pytest>=9,<9.2' pytest-timeout hypothesis
+	@.venv-wheel/bin/python packaging/try_wheel.py
 
 clean: ## Remove caches, builds and stamps (.venv stays; the next command checks it again)
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(STAMPS)
@@ -86,3 +95,7 @@ $(STAMPS)/test: pyproject.toml constraints.txt $(STAMPS)/torch
 	@echo "Installing slipstream, transformers, the command line and the test tools into $(VENV)"
 	@$(PIP) --editable '.[test]'
 	@touch $(STAMPS)/demo $(STAMPS)/serve $@
+
+$(STAMPS)/wheel: pyproject.toml constraints.txt $(STAMPS)/demo
+	@$(PIP) --editable '.[wheel]'
+	@touch $@

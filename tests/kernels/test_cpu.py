@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.kernels import cpu as kernel
-from slipstream.kernels import packing
+from slipstream.kernels import library, packing
 from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
 from slipstream.kernels.packing import BlockedLinear, PackedLinear, PanelLinear, can_pack, packed
 from slipstream.kernels.panels import fits_panels, into_panels
@@ -37,6 +37,12 @@ def forgotten() -> Iterator[None]:
     kernel_missing.cache_clear()
     yield
     kernel_missing.cache_clear()
+
+
+@pytest.fixture
+def uncarried(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does a wheel carry one."""
+    monkeypatch.setattr(library, "CARRIED", tmp_path / "empty")
 
 
 # ---- products ---------------------------------------------------------------------------------------------------
@@ -112,7 +118,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_without_a_compiler_onednn_multiplies_and_nobody_is_warned(
-    forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    uncarried: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -124,7 +130,7 @@ def test_without_a_compiler_onednn_multiplies_and_nobody_is_warned(
 
 
 def test_a_compiler_that_fails_gives_one_warning_with_its_words(
-    forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    uncarried: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: I am out of ideas' >&2\nexit 1\n")
@@ -138,7 +144,7 @@ def test_a_compiler_that_fails_gives_one_warning_with_its_words(
 
 
 def test_a_folder_that_cannot_be_written_gives_one_sentence_and_the_portable_path(
-    forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    uncarried: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     compiler = tmp_path / "c++"

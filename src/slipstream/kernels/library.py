@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ STABLE_ABI = "0x020b000000000000"
 """Torch 2.11, the oldest version that a library serves."""
 
 OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-Wno-psabi", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
-LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
+LIBRARIES = ("-ltorch_cpu", "-lc10")
 PATIENCE = 300  # seconds
 CHOICE = "SLIPSTREAM_MARCH"
 
@@ -125,19 +126,18 @@ def compiler() -> str:
     raise CompilerMissingError(f"there is no C++ compiler (CXX, {', '.join(COMPILERS)})")
 
 
-def build(level: Level, brand: str, library: Path, *more: str) -> None:
-    """Build the library of a level, for a brand of processors, with `more` options for the compiler.
+def build(level: Level, brand: str, library: Path, options: Sequence[str] = (), more: Sequence[Path] = ()) -> None:
+    """Build the library of a level, for a brand of processors, with other options and `more` sources if they are given.
 
     Raises RuntimeError with the compiler's message.
     """
-    home, command = Path(torch.__file__).parent, (compiler(), *OPTIONS, *level.options, *more)
-    locality = 0 if brand == "amd" else 2  # lanes.h says why
+    home, command = Path(torch.__file__).parent, (compiler(), *OPTIONS, *level.options, *options)
+    one = (*command, f"-DLOCALITY={0 if brand == 'amd' else 2}", f"-I{home / 'include'}", "-c")  # lanes.h says why
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
-        one = (*command, f"-DLOCALITY={locality}", f"-I{home / 'include'}", "-c")
-        list(pool.map(lambda pair: _run(*one, str(pair[0]), "-o", str(pair[1])), zip(SOURCES, objects, strict=True)))
+        sources = [(str(source), f"{folder}/{source.stem}.o") for source in (*SOURCES, *more)]
+        list(pool.map(lambda pair: _run(*one, pair[0], "-o", pair[1]), sources))
         part = Path(folder) / library.name  # another process may be building the same library
-        _run(*command, "-shared", *map(str, objects), "-o", str(part), f"-L{home / 'lib'}", *LIBRARIES)
+        _run(*command, "-shared", *(made for _, made in sources), "-o", str(part), f"-L{home / 'lib'}", *LIBRARIES)
         part.replace(library)
 
 
