@@ -17,7 +17,7 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test format figures wheel test-wheel clean
+.PHONY: help demo serve test format paper figures wheel test-wheel clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in 
 format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+paper: $(STAMPS)/test ## Make the paper's tables and figures that need no models, again (NAMES, as python -m reproduction takes them)
+	@$(BIN)/python -m reproduction $(or $(NAMES),table1 figure1 figure2 figure3) --out docs/paper
 
 figures: $(STAMPS)/test ## Measure every table of speeds again (PROMPTS=HumanEval.jsonl.gz NEWS=FILE), about an hour, alone
 	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/tables.py --measure --prompts "$(PROMPTS)" --news "$(NEWS)"

@@ -48,10 +48,10 @@ LEVELS: dict[str, int] = {
     "check": 8,
     "plan": 8,
     "serve": 8,
-    "paper": 9,
     "cli": 10,
     "__init__": 10,
     "__main__": 11,
+    "reproduction": 12,
 }
 
 PURE = {"theory", "text.jsontext", "text.answers", "core.values", "engine.plan_file", "plan.from_figures"}
@@ -84,17 +84,17 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "drafters.early_exit",
         "drafters.heads",
         "training.*",
-        "paper.standins.*",
-        "paper.baselines.exits",
+        "reproduction.standins.*",
+        "reproduction.baselines.exits",
     ),
     "sentence_transformers": ("drafters.datastore.embedding",),
     "faiss": ("drafters.datastore.index",),
     "datasets": ("text.documents",),
-    "typer": ("cli", "cli.*"),
-    "rich": ("cli", "cli.*", "observers.explain", "paper.runs.timelines"),
-    "matplotlib": ("plan.plot", "bench.plot", "measure.pictures", "paper.pages.draw"),
-    "tokenizers": ("paper.standins.models",),
-    "sacrebleu": ("paper.runs.bleu", "paper.runs.quality"),
+    "typer": ("cli", "cli.*", "reproduction.cli"),
+    "rich": ("cli", "cli.*", "observers.explain", "reproduction.runs.timelines"),
+    "matplotlib": ("plan.plot", "bench.plot", "measure.pictures", "reproduction.pages.draw"),
+    "tokenizers": ("reproduction.standins.models",),
+    "sacrebleu": ("reproduction.runs.bleu", "reproduction.runs.quality"),
     "fastapi": ("serve.*",),
     "llguidance": ("decoding.grammar",),
     "starlette": ("serve.*",),
@@ -113,7 +113,7 @@ MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7
 # The heart stays readable at one glance.
 HEART = {"decoding.speculate": {"play_round": 25}, "decoding.generate": {"rounds": 20}}
 # Public faces whose many keyword settings are the user's own.
-MANY_PARAMETERS = ("engine.load.load", "engine.engine.Engine.*", "cli.*")
+MANY_PARAMETERS = ("engine.load.load", "engine.engine.Engine.*", "cli.*", "reproduction.cli.*")
 
 # Our machines' folders and anybody's home; written so that this line does not match itself.
 MACHINE_PATHS = re.compile(rb"(?<![\w.~-])/(?:work|root|(?:home|Users)/\w+|opt/(?:wheels|pypi)[\w-]*)/")
@@ -132,7 +132,9 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
     return found
 
 
-MODULES = modules()
+BESIDE = {f"reproduction.{name}": path for name, path in modules(ROOT / "reproduction").items() if "tests" not in name}
+MODULES = modules() | {name.removesuffix(".__init__"): path for name, path in BESIDE.items()}
+"""Those of the package, and of the reproduction that stands beside it and on top of it."""
 
 
 def read(room: str) -> str:
@@ -174,7 +176,7 @@ def rooms_imported(room: str, source: str, known: set[str], is_package: bool = F
     for line, path, names in imports(room, source, is_package):
         if path == "slipstream":
             yield line, "__init__"
-        elif path.startswith("slipstream."):
+        elif path.startswith(("slipstream.", "reproduction.")):
             yield from ((line, other) for other in sorted(rooms_reached(path, names, known)))
 
 
@@ -214,7 +216,7 @@ def third_party_faults(room: str, source: str) -> list[str]:
     faults = []
     for line, path, _ in imports(room, source):
         party = path.split(".")[0]
-        if party == "slipstream" or party in sys.stdlib_module_names:
+        if party in ("slipstream", "reproduction") or party in sys.stdlib_module_names:
             continue
         if party not in THIRD_PARTIES:
             faults.append(f"{room}:{line} imports {party}, which THIRD_PARTIES does not list")
@@ -321,7 +323,7 @@ def test_third_party_checker_catches(room: str, source: str) -> None:
 def test_third_party_checker_lets_pass() -> None:
     good = "import math, torch.nn\nfrom transformers import AutoModel"
     assert third_party_faults("drafters.heads", good) == []
-    assert third_party_faults("paper.standins.build", good) == []
+    assert third_party_faults("reproduction.standins.build", good) == []
 
 
 def json_faults(room: str, source: str) -> list[str]:

@@ -52,7 +52,6 @@ WRITERS = {
     "plan": Writer((*SMALL_PLAN, "--save", "out/plan.json"), "plan.json", Plan.read),
     "plan plot": Writer((*SMALL_PLAN, "--plot", "out/plan.png"), "plan.png", reads_picture),
     "bench plot": Writer((*SMALL_BENCH, "--plot", "out/speed.svg"), "speed.svg", reads_picture),
-    "paper": Writer(("paper", "figure3", "--out", "out"), "figure3.svg", reads_picture),
 }
 
 LIMIT = 200
@@ -108,7 +107,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def others(place: Path, writer: Writer) -> dict[str, bytes]:
     """All files but those that the command writes."""
-    mine = {writer.file, "training.safetensors", "figure3.json", "out.md"}
+    mine = {writer.file, "training.safetensors"}
     files = (path for path in place.rglob("*") if path.is_file() and path.name not in mine)
     return {str(path.relative_to(place)): path.read_bytes() for path in files}
 
@@ -118,7 +117,7 @@ def build(writer: Writer) -> None:
     assert code == 0, errors
 
 
-@pytest.mark.parametrize("name", ["ngram", "datastore", "paper"])
+@pytest.mark.parametrize("name", ["ngram", "datastore"])
 def test_a_full_disk_is_one_sentence(place: Path, name: str) -> None:
     """In this process, which is quick; all commands have their own process below."""
     writer, limits = WRITERS[name], resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -184,9 +183,6 @@ REFUSED = [
     (("plan", "--prompts", "text.txt", "--save", "text.txt", "--force"), "text.txt: it is an input of this command"),
     (("bench", "--quick", "--plot", "out/figure3.svg"), "out/figure3.svg: it exists and is no picture"),
     (("bench", "--quick", "--plot", "nowhere/a.png"), "there is no folder nowhere; make it first"),
-    (("paper", "figure3", "--out", "out"), "out/figure3.svg: it exists and is no picture"),
-    (("paper", "table1", "--out", "other"), "other.md: it exists and is no page of the paper"),
-    (("paper", "table1", "--out", "notes.md"), "notes.md is no folder"),
 ]
 
 

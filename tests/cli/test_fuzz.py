@@ -266,7 +266,6 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
     "datastore forget": (6, 80, ((),)),
     "heads train": (4, 110, (("--steps", "1", "--rows", "1", "--length", "8", "--heads", "1", "--inner", "4"),)),
     "distill": (0, 30, (("--steps", "1", "--rows", "1", "--length", "8", "--write", "0", "--measure-every", "1"),)),
-    "paper": (4, 100, (("--quick",),)),
 }
 OUTPUTS = {
     "generate": ("out",),
@@ -278,7 +277,6 @@ OUTPUTS = {
     "datastore forget": ("folder",),
     "heads train": ("out",),
     "distill": ("out", "work"),
-    "paper": ("out", "standins"),
 }
 
 
@@ -406,7 +404,6 @@ WRITERS: dict[str, Words] = {
         *("heads", "train", "--text", "folder", "--steps", "1", "--rows", "1", "--length", "8", "--heads", "1"),
         *("--inner", "4", "--out"),
     ),
-    "paper": ("paper", "table1", "--out"),
 }
 """Commands that write, without the name of what they write."""
 MEASURERS: dict[str, Words] = {
@@ -422,10 +419,6 @@ def in_the_way(writer: str) -> Iterator[tuple[str, Words]]:
     if writer == "datastore build":
         yield "nothing/corpus.safetensors", ("nothing", "folder")
     elif writer == "heads train":
-        yield "notes.txt", ("notes.txt",)
-    elif writer == "paper":
-        yield "pages/table1.json", ("pages",)
-        yield "README.md", ("README",)
         yield "notes.txt", ("notes.txt",)
     elif "plot" in writer:
         yield "picture.png", ("picture.png",)

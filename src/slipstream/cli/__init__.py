@@ -16,7 +16,6 @@ from slipstream.cli import generate as generate
 from slipstream.cli import heads as heads
 from slipstream.cli import models as models
 from slipstream.cli import ngram as ngram
-from slipstream.cli import paper as paper
 from slipstream.cli import plan as plan
 from slipstream.cli import serve as serve
 from slipstream.cli import serve_draft as serve_draft

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from slipstream.files import WriteError, reason
 from slipstream.version import __version__
@@ -26,8 +26,8 @@ MOST_NAMES = 5
 """The greatest number of files that a message names; the others are only counted."""
 
 
-class Commands(TyperGroup):
-    """The group of all commands, which reports errors of the user in one sentence on stderr, without a traceback."""
+class Reporting:
+    """A command, or a group of them, that reports errors of the user in one sentence on stderr, without a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command and exit with its code."""
@@ -39,7 +39,7 @@ class Commands(TyperGroup):
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         with redirect_stdout(_Output(sys.stdout)), _plain_warnings():
             try:
-                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})  # type: ignore[misc]
                 sys.stdout.flush()
             except (BrokenPipeError, LostOutput) as error:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit works
@@ -55,6 +55,14 @@ class Commands(TyperGroup):
                     raise
                 code = say("there is not enough memory: take smaller numbers, fewer prompts, or smaller models.")
         sys.exit(code)
+
+
+class Commands(Reporting, TyperGroup):
+    """The group of all commands."""
+
+
+class SingleCommand(Reporting, TyperCommand):
+    """The command of a program that has no others."""
 
 
 def _is_memory(error: Exception) -> bool:
@@ -135,18 +143,15 @@ def _normalize(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-app = typer.Typer(
-    cls=Commands,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": _normalize, "help_option_names": ["-h", "--help"]},
-)
+SETTINGS: Any = {"token_normalize_func": _normalize, "help_option_names": ["-h", "--help"]}
+app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, context_settings=SETTINGS)
 
 
-def main() -> None:
-    """Run the `slipstream` command."""
+def main(app: typer.Typer = app, name: str = "slipstream") -> None:
+    """Run the `slipstream` command, or another program of such commands."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _interrupt)
-    app(prog_name="slipstream")
+    app(prog_name=name)
 
 
 def _interrupt(*_: Any) -> NoReturn:
