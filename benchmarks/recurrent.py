@@ -6,8 +6,7 @@ Models have random weights, of a size where a pass reads a gigabyte of them, so 
 are real. Drafts are the target's own greedy tokens up to a wrong one, whose position moves from round to round, so that
 1 to gamma - 1 tokens are accepted. The bare pass is transformers' own forward pass over gamma + 1 tokens after the
 text; "our pass" is our Scorer's over as many, which are then rolled back; "two passes" reads the accepted tokens again
-instead of restoring states from within the pass; "compiled" runs the layers as graphs. All take turns; ratios are
-medians.
+instead of restoring states from within the pass. All take turns; ratios are medians.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
-from slipstream.execution.graphs import GRAPHS
 from slipstream.kernels.packing import PackedLinear, packed
 from slipstream.measure.environment import environment
-from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.recurrent import StateScorer
 from slipstream.models.states import copied
 
@@ -135,36 +132,36 @@ def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
             yield perf_counter() - began
 
 
-WAYS = (("one pass", True, False), ("two passes", False, False), ("compiled", True, True))
-"""How rounds are run: the name, whether rollback restores states from within a pass, and whether layers are graphs."""
+WAYS = {"one pass": True, "two passes": False}
+"""How rounds are run: the name, and whether rollback restores states from within a pass."""
 
 
-def taken_in_turn(scorer: StateScorer, graphs: LayerGraphs, args: argparse.Namespace) -> list[dict[str, float]]:
+def taken_in_turn(scorer: StateScorer, args: argparse.Namespace) -> list[dict[str, float]]:
     """Return the seconds of every turn, by what was measured."""
     prompt = torch.randint(0, scorer.vocab, (args.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     request, plain = Request(tuple(prompt), Sampling(), args.tokens), Decoder(scorer, controller=Fixed(0))
     text, way, turns = generate(plain, [request])[0].output, scorer.way, list[dict[str, float]]()
     for _ in range(1 + args.repetitions):
         seconds = {"bare": statistics.median(bare_seconds(scorer, prompt, args.gamma + 1, 5))}
-        for name, rewinds, compiled in WAYS:
-            scorer.way, scorer.layer_graphs = replace(way, rewinds=rewinds), graphs if compiled else None
+        for name, rewinds in WAYS.items():
+            scorer.way = replace(way, rewinds=rewinds)
             seconds[f"our pass, {name}"] = statistics.median(pass_seconds(scorer, prompt, args.gamma + 1, 5))
             drafted = replace(plain, drafter=Known(text, scorer.vocab), controller=Fixed(args.gamma))
             seconds[name], accepted, output = round_seconds(drafted, request)
-            assert accepted and (compiled or output == text), "a draft must not change the text"
+            assert accepted and output == text, "a draft must not change the text"
             scorer.clear()
             seconds[f"plain step, {name}"] = round_seconds(plain, request)[0]
             scorer.clear()
         turns.append(seconds)
-    scorer.way, scorer.layer_graphs = way, None
+    scorer.way = way
     return turns[1:]  # the first is the warm-up
 
 
 def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a family -> its figures: milliseconds, ratios, and the facts of the model and machine."""
     scorer = made(family, args.layers)
-    before, began = replace(GRAPHS), perf_counter()
-    turns = taken_in_turn(scorer, LayerGraphs(scorer.model, family), args)
+    began = perf_counter()
+    turns = taken_in_turn(scorer, args)
 
     def over(name: str, other: str) -> float:
         return statistics.median(turn[name] / turn[other] for turn in turns)
@@ -176,11 +173,7 @@ def measured(family: str, args: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters(scorer.model),
         "milliseconds": {"plain step": times["plain step, one pass"], **times},
         "over a bare pass": {name: over(name, "bare") for name in turns[0]},
-        "over our pass": {name: over(name, f"our pass, {name}") for name, *_ in WAYS},
-        "compiled over eager": {
-            name or "round": over(f"{name}compiled", f"{name}one pass") for name in ("", "our pass, ", "plain step, ")
-        },
-        "graphs": {"compiled": GRAPHS.compiled - before.compiled, "loaded": GRAPHS.loaded - before.loaded},
+        "over our pass": {name: over(name, f"our pass, {name}") for name in WAYS},
         "seconds": perf_counter() - began,
         "machine": environment(Engine(Decoder(scorer, controller=Fixed(0)))),
     }

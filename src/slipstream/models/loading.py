@@ -34,7 +34,6 @@ from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.encoder_dtype import with_encoder_dtype
 from slipstream.models.families import first_sentence, refuse_unsupported
 from slipstream.models.gguf_checkpoints import load_gguf
-from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.load_faults import (
     has_tokenizer,
     model_fault,
@@ -175,13 +174,8 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
         raise ValueError(
             f"{name} ({kind}) is not called as language models are ({first_sentence(error)}); use another model."
         ) from error
-    if mode.compiled and scorer.way.rewinds and scorer.device.type == "cpu":
-        scorer.layer_graphs = LayerGraphs(scorer.model, name, mode.progress)
-    elif mode.compiled:
-        why = "it keeps a state that one cannot go back within"
-        if scorer.way.rewinds:
-            why = f"states on {scorer.device} are not compiled"
-        warnings.warn(f"{name} runs eagerly: {why}.", RuntimeWarning, stacklevel=4)
+    if mode.compiled:
+        warnings.warn(f"{name} runs eagerly: it keeps a state per row.", RuntimeWarning, stacklevel=4)
     return scorer
 
 

@@ -51,15 +51,9 @@ class Recurrence(Protocol):
         ...
 
 
-@torch.compiler.assume_constant_result
-def _kernel_available() -> bool:
-    """Whether our kernel is available."""
-    return kernel_missing() is None
-
-
 def by_kernel(start: Tensor, count: int) -> bool:
     """Whether our kernel can compute a recurrence over `count` tokens after the state `start`."""
-    return start.device.type == "cpu" and start.dtype == torch.float32 and count <= FEW and _kernel_available()
+    return start.device.type == "cpu" and start.dtype == torch.float32 and count <= FEW and kernel_missing() is None
 
 
 @dataclass(frozen=True)
@@ -163,9 +157,6 @@ class StateSpace:
         return total[:, -1].exp()[..., None, None] * start.float() + added
 
 
-KINDS: tuple[type[GatedDeltaRule] | type[StateSpace], ...] = (GatedDeltaRule, StateSpace)
-
-
 # ---- recording --------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +245,7 @@ def _convolution(function: Callable[..., Any], arguments: dict[str, Any]) -> Ten
     """
     inputs, weight, activation = arguments["hidden_states"], arguments["weight"], arguments.get("activation")
     fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
-    if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or not _kernel_available():
+    if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or kernel_missing() is not None:
         outputs: Tensor = function(**arguments)
         return outputs
     outputs = short_convolution(inputs, weight, arguments.get("bias"))

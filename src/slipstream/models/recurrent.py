@@ -28,7 +28,6 @@ from slipstream.models.calls import calls_of
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import first_sentence, longest_text, probe, windows_of
 from slipstream.models.hidden_states import HiddenStates, Records
-from slipstream.models.layer_graphs import LayerGraphs
 from slipstream.models.media import RowMedia, modalities_of
 from slipstream.models.recurrences import observe
 from slipstream.models.rewinding import Rewind, RowState, Settled, Within, rewindable
@@ -69,9 +68,8 @@ WAYS = tuple(
 class StateScorer:
     """Scores tokens by a model with a state per row (see `core.protocols.Scorer` for the contract and the shapes).
 
-    It scores chains only, since a state follows one line of tokens. Passes run eagerly, except for layers with graphs
-    (`layer_graphs`). States are not stored in the prefix cache (see `StateCache`). Raises ValueError if the model is
-    exact in none of the `WAYS`.
+    It scores chains only, since a state follows one line of tokens. Passes run eagerly. States are not stored in the
+    prefix cache (see `StateCache`). Raises ValueError if the model is exact in none of the `WAYS`.
     """
 
     execution = None
@@ -87,7 +85,6 @@ class StateScorer:
         observe(model)
         self._steps_by_kernel = self.device.type == "cpu" and kernel_missing() is None
         self._records = Records()
-        self.layer_graphs: LayerGraphs | None = None  # graphs of the layers, for passes that can be rolled back within
         self.clear()
         self.way = self._find_way()
 
@@ -344,13 +341,9 @@ class StateScorer:
 
     def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, extra_inputs: Any) -> tuple[Any, Rewind]:
         """Run a pass that can be rolled back within, by graphs if possible -> the model's output, and its `Rewind`."""
-        rows, count = tokens.shape
-
-        def once() -> tuple[Any, Rewind]:
-            self._records.forget()
-            return rewindable(states, count, lambda state: self._call(tokens, state, known, extra_inputs, 0))
-
-        return self.layer_graphs.run(rows, count, known, once) if self.layer_graphs else once()
+        self._records.forget()
+        count = tokens.shape[1]
+        return rewindable(states, count, lambda state: self._call(tokens, state, known, extra_inputs, 0))
 
     def _call(self, tokens: Tensor, state: Any, known: int, extra_inputs: Any, keep: int) -> Any:
         """Run one pass over tokens (rows, n) after a state of `known` tokens, and return the model's output."""
