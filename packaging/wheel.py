@@ -21,8 +21,9 @@ from slipstream.kernels import library
 
 ROOT = Path(__file__).parents[1]
 PLATFORM = "manylinux_2_28_x86_64"  # that of torch's own wheels; auditwheel checks that the libraries ask for no more
-ALL_BRANDS = tuple((level, brand) for level in library.PORTABLE[1:] for brand in ("any", "amd"))
-BUILDS = tuple(pair for pair in ALL_BRANDS if pair != (library.PORTABLE[-1], "amd"))
+LEVELS = tuple(level for level in library.PORTABLE if level.flags >= library.V3)
+ALL_BRANDS = tuple((level, brand) for level in LEVELS for brand in ("any", "amd"))
+BUILDS = tuple(pair for pair in ALL_BRANDS if pair != (LEVELS[-1], "amd"))
 """The baseline is left out, which processors of today exceed; no processor of AMD has tiles (AMX)."""
 
 OLDER_GLIBC = 'extern "C" __attribute__((visibility("hidden"))) const char __libc_single_threaded = 0;\n'

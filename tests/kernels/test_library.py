@@ -30,7 +30,7 @@ def carried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def has(monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], brand: str = "any") -> None:
     """From now on the processor has these instructions."""
-    monkeypatch.setattr(library, "processor_flags", lambda: flags | {"sse2"})
+    monkeypatch.setattr(library, "processor_flags", lambda: flags)
     monkeypatch.setattr(library, "brand", lambda: brand)
 
 
@@ -67,6 +67,22 @@ def test_a_level_that_the_processor_lacks_is_refused(
         library.level()
 
 
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (library.X86, ["x86-64"]),
+        (library.V4, ["x86-64", "x86-64-v3", "x86-64-v4"]),
+        (library.ARM, ["armv8-a"]),
+        (library.ARM | {"asimddp"}, ["armv8-a", "armv8.2-a-dotprod"]),
+    ],
+)
+def test_levels_fit_one_kind_of_processor(
+    flags: frozenset[str], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has(monkeypatch, flags)
+    assert [level.name for level in library.PORTABLE if level.fits] == names
+
+
 @builds
 @pytest.mark.skipif(not library.PORTABLE[1].fits, reason="the processor has less than x86-64-v3")
 @pytest.mark.parametrize("level", ["x86-64-v3", *rare("x86-64", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx")])
@@ -74,11 +90,9 @@ def test_every_level_keeps_the_contract(level: str) -> None:
     """In a process of its own, whose torch uses no newer instructions either."""
     if level not in {each.name for each in library.PORTABLE if each.fits}:
         pytest.skip(f"the processor has less than {level}")
-    found = levels().contract(level, library.compiler(), ("products", "quantized", "attention", "recurrences"), FAST)
+    module, contracts = levels(), ("products", "quantized", "attention", "recurrences")
+    found = module.contract(level, library.compiler(), contracts, module.FAST)
     assert not found["faults"] and all(each["passed"] > 5 for each in found["counts"].values())
-
-
-FAST = "not slow and not gpu and not network"
 
 
 def levels() -> Any:
@@ -105,13 +119,14 @@ def test_a_path_that_sums_in_another_order_is_noticed(monkeypatch: pytest.Monkey
         (tmp_path / path.name).write_text(text)
     monkeypatch.setattr(library, "SOURCES", tuple(tmp_path / path.name for path in library.SOURCES))
     monkeypatch.setattr(library, "CARRIED", tmp_path)
-    library.build(library.NATIVE, library.brand(), library.carried(library.NATIVE), ["-O1"])
+    level = library.level()
+    library.build(level, library.brand(), library.carried(level), ["-O1"])
     program = (
         "import sys, pytest\nfrom pathlib import Path\nfrom slipstream.kernels import library\n"
         "library.CARRIED = Path(sys.argv[1])\nsys.exit(pytest.main(sys.argv[2:]))"
     )
     tests = f"{Path(__file__).with_name('test_cpu.py')}::test_a_row_has_the_same_bits_whatever_stands_beside_it"
     command = (sys.executable, "-c", program, str(tmp_path), "-q", "-k", "dtype0", tests)
-    environment = os.environ | {library.CHOICE: "native", "PYTHONPATH": str(ROOT / "src")}
+    environment = os.environ | {library.CHOICE: level.name, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "1 failed" in done.stdout, done.stdout + done.stderr

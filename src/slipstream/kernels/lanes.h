@@ -36,10 +36,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// As many lanes as a register has: GCC keeps longer vectors in memory.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;  // of 32 registers
-#else
+#elif defined(__AVX2__)
 constexpr int LANES = 8;  // of 16 registers
+#else
+constexpr int LANES = 4;  // of 32 registers (ARM), or 16
 #endif
 constexpr int PANEL = 32;  // features; cpu.py has the same number
 constexpr int PARTS = PANEL / LANES;
@@ -75,20 +78,14 @@ inline Lanes fused(const Lanes& one, const Lanes& other, const Lanes& sum) {
 #elif defined(__FMA__)
   return (Lanes)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
 #elif defined(__ARM_NEON)
-  float32x4_t ones[2], others[2], sums[2];
-  std::memcpy(ones, &one, sizeof(one));
-  std::memcpy(others, &other, sizeof(other));
-  std::memcpy(sums, &sum, sizeof(sum));
-  for (int half = 0; half < 2; ++half) sums[half] = vfmaq_f32(sums[half], ones[half], others[half]);
-  Lanes found;
-  std::memcpy(&found, sums, sizeof(found));
-  return found;
+  return (Lanes)vfmaq_f32((float32x4_t)sum, (float32x4_t)one, (float32x4_t)other);
 #else
   return one * other + sum;
 #endif
 }
 
-inline Lanes fused(const Lanes& one, float other, const Lanes& sum) { return fused(one, Lanes{} + other, sum); }
+// Taking nothing off keeps every number, so that compilers leave a plain broadcast; adding nothing turns -0 to 0.
+inline Lanes fused(const Lanes& one, float other, const Lanes& sum) { return fused(one, other - Lanes{}, sum); }
 
 struct Float32 {
   using Item = float;

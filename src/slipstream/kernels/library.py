@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,11 @@ STABLE_ABI = "0x020b000000000000"
 
 OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-Wno-psabi", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
 LIBRARIES = ("-ltorch_cpu", "-lc10")
+DARWIN = sys.platform == "darwin"
 PATIENCE = 300  # seconds
 CHOICE = "SLIPSTREAM_MARCH"
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+"""The kind of this processor, by the name that Linux has for it."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +53,33 @@ class Level:
         return self.flags <= processor_flags()
 
 
-V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
+X86 = frozenset({"x86_64"})
+ARM = frozenset({"aarch64"})
+V3 = X86 | {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
 AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-NATIVE = Level("native", ("-mcpu=native" if platform.machine() in {"arm64", "aarch64"} else "-march=native",))
+OWN = () if DARWIN and MACHINE in ARM else ("-mcpu=native",) if MACHINE in ARM else ("-march=native",)
+NATIVE = Level("native", OWN)
+"""Apple's compilers, of which older ones know no "native", take the processors of Macs for granted."""
+
 PORTABLE = (
-    Level("x86-64", ("-march=x86-64",), frozenset({"sse2"})),
+    Level("x86-64", ("-march=x86-64",), X86),
     Level("x86-64-v3", ("-march=x86-64-v3",), V3),
     Level("x86-64-v4", ("-march=x86-64-v4",), V4),
     Level("x86-64-v4-bf16", BF16_OPTIONS, BF16),
     Level("x86-64-v4-amx", (*BF16_OPTIONS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), AMX),
+    Level("armv8-a", ("-march=armv8-a",), ARM),
+    Level("armv8.2-a-dotprod", ("-march=armv8.2-a+dotprod",), ARM | {"asimddp"}),
 )
-"""Levels that do not depend on the processor of who builds, each with more instructions than the one before."""
+"""Levels that do not depend on the processor of who builds, each with more instructions than those before it."""
 
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """Return the instructions that this processor has, as Linux names them; elsewhere none are known."""
-    return frozenset(described("flags|Features").split())
+    """Return this processor's kind and the instructions that it has, as Linux names them; elsewhere its kind alone."""
+    return frozenset({MACHINE, *described("flags|Features").split()})
 
 
 def brand() -> str:
@@ -137,7 +148,9 @@ def build(level: Level, brand: str, library: Path, options: Sequence[str] = (), 
         sources = [(str(source), f"{folder}/{source.stem}.o") for source in (*SOURCES, *more)]
         list(pool.map(lambda pair: _run(*one, pair[0], "-o", pair[1]), sources))
         part = Path(folder) / library.name  # another process may be building the same library
-        _run(*command, "-shared", *(made for _, made in sources), "-o", str(part), f"-L{home / 'lib'}", *LIBRARIES)
+        # On macOS torch's libraries are found by their names in the process that has loaded them.
+        torch_of = ("-undefined", "dynamic_lookup") if DARWIN else (f"-L{home / 'lib'}", *LIBRARIES)
+        _run(*command, "-shared", *(made for _, made in sources), "-o", str(part), *torch_of)
         part.replace(library)
 
 
@@ -174,7 +187,7 @@ def _fingerprint(level: Level) -> str:
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
     texts = (path.read_text() for path in (HEADER, *SOURCES))
     own = (brand(), *sorted(processor_flags())) if level is NATIVE else (brand(),)
-    parts = (*texts, *OPTIONS, *level.options, torch.__version__, compiler(), version, platform.machine(), *own)
+    parts = (*texts, *OPTIONS, *level.options, torch.__version__, compiler(), version, MACHINE, *own)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

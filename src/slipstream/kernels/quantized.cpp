@@ -104,7 +104,8 @@ void write(const Layer<Type>& layer, int64_t panel, int64_t row, const float* su
 }
 
 // Adds the products of four codes of every feature with four inputs.
-inline void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
+template <int BITS>
+void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
 #if defined(__AVX512VNNI__)
   int32_t four;
   std::memcpy(&four, inputs, sizeof(four));
@@ -119,6 +120,12 @@ inline void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
   sum += (Whole)_mm256_madd_epi16((__m256i)even, _mm256_set1_epi32(pair(inputs[0], inputs[2])));
   sum += (Whole)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32(pair(inputs[1], inputs[3])));
 #endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+  int32_t four;
+  std::memcpy(&four, inputs, sizeof(four));
+  const int8x16_t given = (int8x16_t)vdupq_n_s32(four), middle = vdupq_n_s8(BITS == 8 ? -128 : 0);
+  sum = (Whole)vdotq_s32((int32x4_t)sum, (int8x16_t)codes ^ middle, given);  // codes of 8 bits less 128, with a sign
+  if constexpr (BITS == 8) sum -= (Whole)vdotq_s32(int32x4_t{}, middle, given);
 #else
   for (int i = 0; i < QUAD; ++i) sum += (Whole)((codes >> (8 * i)) & 0xffu) * static_cast<int32_t>(inputs[i]);
 #endif
@@ -171,12 +178,12 @@ void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t
         Words some;
         std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
         if constexpr (BITS == 8) {
-          for (int r = 0; r < ROWS; ++r) add_products(found[r][part][0], some, given + r * apart);
+          for (int r = 0; r < ROWS; ++r) add_products<BITS>(found[r][part][0], some, given + r * apart);
         } else {
           const Words low = some & 0x0f0f0f0fu, high = (some >> 4) & 0x0f0f0f0fu;
           for (int r = 0; r < ROWS; ++r) {
-            add_products(found[r][part][0], low, given + r * apart);
-            add_products(found[r][part][CHAINS - 1], high, given + r * apart + QUAD);
+            add_products<BITS>(found[r][part][0], low, given + r * apart);
+            add_products<BITS>(found[r][part][CHAINS - 1], high, given + r * apart + QUAD);
           }
         }
       }
