@@ -17,10 +17,10 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test format paper figures wheel test-wheel clean
+.PHONY: help demo serve test format paper figures wheel test-wheel arm64 clean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo ## Watch one prompt being drafted and verified, then measure a quick benchmark
 	@printf '\n== slipstream generate --explain: what the draft guessed, what the target kept\n'
@@ -59,6 +59,9 @@ test-wheel: wheel ## Try that wheel without a compiler, in an environment of its
 	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps dist/slipstream-*-manylinux*.whl
 	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq slipstream 'pytest>=9,<9.2' pytest-timeout hypothesis
 	@.venv-wheel/bin/python packaging/try_wheel.py
+
+arm64: $(STAMPS)/test ## Run the kernels' tests on an emulated arm64 processor (Debian: mmdebstrap qemu-user g++-aarch64-linux-gnu)
+	@$(BIN)/python benchmarks/arm64.py
 
 clean: ## Remove caches, builds and stamps (.venv stays; the next command checks it again)
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(STAMPS)

@@ -1,6 +1,6 @@
 """Runs the tests of bits and accuracy at every level of instructions that this processor has, with every compiler here.
 
-python benchmarks/levels.py [--level x86-64-v3 ...] [--compiler g++ ...] [--json results/levels.json]
+python benchmarks/levels.py [--level x86-64-v3 ...] [--compiler g++ ...] [--contract attention ...] [--json FILE]
 
 Every run is a process of its own, in which torch too uses no newer instructions than the level has. The table for
 docs/exactness.md is printed, or written with `--write`.
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "exactness.md"
 MARKED = re.compile(r"(?<=<!-- table: levels -->\n).*?(?=<!-- end -->)", re.S)
 COMPILERS = ("g++", "clang++")
+FAST = "not slow and not gpu and not network"
 CONTRACTS = {
     "products": "tests/kernels/test_cpu.py",
     "quantized": "tests/kernels/test_quantization.py",
@@ -47,13 +48,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", nargs="+", choices=levels, default=list(levels))
     parser.add_argument("--compiler", nargs="+", default=[name for name in COMPILERS if shutil.which(name)])
+    parser.add_argument("--contract", nargs="+", choices=CONTRACTS, default=list(CONTRACTS))
+    parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write the table into {DOCUMENT.name}")
     args = parser.parse_args()
     runs = []
     for name in args.level:
         for compiler in args.compiler:
-            runs.append({"level": name, "compiler": version(compiler), **contract(name, compiler)})
+            found = contract(name, compiler, args.contract, FAST if args.fast else "")
+            runs.append({"level": name, "compiler": version(compiler), **found})
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"processor": processor(), "runs": runs}, indent=1) + "\n")
@@ -98,7 +102,7 @@ def processor() -> str:
 
 def table(of: str, runs: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of tests passed by level, compiler and contract."""
-    names = list(CONTRACTS)
+    names = [name for name in CONTRACTS if name in runs[0]["counts"]]
     lines = [f"| {' | '.join(('level', 'compiler', *names))} |", f"|{'---|' * (2 + len(names))}"]
     for run in runs:
         cells = [cell(run["counts"][name]) for name in names]
