@@ -97,7 +97,7 @@ def version(compiler: str) -> str:
 
 def processor() -> str:
     """Return the maker and the name of this processor."""
-    return re.sub(r"\s+", " ", " ".join(library.described(name) for name in ("vendor_id", "model name")))
+    return re.sub(r"\s+", " ", " ".join(library.described(name) for name in ("vendor_id", "model name"))).strip()
 
 
 def table(of: str, runs: Sequence[dict[str, Any]]) -> str:
