@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+CONSTRAINTS := constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(UPGRADE) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 NEEDS := Slipstream needs Python 3.11 or newer
 HINT := name yours with: make PYTHON=/path/to/python3
 
@@ -17,10 +18,10 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test format paper figures wheel test-wheel arm64 clean
+.PHONY: help demo serve test pytest test-newest test-oldest format paper figures wheel test-wheel arm64 clean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo ## Watch one prompt being drafted and verified, then measure a quick benchmark
 	@printf '\n== slipstream generate --explain: what the draft guessed, what the target kept\n'
@@ -38,8 +39,21 @@ test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in 
 	@$(BIN)/ruff format --check .
 	@echo '== mypy'
 	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory pytest
+
+pytest: $(STAMPS)/test
 	@echo '== pytest'
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n 2 --dist loadgroup
+
+test-newest: ## Run the tests with the newest versions that pip finds, in .venv-newest
+	@rm -rf .venv-newest/.stamps
+	@$(MAKE) --no-print-directory pytest VENV=.venv-newest CONSTRAINTS= UPGRADE='--upgrade --upgrade-strategy eager'
+
+test-oldest: build/oldest.txt ## Run the tests with the lower bounds of pyproject.toml, in .venv-oldest
+	@$(MAKE) --no-print-directory pytest VENV=.venv-oldest CONSTRAINTS=$<
+
+build/oldest.txt: pyproject.toml tests/bounds.py
+	@mkdir -p build && $(PYTHON) tests/bounds.py > $@
 
 format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff check --fix .
@@ -81,23 +95,23 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 # torch goes first and by itself, so that the long wait has its own line.
-$(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
+$(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/venv
 	@echo "Installing torch into $(VENV): a big download the first time (0.1 to 3 GB by platform), please wait"
 	@$(PIP) torch
 	@touch $@
 
-$(STAMPS)/demo: pyproject.toml constraints.txt $(STAMPS)/torch
+$(STAMPS)/demo: pyproject.toml $(CONSTRAINTS) $(STAMPS)/torch
 	@echo "Installing slipstream, transformers and the command line into $(VENV)"
 	@$(PIP) --editable .
 	@touch $@
 
-$(STAMPS)/serve: pyproject.toml constraints.txt $(STAMPS)/torch
+$(STAMPS)/serve: pyproject.toml $(CONSTRAINTS) $(STAMPS)/torch
 	@echo "Installing slipstream, transformers, the command line and the server into $(VENV)"
 	@$(PIP) --editable '.[serve]'
 	@touch $(STAMPS)/demo $@
 
 # The test extra contains all that the others need, so its stamp serves them too.
-$(STAMPS)/test: pyproject.toml constraints.txt $(STAMPS)/torch
+$(STAMPS)/test: pyproject.toml $(CONSTRAINTS) $(STAMPS)/torch
 	@echo "Installing slipstream, transformers, the command line and the test tools into $(VENV)"
 	@$(PIP) --editable '.[test]'
 	@touch $(STAMPS)/demo $(STAMPS)/serve $@

@@ -32,6 +32,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
+from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.packing import PackedLinear, packed
 from slipstream.measure.environment import environment
 from slipstream.models.recurrent import StateScorer
@@ -123,12 +124,13 @@ def pass_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetit
 def bare_seconds(scorer: StateScorer, prompt: Sequence[int], count: int, repetitions: int) -> Iterator[float]:
     """Yield the seconds of transformers' own forward pass over `count` tokens after a prompt."""
     model: Any = scorer.model
+    call = with_cache(model)
     with torch.inference_mode():
-        before = model(input_ids=torch.tensor([prompt]), use_cache=True).past_key_values
+        before = state_in(model(input_ids=torch.tensor([prompt]), use_cache=True))
         for _ in range(repetitions):
             state, tokens = copied(before), torch.randint(0, scorer.vocab, (1, count))
             began = perf_counter()
-            model(input_ids=tokens, past_key_values=state, use_cache=True)
+            call(input_ids=tokens, cache=state, use_cache=True)
             yield perf_counter() - began
 
 

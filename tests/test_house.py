@@ -70,6 +70,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "engine.generate_beams",
         "engine.generate_cache",
         "engine.generate_call",
+        "execution.names",
         "execution.passes",
         "execution.inductor",
         "execution.cuda_graphs",

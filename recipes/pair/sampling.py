@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlamaForCausalLM
 
+from slipstream.execution.names import state_in, with_cache
+
 
 def _choose(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Choose a token for each row of logits (rows, vocab) -> (rows, 1); temperature 0 takes the most likely one."""
@@ -24,18 +26,18 @@ def continue_rows(
 ) -> torch.Tensor:
     """Append ``new`` tokens to every prompt (rows, n) -> (rows, n + new); ``mask`` is 0 on the padding on the left."""
     rows = tokens = prompts
-    past = None
+    past, call = None, with_cache(model)
     for _ in range(new):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        out = model(
+        out = call(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=past,
+            cache=past,
             use_cache=True,
             logits_to_keep=1,
         )
-        past = out.past_key_values
+        past = state_in(out)
         tokens = _choose(out.logits[:, -1], temperatures)
         rows = torch.cat([rows, tokens], dim=1)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

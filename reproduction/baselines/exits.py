@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_ro
 from slipstream.core.draft import Draft
 from slipstream.core.protocols import HasModel
 from slipstream.core.round import Context, Round
+from slipstream.execution.names import CACHE
 from slipstream.models.layers import find_layers
 
 STEEPNESS = 4.0
@@ -102,7 +103,7 @@ class _Leaving(nn.Module):
     def forward(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
         exits = self._exits[0]
         if not exits.runs(self.number, hidden_states):
-            self._copy(hidden_states, inputs["position_embeddings"], inputs["past_key_values"])
+            self._copy(hidden_states, inputs["position_embeddings"], inputs[CACHE])
             return hidden_states
         behind = self.layer(hidden_states, **inputs)
         exits.look(self.number, hidden_states, behind)

@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, BenchTask, Contender, Output
 from slipstream.core.draft import padded
+from slipstream.execution.names import CACHE
 
 
 def generate(model: PreTrainedModel, begin: Sequence[int] = ()) -> Contender:
@@ -80,7 +81,7 @@ def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.
         inputs = {"input_ids": texts, "attention_mask": attended, "decoder_input_ids": [begin] * len(texts)}
         # The cache that `generate` makes has as many layers as the encoder: too few for a T5 whose decoder has more.
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        return {**{name: padded(rows, device) for name, rows in inputs.items()}, "past_key_values": cache}
+        return {**{name: padded(rows, device) for name, rows in inputs.items()}, CACHE: cache}
     ids = padded([text[::-1] for text in texts], device).flip(1)
     return {"input_ids": ids, "attention_mask": padded(attended, device).flip(1)}
 

@@ -19,6 +19,7 @@ from transformers.generation import logits_process as hf
 from slipstream.core.draws import request_key
 from slipstream.core.request import Request, Row
 from slipstream.decoding.sampling import PREFIX_FREE, Processor, Sampling
+from slipstream.execution.names import CACHE
 
 # Processors that treat every row alike: one row at a time, they do what they do in a batch.
 ROW_FREE = PREFIX_FREE | {
@@ -187,7 +188,7 @@ class Batch:
             return sequences
         longest = sequences.shape[1] - self.ids.shape[1]
         scores, logits = (self._steps(records, rows, longest) for records in (self.scores, self.logits))
-        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE: cache})
 
     def _steps(self, records: Sequence[_Record], rows: Sequence[Row], longest: int) -> tuple[Tensor, ...] | None:
         """Return what was recorded at each emitted position, `longest` times (rows, vocab); None without records."""

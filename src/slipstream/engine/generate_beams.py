@@ -19,6 +19,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.sampling import Processor
 from slipstream.engine.generate_batch import Batch
 from slipstream.engine.generate_call import Opening
+from slipstream.execution.names import CACHE
 
 NO_SCORE = -1e9
 """The score that transformers gives a text that does not exist."""
@@ -94,10 +95,8 @@ def _unrepeated(value: Any, rows: int, beams: int) -> Any:
 
 def _refuse(config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> None:
     """Raise ValueError for inputs and outputs that beam search does not support."""
-    if inputs.get("inputs_embeds") is not None or (call.get("kwargs") or {}).get("past_key_values") is not None:
-        raise ValueError(
-            "inputs_embeds and past_key_values cannot be honoured with num_beams: pass the prompt's tokens."
-        )
+    if inputs.get("inputs_embeds") is not None or (call.get("kwargs") or {}).get(CACHE) is not None:
+        raise ValueError(f"inputs_embeds and {CACHE} cannot be honoured with num_beams: pass the prompt's tokens.")
     if config.return_dict_in_generate and config.output_logits:
         raise ValueError(
             "output_logits cannot be honoured with num_beams, for a draft changes which logits there are: leave it out."

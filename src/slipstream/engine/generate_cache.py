@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from slipstream.core.draft import Tree
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
+from slipstream.execution.names import CACHE, state_in
 from slipstream.models.causal import CausalScorer
 
 KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
@@ -29,14 +30,14 @@ def refuse_cache(cache: Any, rows: int, width: int) -> None:
     kinds = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in KNOWN_LAYERS})
     if layers is None or kinds or getattr(cache, "offloading", False):
         kind = ", ".join(kinds) or type(cache).__name__
-        raise ValueError(f"past_key_values of {kind} cannot be honoured: pass a DynamicCache or a StaticCache.")
+        raise ValueError(f"{CACHE} of {kind} cannot be honoured: pass a DynamicCache or a StaticCache.")
     held = int(cache.get_seq_length())
     sizes = {layer.keys.shape[0] for layer in layers if layer.is_initialized}
     if held and sizes != {rows}:
-        raise ValueError(f"past_key_values holds {max(sizes)} rows, but there are {rows} prompts: one row for each.")
+        raise ValueError(f"{CACHE} holds {max(sizes)} rows, but there are {rows} prompts: one row for each.")
     if held >= width:
         raise ValueError(
-            f"past_key_values holds {held} tokens, but the prompt has {width}: crop the cache, so that at least one "
+            f"{CACHE} holds {held} tokens, but the prompt has {width}: crop the cache, so that at least one "
             "token of the prompt is not in it."
         )
 
@@ -59,7 +60,7 @@ class ReadPrompt:
     def read(model: PreTrainedModel, ids: Tensor, config: Any, inputs: dict[str, Any], pads: Sequence[int]) -> Any:
         """Run the model on the prompt and keep its cache and logits; ids (rows, width) are those of `generate`."""
         outputs = model._prefill(ids, config, inputs)
-        cache = outputs.past_key_values
+        cache = state_in(outputs)
         return ReadPrompt(model, inputs, cache, outputs.logits[:, -1:].clone(), pads, int(cache.get_seq_length()))
 
     def states(self, row: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -79,7 +80,7 @@ class ReadPrompt:
         """
         if count < 2:
             return
-        inputs: dict[str, Any] = {**self.inputs, "past_key_values": self.cache}
+        inputs: dict[str, Any] = {**self.inputs, CACHE: self.cache}
         inputs = self.model._update_model_kwargs_for_generation({}, inputs, num_new_tokens=count - 1)
         if context and inputs.get("position_ids") is not None:  # padding may stand beyond the last learned position
             inputs["position_ids"] = inputs["position_ids"].clamp(max=context - 1)

@@ -15,6 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from slipstream.decoding.sampling import Processor
 from slipstream.engine.generate_batch import Batch, Prompt
 from slipstream.engine.generate_cache import ReadPrompt, nearest_tokens, refuse_cache
+from slipstream.execution.names import CACHE
 from slipstream.kernels.placement import is_sharded
 
 # Parts of names, since not every version of transformers has all of them.
@@ -23,7 +24,7 @@ STATEFUL = ("ClassifierFreeGuidance", "SynthIDText", "WhisperNoSpeech", "EOSDela
 
 # Inputs that `generate` itself adds, or that change no result.
 HARMLESS = {
-    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"),
     *("return_dict", "tokenizer", "inputs_embeds"),
 }
 
@@ -126,7 +127,7 @@ class Opening:
     @staticmethod
     def of(model: PreTrainedModel, ids: Tensor, config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> Opening:
         """Make it of ids (rows, width) from `generate`; `inputs` hold embeddings, mask, positions and cache."""
-        embeddings, cache, mask = (inputs.get(name) for name in ("inputs_embeds", "past_key_values", "attention_mask"))
+        embeddings, cache, mask = (inputs.get(name) for name in ("inputs_embeds", CACHE, "attention_mask"))
         held = 0 if cache is None else int(cache.get_seq_length())
         width = (ids if embeddings is None else embeddings).shape[1]
         if mask is not None:
@@ -136,13 +137,13 @@ class Opening:
         if config.token_healing:
             inputs = {**inputs, "position_ids": _after_healing(model, inputs, width)}
         pads = _padding(len(ids), width, mask, inputs.get("position_ids"))
-        users = held or getattr(cache, "_is_user_defined", False) or "past_key_values" in (call.get("kwargs") or {})
+        users = held or getattr(cache, "_is_user_defined", False) or CACHE in (call.get("kwargs") or {})
         if cache is not None and users:
             refuse_cache(cache, len(ids), width)
         kept = config.return_dict_in_generate and config.use_cache and cache is not None
         by_model = bool(kept or embeddings is not None or (cache is not None and users))
         if by_model and not config.use_cache:
-            raise ValueError("use_cache=False cannot be honoured with past_key_values: leave out one of the two.")
+            raise ValueError(f"use_cache=False cannot be honoured with {CACHE}: leave out one of the two.")
         inputs = {name: value for name, value in inputs.items() if name != "tokenizer"}
         return Opening(_prompts(model, ids, pads, (embeddings, held, width)), pads, inputs, by_model)
 
@@ -171,7 +172,7 @@ def _prompts(
         return [Prompt(tuple(row)) for row in ids.tolist()]  # the rest is in the cache, and its tokens are unknown
     raise ValueError(
         f"attention_mask has {width} columns for a prompt of {(ids if embeddings is None else embeddings).shape[1]} "
-        f"tokens and {held} in past_key_values: give it one for each of them, without padding between the two."
+        f"tokens and {held} in {CACHE}: give it one for each of them, without padding between the two."
     )
 
 

@@ -26,6 +26,7 @@ from slipstream.execution.draft_graphs import (
 )
 from slipstream.execution.fused import Fused
 from slipstream.execution.graphs import graph_progress, warn
+from slipstream.execution.names import with_cache
 from slipstream.execution.passes import (
     EAGERLY,
     MOST_WIDTH,
@@ -108,7 +109,9 @@ class Captured:
 
         inputs = _inputs(work)
         graph = self._graphs.capture(key, function, inputs, stores[0][0].device)
-        compare(forward_showing(self.model, _pass(graph.inputs, work), stores, places)[0], graph.run(inputs)[0])
+        compare(
+            forward_showing(with_cache(self.model), _pass(graph.inputs, work), stores, places)[0], graph.run(inputs)[0]
+        )
         return graph
 
     def _fused_pass(self, work: Pass, places: Places) -> Fused:

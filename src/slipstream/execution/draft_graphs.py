@@ -77,13 +77,14 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class ModelNetwork:
-    """A model that reads tokens alone, as a `Network`.
+    """A model that reads tokens alone, as a `Network`; it is called by `call`, which takes the cache as `cache`.
 
     `kinds` are the sights of its layers, by their type; `relative` models have a bias for distances to cached tokens.
     `drops_logits`: the model can compute the logits of the last column alone.
     """
 
-    model: Any
+    call: Callable[..., Any]
+    dtype: torch.dtype
     kinds: dict[str, Sight]
     relative: bool = False
     drops_logits: bool = False
@@ -92,11 +93,11 @@ class ModelNetwork:
         """See `Network`."""
         slots = seat.slots(tokens.shape[1])
         pass_masks = PassMasks.chain(slots, seat.places.shape[0])
-        masks = {kind: pass_masks.mask(sight, self.model.dtype) for kind, sight in self.kinds.items()}
+        masks = {kind: pass_masks.mask(sight, self.dtype) for kind, sight in self.kinds.items()}
         cross = seat.cross
         cross_pass = Cross(cross[0], cross[1], pass_masks.back if self.relative else None) if cross else None
         options = {"logits_to_keep": 1} if self.drops_logits else {}
-        logits = forward(self.model, Pass(tokens, slots, slots, masks, cross_pass), seat.stores, **options)
+        logits = forward(self.call, Pass(tokens, slots, slots, masks, cross_pass), seat.stores, **options)
         return logits[:, -1], None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, warn
+from slipstream.execution.names import with_cache
 from slipstream.execution.passes import (
     EAGERLY,
     MOST_WIDTH,
@@ -67,7 +68,7 @@ class Compiled:
     def _make(self, served: str, work: Pass, stores: Stores, places: Places) -> PassResult | None:
         """Make a graph for such passes and compare it with the eager pass -> the outputs; None: run eagerly."""
         try:
-            eager = forward_showing(self.model, work, stores, places)
+            eager = forward_showing(with_cache(self.model), work, stores, places)
         except (AttributeError, IndexError, TypeError) as error:
             if not places:
                 raise

@@ -174,21 +174,23 @@ class GivenSlots(Cache):
         return self.end, 0
 
 
-def forward(model: PreTrainedModel, work: Pass, stores: Stores, **options: Any) -> Tensor:
+def forward(model: Callable[..., Any], work: Pass, stores: Stores, **options: Any) -> Tensor:
     """Run a pass over stores, without any state in Python: eager, traced or captured -> logits (rows, n, vocab).
 
-    The model's forward takes the `options` as well.
+    The model is one `with_cache`, whose forward takes the `options` as well.
     """
     return forward_showing(model, work, stores, (), **options)[0]
 
 
-def forward_showing(model: PreTrainedModel, work: Pass, stores: Stores, places: Places, **options: Any) -> list[Tensor]:
+def forward_showing(
+    model: Callable[..., Any], work: Pass, stores: Stores, places: Places, **options: Any
+) -> list[Tensor]:
     """Run `forward` -> logits (rows, n, vocab), then the hidden states (rows, n, width) at each place."""
     out = model(
         input_ids=work.tokens,
         attention_mask=work.mask,
         position_ids=work.positions,
-        past_key_values=GivenSlots(stores, work.slots, work.end),
+        cache=GivenSlots(stores, work.slots, work.end),
         use_cache=True,
         **work.cross_arguments,
         **({"output_hidden_states": True} if places else {}),

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.execution.graphs import equate
+from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross, Parts, Pass, Places, Stores, forward_showing, sizes_of_stores
 
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
@@ -23,13 +24,14 @@ def tensors_of_pass(work: Pass, stores: Stores) -> tuple[Any, ...]:
 
 def traced_pass(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
     """Return a model's pass as a function of tensors alone."""
+    call = with_cache(model)
 
     def function(
         tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
     ) -> list[Tensor]:
         work = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
         equate(sizes_of_pass(work, stores))
-        return forward_showing(model, work, stores, places)
+        return forward_showing(call, work, stores, places)
 
     return function
 

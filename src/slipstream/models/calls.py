@@ -11,13 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.core.source import Source, SourceForm
+from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import source_form
 from slipstream.models.families import logits_alone
 from slipstream.models.media import run_with_media
-
-STATE_NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""The names under which models take and return the state that is passed from one pass to the next."""
 
 
 class Calls(Protocol):
@@ -95,7 +93,7 @@ class CausalCalls:
         self.model: Any = model
         self._takes = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in self._takes
-        self._name = next((name for name in STATE_NAMES if name in self._takes), STATE_NAMES[0])
+        self._continue = with_cache(model)
 
     def read(self, source: Source | None) -> None:
         """Return None: there is no encoder."""
@@ -109,12 +107,13 @@ class CausalCalls:
                 out, extra_inputs.shift = run_with_media(self.model, tokens[0].tolist(), media, use_cache=True, **known)
                 return out
             known["position_ids"] = known["position_ids"] + extra_inputs.shift
-        handed = {} if state is None else {self._name: state}  # without a state the model makes one of its own kind
-        return self.model(input_ids=tokens, use_cache=True, **handed, **known)
+        if state is None:  # the model makes one of its own kind
+            return self.model(input_ids=tokens, use_cache=True, **known)
+        return self._continue(input_ids=tokens, cache=state, use_cache=True, **known)
 
     def state(self, out: Any) -> Any:
         """Return the state in an output of the model; None if it has none."""
-        return getattr(out, self._name, None)
+        return state_in(out)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
         """Return the logits (1, n, vocab) of one text, without a state."""
@@ -132,6 +131,7 @@ class SourceCalls:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
+        self._call = with_cache(model)
         self.form = source_form(model)
 
     def read(self, source: Source | None) -> dict[str, Any]:
@@ -146,11 +146,11 @@ class SourceCalls:
         return {"encoder_outputs": encoder(input_ids=ids, attention_mask=mask), "attention_mask": mask}
 
     def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
-        return self.model(decoder_input_ids=tokens, past_key_values=state, use_cache=True, **extra_inputs)
+        return self._call(decoder_input_ids=tokens, cache=state, use_cache=True, **extra_inputs)
 
     def state(self, out: Any) -> Any:
         """Return the decoder's state in an output; None if it has none."""
-        return getattr(out, "past_key_values", None)
+        return state_in(out)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
         """Return the logits (1, n, vocab) of one text, without a state."""

@@ -28,6 +28,7 @@ from slipstream.execution.backends import draft_graphs
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
 from slipstream.execution.encoder_graphs import CompiledReader, Reader
 from slipstream.execution.inductor import Compiled
+from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Execution
 from slipstream.kernels.packing import shared_columns
 from slipstream.kernels.placement import input_device
@@ -334,7 +335,7 @@ class CausalScorer:
         as long to make: minutes for each size.
         """
         facts, module = self.facts, self._decoder or self.model
-        network = ModelNetwork(module, facts.kinds, facts.relative, facts.drops_logits)
+        network = ModelNetwork(with_cache(module), module.dtype, facts.kinds, facts.relative, facts.drops_logits)
         chains = tuple(sizes) if weight_bytes(module) <= MOST_FOR_CHAINS else ()
         graphs = draft_graphs(network, self.name, self.device, chains, progress=progress)
         self._chains = DraftChains(graphs, self._memory, facts.context)

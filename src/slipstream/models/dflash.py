@@ -20,6 +20,7 @@ from transformers import AutoModel
 from slipstream.core.draft import Tree
 from slipstream.core.protocols import HasModel, Shape
 from slipstream.core.source import Source
+from slipstream.execution.names import with_cache
 from slipstream.models.checkpoints import read_record
 from slipstream.models.families import first_sentence
 from slipstream.models.head_scorer import PREFILL_TOKENS, RecordsStates
@@ -153,7 +154,7 @@ class DFlashScorer:
         others = torch.where(places < starts + wide, places, places - wide + new)
         seen = (places < starts + new) | ((places >= starts + wide) & (places < starts + slots.shape[1]))
         behind = own[:, wide:, None] - others[:, None]
-        out = self._net(
+        out = with_cache(self._net)(
             noise_embeds=self._embed(noise),
             context_hidden_states=self._states.of(slots[:, :wide]).to(self._net.dtype),
             attention_mask={
@@ -161,7 +162,7 @@ class DFlashScorer:
                 "sliding_attention": self._mask(seen[:, None] & (behind.abs() <= self._net.config.sliding_window)),
             },
             position_ids=own,
-            past_key_values=self._cache,
+            cache=self._cache,
         )
         texts.advance(counts)
         return out.last_hidden_state

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from slipstream.execution.names import CACHE
 from slipstream.models.checkpoints import read_record, read_tensors
 from slipstream.models.families import first_sentence
 from slipstream.models.head_chains import Behind
@@ -151,7 +152,7 @@ class Eagle3(nn.Module):
         attention_inputs = {
             "position_embeddings": self.rotary_emb(hidden, behind.positions),
             "attention_mask": behind.mask(None, hidden.dtype),
-            "past_key_values": behind.cache,
+            CACHE: behind.cache,
         }
         hidden = self.layers[0](embeds, hidden, **attention_inputs)
         for layer in self.layers[1:]:

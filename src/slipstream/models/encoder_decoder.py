@@ -22,6 +22,7 @@ from slipstream.cache.rows import RowCache
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.encoder_graphs import Reader
 from slipstream.execution.graphs import LEAST
+from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross, Stores
 from slipstream.kernels.placement import input_device
 
@@ -139,6 +140,7 @@ class SourceDecoder(nn.Module):
         self.where = Where()
         # A copy of the modules over the same weights, so that the given model stays as it is.
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        self._call = with_cache(self.model)
         decoder = self.model.get_decoder()
         if hasattr(decoder, "embed_positions"):
             decoder.embed_positions = RowPositions(decoder.embed_positions, self.where)
@@ -164,7 +166,7 @@ class SourceDecoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
-        past_key_values: Cache,
+        cache: Cache,
         cross: Cross,
         use_cache: bool = True,
     ) -> Any:
@@ -172,12 +174,12 @@ class SourceDecoder(nn.Module):
         unread = cross.mask.new_zeros(input_ids.shape[0], 1, 1)  # models only test whether encoder states are given
         self.where.own, self.where.back = position_ids, cross.back
         try:
-            return self.model(
+            return self._call(
                 encoder_outputs=BaseModelOutput(last_hidden_state=unread),
                 attention_mask=cross.mask,
                 decoder_input_ids=input_ids,
                 decoder_attention_mask=attention_mask,
-                past_key_values=_SelfAndCross(past_key_values, cross.seen),
+                cache=_SelfAndCross(cache, cross.seen),
                 use_cache=True,
             )
         finally:

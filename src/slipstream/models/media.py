@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from slipstream.core.media import Media, Modality
+from slipstream.execution.names import state_in
 from slipstream.kernels.placement import input_device
 from slipstream.models.processors import load_processor
 
@@ -77,7 +78,7 @@ def read_with_media(model: Any, text: Sequence[int], media: Media) -> tuple[Laye
     """Read a text with its media -> the keys and values of every layer, and the shift of later positions."""
     keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     out, shift = run_with_media(model, text, media, use_cache=True, **keep)
-    layers = enumerate(out.past_key_values.layers)
+    layers = enumerate(state_in(out).layers)
     return {place: (layer.keys[0], layer.values[0]) for place, layer in layers if layer.is_initialized}, shift
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from slipstream.execution.names import CACHE
 from slipstream.models.checkpoints import tensor_names
 from slipstream.models.families import first_sentence
 from slipstream.models.head_chains import Behind
@@ -71,7 +72,7 @@ class MtpHeads:
             position_embeddings=turned,
             position_ids=behind.positions,
             attention_mask=behind.mask(self._windows[step], hidden.dtype),
-            past_key_values=behind.cache,
+            **{CACHE: behind.cache},
         )
         return net.shared_post_norm(made) if net.use_shared_post_norm else made
 

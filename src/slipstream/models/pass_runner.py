@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Execution, Pass
 from slipstream.models.facts import ModelFacts
 from slipstream.models.hidden_states import HiddenStates
@@ -26,7 +26,7 @@ class PassRunner:
     """
 
     def __init__(self, module: nn.Module, facts: ModelFacts, memory: Memory, execution: Execution | None) -> None:
-        self._module: Any = module
+        self._call = with_cache(module)
         self._facts, self._memory, self.execution = facts, memory, execution
         self._cache = HFCache(memory)
         self._writes: int | None = None  # to the cache, in every pass; None before the first
@@ -65,11 +65,11 @@ class PassRunner:
         """
         with ExitStack() as watched:
             seen = [(states, watched.enter_context(states.watching())) for states in self.recorded]
-            out = self._module(
+            out = self._call(
                 input_ids=work.tokens,
                 attention_mask=work.mask,
                 position_ids=work.positions,
-                past_key_values=self._cache,
+                cache=self._cache,
                 use_cache=True,
                 **work.cross_arguments,
                 **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
