@@ -52,8 +52,9 @@ test-newest: ## Run the tests with the newest versions that pip finds, in .venv-
 test-oldest: build/oldest.txt ## Run the tests with the lower bounds of pyproject.toml, in .venv-oldest
 	@$(MAKE) --no-print-directory pytest VENV=.venv-oldest CONSTRAINTS=$<
 
+# With other bounds the environment is made anew: pip would leave what only the old ones needed.
 build/oldest.txt: pyproject.toml tests/bounds.py
-	@mkdir -p build && $(PYTHON) tests/bounds.py > $@
+	@rm -rf .venv-oldest && mkdir -p build && $(PYTHON) tests/bounds.py > $@
 
 format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff check --fix .

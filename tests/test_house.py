@@ -17,11 +17,12 @@ import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from bounds import pins, requirements
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "slipstream"
@@ -363,16 +364,51 @@ DISTRIBUTIONS = {
 
 def declared() -> set[str]:
     """The third parties that pyproject.toml names, extras included."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [project["dependencies"], *project["optional-dependencies"].values()]
-    names = {re.split(r"[<>=!~\[; ]", line)[0] for line in chain(*requirements)}
-    return names - {project["name"]}  # an extra may be part of another
+    return {re.split(r"[<>=!~\[; ]", line)[0] for line in requirements((ROOT / "pyproject.toml").read_text())}
 
 
 def test_third_parties_are_declared_and_pinned() -> None:
     pinned = set(re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), re.M))
     assert {DISTRIBUTIONS.get(party, party) for party in THIRD_PARTIES} <= declared()
     assert declared() <= pinned
+
+
+def test_what_users_install_has_lower_bounds() -> None:
+    """Which `make test-oldest` tries; the tools of the tests may be as new as they like."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads(pyproject)["project"]
+    tools = {*project["optional-dependencies"]["test"]}
+    bounded = {line.partition("==")[0] for line in pins(pyproject)}
+    assert {re.split(r"[<>=!~\[; ]", line)[0] for line in requirements(pyproject) if line not in tools} <= bounded
+
+
+def test_bounds_are_read_as_they_are_written() -> None:
+    text = '[project]\nname = "x"\ndependencies = ["a>=2", "b"]\n[project.optional-dependencies]\n'
+    text += 'more = ["c[d,e]>=1.2,<3", "x[other]", "a-b>=0.1rc1"]'
+    assert pins(text) == ["a-b==0.1rc1", "a==2", "c==1.2"] and "b" in requirements(text)
+
+
+def naming_faults(room: str, source: str) -> list[str]:
+    """Uses of a name that some versions of transformers, or some models, have for a cache."""
+    names = {"past_key_values", "cache_params"}
+    spoken = (
+        (node, name)
+        for node in ast.walk(ast.parse(source))
+        for name in (getattr(node, field, None) for field in ("id", "attr", "arg", "value"))
+        if isinstance(name, str) and name in names
+    )
+    return [f"{room}:{node.lineno} says {name}: ask slipstream.execution.names" for node, name in spoken]  # type: ignore[attr-defined]
+
+
+def test_one_module_knows_how_caches_are_called() -> None:
+    others = [room for room in MODULES if room != "execution.names"]
+    assert [fault for room in others for fault in naming_faults(room, read(room))] == []
+
+
+@pytest.mark.parametrize("source", ["f(past_key_values=1)", "out.past_key_values", "x['cache_params']"])
+def test_naming_checker_catches(source: str) -> None:
+    assert len(naming_faults("models.causal", source)) == 1
+    assert naming_faults("models.causal", "f(**{CACHE: 1}); 'its past_key_values cannot'") == []
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -478,7 +514,9 @@ OTHERS_PRIVATE = {
     "_exit",  # os
     "_forward_pre_hooks",  # of torch's modules
     "_get_logits_processor",  # what transformers' generate calls
+    "_prefill",  # what transformers' generate calls
     "_prepare_special_tokens",  # what transformers' generate calls
+    "_update_model_kwargs_for_generation",  # what transformers' generate calls
 }
 BY_NAME = {"setattr", "delattr", "getattr", "hasattr", "object", "patch"}
 """Functions that take the name of an attribute as text: the built-in ones, monkeypatch's and unittest.mock's."""
@@ -628,12 +666,12 @@ def test_machine_path_checker_catches(start: str) -> None:
 def make_commands(text: str) -> set[str]:
     """Targets of the `make` commands in a text's code, fenced or inline, not in its prose."""
     fenced = "\n".join(re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S))
-    return {*re.findall(r"^(?:\$ )?make ([a-z]+)", fenced, re.M), *re.findall(r"`make ([a-z]+)`", text)}
+    return {*re.findall(r"^(?:\$ )?make ([a-z-]+)", fenced, re.M), *re.findall(r"`make ([a-z-]+)`", text)}
 
 
 def make_targets(makefile: str) -> set[str]:
     """The commands a Makefile offers."""
-    return set(re.findall(r"^([a-z]+):", makefile, re.M))
+    return set(re.findall(r"^([a-z-]+):", makefile, re.M))
 
 
 def test_documented_commands_exist() -> None:

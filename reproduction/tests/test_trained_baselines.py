@@ -34,6 +34,7 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
+from slipstream.execution.names import CACHE, with_cache
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading import EMBEDDED, load_tokenizer
 from slipstream.training.heads import TrainingSettings
@@ -74,13 +75,13 @@ def reference(model: Any, leaves: dict[int, int], count: int) -> list[int]:
     """Greedy tokens of a model that leaves, at output place t, after `leaves[t]` layers: every further layer reads the
     copied state, which writes its keys and values, and what it says is dropped."""
     cache, core = DynamicCache(config=model.config), model.model
-    model(torch.tensor([PROMPT[:-1]]), past_key_values=cache)
+    with_cache(model)(cache, input_ids=torch.tensor([PROMPT[:-1]]))
     text = list(PROMPT)
     for place in range(count):
         states, position = core.embed_tokens(torch.tensor([text[-1:]])), torch.tensor([[len(text) - 1]])
         rotation, kept = core.rotary_emb(states, position), None
         for number, layer in enumerate(core.layers):
-            out = layer(states, position_embeddings=rotation, past_key_values=cache, use_cache=True)
+            out = layer(states, position_embeddings=rotation, use_cache=True, **{CACHE: cache})
             kept = out if number + 1 == leaves[place] else kept
             states = out if kept is None else kept
         text.append(int(model.lm_head(core.norm(states))[0, -1].argmax()))

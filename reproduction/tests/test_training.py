@@ -21,6 +21,7 @@ from reproduction.standins.build import Recipe
 from reproduction.standins.corpora import Pairs
 from reproduction.standins.models import EOS, PAD, SPECIAL, Size
 from reproduction.standins.training import Example, Exercise, Plan, train, with_laws
+from slipstream.execution.names import CACHE
 
 SMALL = Size(16, 2, 8, 24, 1, 2)  # a decoder deeper than its encoder, as the stand-ins are
 WORDS = ["a", "man", "and", "a", "dog", "run", "in", "the", "park", "while", "it", "rains", "on", "them"]
@@ -195,7 +196,7 @@ def test_answers_are_what_the_model_says(tmp_path: Path) -> None:
     loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "target", dtype=torch.bfloat16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())  # `generate` would make one as deep as the encoder
     for source, tokens in zip(sources, found, strict=True):
-        expected = loaded.generate(torch.tensor([source]), past_key_values=copy.deepcopy(cache), max_new_tokens=6)
+        expected = loaded.generate(torch.tensor([source]), **{CACHE: copy.deepcopy(cache)}, max_new_tokens=6)
         assert list(tokens) == expected[0, 1:].tolist()
     drawn = families.answers(tmp_path / "target", [sources[0]] * 20, 1.0, 6)
     assert len(set(drawn)) > 10

@@ -37,6 +37,7 @@ from slipstream.execution import backends, capturing, cuda_graphs
 from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
+from slipstream.execution.names import with_cache
 from slipstream.models.causal import CausalScorer
 from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.head_chains import Behind
@@ -461,7 +462,8 @@ class CheckedBlocks:
         noise = torch.full((rows, 5), self.net.config.mask_token_id)
         noise[:, 0] = texts[:, -1]
         embeds, places = self.model.get_input_embeddings()(noise), torch.arange(count + 4)[None]
-        out = self.net(embeds, states, attention_mask=None, position_ids=places, past_key_values=cache)
+        inputs = {"noise_embeds": embeds, "context_hidden_states": states, "position_ids": places}
+        out = with_cache(self.net)(cache, **inputs, attention_mask=None)
         return self.model.lm_head(out.last_hidden_state[:, 1:]).softmax(-1)
 
     def observe(self, round: Round) -> None:

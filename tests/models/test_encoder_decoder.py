@@ -35,6 +35,7 @@ from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution import kept_graphs
 from slipstream.execution.encoder_graphs import CompiledReader
 from slipstream.execution.inductor import Compiled
+from slipstream.execution.names import state_in, with_cache
 from slipstream.execution.passes import Mode
 from slipstream.kernels import packing
 from slipstream.kernels.cpu import kernel_missing
@@ -203,8 +204,8 @@ def test_padding_in_the_text_is_where_transformers_puts_it() -> None:
         "attention_mask": torch.ones(1, len(source_ids), dtype=torch.long),
     }
     for token in (START, 9, model.config.pad_token_id, 11):
-        out = model(**inputs, decoder_input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = with_cache(model)(cache, **inputs, decoder_input_ids=torch.tensor([[token]]), use_cache=True)
+        cache = state_in(out)
         ours = scorer.extend(torch.tensor([[token]]), [1])
         torch.testing.assert_close(ours, out.logits, atol=1e-4, rtol=1e-4)
 

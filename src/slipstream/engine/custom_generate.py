@@ -59,16 +59,16 @@ def custom_generate(
 
     Returns what `generate` returns: token ids (rows, longest), prompt included, padded on the right; or a
     `GenerateDecoderOnlyOutput` with `sequences`, and `scores` and `logits` if requested: one (rows, vocab) per
-    position, where a row that has ended shows its certain pad token; and with `past_key_values`, as `generate` leaves
-    them, which costs one more pass of the model over what was emitted (none with `use_cache=False`).
+    position, where a row that has ended shows its certain pad token; and with the cache, as `generate` leaves
+    it, which costs one more pass of the model over what was emitted (none with `use_cache=False`).
 
     Logits processors and stopping criteria are honoured. Your own must not keep a state (processors see drafts,
     which may be rejected) nor mix rows: they see one row at a time, repeated to the size of the batch.
 
-    `past_key_values` (a DynamicCache or StaticCache) may hold the beginning of the prompts, and holds their
-    continuations afterwards, for the next turn of a chat. Pass whole prompts with them, as chats do: the draft cannot
-    read tokens that are only in the cache, and its guesses are worse. `inputs_embeds` are read by the model;
-    the draft reads the tokens nearest to them.
+    `cache` (a DynamicCache or StaticCache; `past_key_values` before transformers 5.24) may hold the beginning of the
+    prompts, and holds their continuations afterwards, for the next turn of a chat. Pass whole prompts with it, as
+    chats do: the draft cannot read tokens that are only in the cache, and its guesses are worse. `inputs_embeds` are
+    read by the model; the draft reads the tokens nearest to them.
 
     With `num_beams`, beam search finds what `generate` finds: `sequences` and `sequences_scores`, without scores by
     step and without a cache. Sampled beams have the law that they have there, but not the same texts: each prompt draws

@@ -22,7 +22,7 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear, precision_of
 from slipstream.models.encoder_dtype import encoder_dtype
 
-PACKAGES = ("slipstream", "torch", "transformers")
+PACKAGES = ("slipstream", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
 
 BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")
@@ -47,6 +47,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "rule": engine.rule.name,
+        "torch": torch.__version__,  # with its build, which the version of the installed package may not say
         **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         **{role: _model(scorer) for role, scorer in zip(("target", "draft"), everyone, strict=False)},
     }
