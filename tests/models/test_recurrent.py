@@ -359,6 +359,16 @@ def test_models_unlike_others_are_refused_with_the_reason(family: str, says: str
         load_scorer(model)
 
 
+@pytest.mark.parametrize(("mode", "refused"), [("per_loop", False), ("last_loop", True)])
+def test_loops_that_see_other_keys_within_a_pass_are_refused(mode: str, refused: bool) -> None:
+    """Whatever the trial says, which finds less than rounding in a random model of the kind (Dory's)."""
+    looped = tiny(FAMILIES["llama"])
+    looped.config.recurrent_kv_cache_mode = mode
+    for make in (load_scorer, StateScorer):
+        with pytest.raises(ValueError, match="depend on how a text is divided") if refused else nullcontext():
+            make(looped)
+
+
 def test_trees_are_refused_in_one_sentence() -> None:
     target = fresh(scorer("qwen3_5"))
     drafter = TreeDrafter(CausalScorer(tiny(FAMILIES["llama"])), (2, 1))

@@ -14,7 +14,7 @@ from slipstream.core.source import Source, SourceForm
 from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import source_form
-from slipstream.models.families import logits_alone
+from slipstream.models.families import logits_alone, refuse_dependence_on_passes
 from slipstream.models.media import run_with_media
 
 
@@ -70,6 +70,7 @@ def calls_of(model: PreTrainedModel) -> Calls:
     if reason := UNLIKE_OTHERS.get(model.config.model_type):
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) {reason}; use another model.")
     text = model.config.get_text_config()
+    refuse_dependence_on_passes(text, type(model).__name__)
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) looks at the later tokens of a pass too, so a draft "

@@ -64,9 +64,22 @@ class Probed(Scorer, Protocol):
         ...
 
 
+def refuse_dependence_on_passes(config: Any, name: str) -> None:
+    """Raise ValueError for a model whose logits depend on how a text is divided into passes, by its text configuration.
+
+    Often by less than a trial could tell from rounding.
+    """
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise ValueError(
+            f"{name} keeps the keys of its last loop only, so that earlier loops see other keys of the tokens in a "
+            "pass than of those before it, and logits depend on how a text is divided; use another model."
+        )
+
+
 def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError in one sentence for models that are known not to work."""
     config = model.config.get_text_config()
+    refuse_dependence_on_passes(config, name)
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     unsupported = sorted(map(str, types - LENGTH_LAYERS))
     if unsupported:

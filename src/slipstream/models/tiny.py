@@ -76,7 +76,7 @@ OWN: dict[str, dict[str, Any]] = {
                 "paddleocr_vl_text",
                 "cosmos3_edge_text",
             ),
-            *("hunyuan_vl_text", "ernie4_5_vl_moe_text"),
+            *("hunyuan_vl_text", "ernie4_5_vl_moe_text", "hy_v4_vl_text"),
         ),
         MROPE,
     ),
@@ -121,6 +121,7 @@ OWN: dict[str, dict[str, Any]] = {
         }
     },
     "led": {"attention_window": 8},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},  # its states come in multiples of 64
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dots3_note_text": {
