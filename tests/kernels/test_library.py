@@ -111,7 +111,7 @@ def test_a_path_that_sums_in_another_order_is_noticed(monkeypatch: pytest.Monkey
     begin, end = "sum = Lanes{};", "r < ROWS; ++r) write(work, layer, panel, row + r, sums[r]);"
     other = "sum = Lanes{} + (ROWS > 1 ? 64.0f : 0.0f);"
     took = "r < ROWS; ++r) for (Lanes& sum : sums[r]) sum -= ROWS > 1 ? 64.0f : 0.0f;\n  for (int r = 0; " + end
-    for path in (library.HEADER, *library.SOURCES):
+    for path in (*library.HEADERS, *library.SOURCES):
         text = path.read_text()
         if path.stem == "cpu":
             assert text.count(begin) == 1 and text.count(end) == 1

@@ -11,6 +11,7 @@
 #include <atomic>
 
 #include "lanes.h"
+#include "parallel.h"
 
 namespace {
 
@@ -104,7 +105,7 @@ class Sights {
       return;
     }
     const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, work.slots));
-    torch::stable::parallel_for(0, found_.size(), share, [&](int64_t begin, int64_t end) {
+    slipstream::parallel_for(0, found_.size(), share, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / (heads_ * tokens_), head = i / tokens_ % heads_, token = i % tokens_;
         found_[i] = look<Type>(work.mask + row * steps_.row + head * steps_.head + token * steps_.token, work.slots);
@@ -859,7 +860,7 @@ void attend_all(const Attention<Type>& work) {
   for (auto& count : left) count = pieces;
   const int64_t cost = Work::QUERIES * std::min(PIECE, work.slots) * work.width * 2 / (tiles > 1 ? 2 : 1);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, cost));
-  torch::stable::parallel_for(0, all * pieces, share, [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, all * pieces, share, [&](int64_t begin, int64_t end) {
     Work tile(work, sights);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t number = item / pieces, piece = item % pieces, head = number / tiles;

@@ -8,6 +8,7 @@
 // instruction multiplies, and one of float32.
 
 #include "lanes.h"
+#include "parallel.h"
 
 namespace {
 
@@ -176,7 +177,7 @@ void multiply(const Product<Type>& work) {
   for (const Layer<Type>& layer : work.layers) panels += panels_of(layer.features);
   const int64_t cost = std::max<int64_t>(1, work.rows * work.steps * Type::STEP * PANEL);
   const bool tiled = Tiles<Type>::fit(work);
-  torch::stable::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
     Tiles<Type> tiles;
     for (const Layer<Type>& layer : work.layers) {
       const int64_t count = panels_of(layer.features);
@@ -227,7 +228,7 @@ void run(const Tensor& inputs, const std::vector<Given>& layers, const Tensor& o
   if (work.rows > FEW && width && width * sizeof(Item) % COLLIDING == 0) {
     work.apart += LINE / sizeof(Item);
     copy.reset(new Item[work.rows * work.apart]);
-    torch::stable::parallel_for(0, work.rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
+    slipstream::parallel_for(0, work.rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         std::copy_n(static_cast<const Item*>(inputs.data_ptr()) + row * width, width, copy.get() + row * work.apart);
     });

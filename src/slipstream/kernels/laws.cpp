@@ -5,6 +5,7 @@
 // bits whatever stands beside it.
 
 #include "lanes.h"
+#include "parallel.h"
 
 namespace {
 
@@ -55,7 +56,7 @@ Lanes excess(const Lanes& p, float weight, const Lanes& q) {
 // Every position of so many rows, divided among threads.
 template <class Run>
 void for_positions(int64_t rows, int64_t positions, int64_t vocabulary, const Run& run) {
-  torch::stable::parallel_for(0, rows * positions, std::max<int64_t>(1, SHARE / std::max<int64_t>(1, vocabulary)),
+  slipstream::parallel_for(0, rows * positions, std::max<int64_t>(1, SHARE / std::max<int64_t>(1, vocabulary)),
                               [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run(i, i / positions, i % positions);
   });

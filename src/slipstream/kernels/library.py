@@ -24,7 +24,7 @@ import torch
 
 HERE = Path(__file__).parent
 CARRIED = HERE / "carried"
-HEADER = HERE / "lanes.h"
+HEADERS = HERE / "lanes.h", HERE / "parallel.h"
 SOURCES = tuple(HERE / f"{name}.cpp" for name in ("attention", "quantized", "cpu", "recurrences", "laws", "codes"))
 COMPILERS = ("c++", "g++", "clang++")
 STABLE_ABI = "0x020b000000000000"
@@ -185,7 +185,7 @@ def _kept(level: Level) -> Path:
 def _fingerprint(level: Level) -> str:
     """Return a hash of everything that a library depends on: source, options, torch, compiler and processor."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, timeout=PATIENCE).stdout
-    texts = (path.read_text() for path in (HEADER, *SOURCES))
+    texts = (path.read_text() for path in (*HEADERS, *SOURCES))
     own = (brand(), *sorted(processor_flags())) if level is NATIVE else (brand(),)
     parts = (*texts, *OPTIONS, *level.options, torch.__version__, compiler(), version, MACHINE, *own)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

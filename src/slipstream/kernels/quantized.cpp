@@ -11,6 +11,7 @@
 // are (panels, groups, PANEL).
 
 #include "lanes.h"
+#include "parallel.h"
 
 namespace {
 
@@ -75,7 +76,7 @@ template <class Type>
 Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, int64_t groups, int64_t group) {
   Inputs inputs(rows, groups, group);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
-  torch::stable::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       for (int64_t i = 0; i < groups; ++i)
         quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), inputs, row, i);
@@ -315,7 +316,7 @@ void multiply(const std::vector<Layer<Type>>& layers, const Inputs& inputs) {
   const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
   int64_t panels = 0;
   for (const Layer<Type>& layer : layers) panels += panels_of(layer.features);
-  torch::stable::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
     Tiles<Type, BITS, ZERO> tiles(inputs);
     for (const Layer<Type>& layer : layers) {
       const int64_t count = panels_of(layer.features);

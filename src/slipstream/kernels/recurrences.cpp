@@ -6,6 +6,7 @@
 // its tokens stand. Everything is float32.
 
 #include "lanes.h"
+#include "parallel.h"
 
 namespace {
 
@@ -119,7 +120,7 @@ void run_columns(const DeltaRule& rule, int64_t row, int64_t head, int64_t first
 
 void run(const DeltaRule& rule) {
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, rule.size * rule.width * rule.tokens));
-  torch::stable::parallel_for(0, rule.rows * rule.heads, share, [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, rule.rows * rule.heads, share, [&](int64_t begin, int64_t end) {
     const int64_t all = rule.tokens * rule.size;
     std::unique_ptr<float[]> room(new float[2 * all + rule.size * COLUMNS]);
     float *keys = room.get(), *queries = keys + (rule.queries ? all : 0), *state = keys + 2 * all;
@@ -217,7 +218,7 @@ void run_head(const StateSpace& space, int64_t row, int64_t head, const float* i
 
 void run(const StateSpace& space) {
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, space.size * space.width * space.tokens));
-  torch::stable::parallel_for(0, space.rows * space.heads, share, [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, space.rows * space.heads, share, [&](int64_t begin, int64_t end) {
     const int64_t padded = space.vectors() * LANES, all = space.tokens * padded;
     std::unique_ptr<float[]> room(new float[2 * all + padded + space.tokens]);
     float *into = room.get(), *out_of = into + (space.out_of ? all : 0), *line = into + 2 * all;
@@ -309,7 +310,7 @@ void convolve(const Tensor& inputs, const Tensor& weight, const std::optional<Te
   const Item *from = place(inputs), *given = place(weight), *added = bias ? place(*bias) : nullptr;
   const int64_t apart = inputs.stride(0), step = inputs.stride(1), onward = inputs.stride(2);
   Item* to = place(outputs);
-  torch::stable::parallel_for(0, inputs.size(0) * panels, share, [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, inputs.size(0) * panels, share, [&](int64_t begin, int64_t end) {
     std::unique_ptr<float[]> weights(new float[taps * PANEL]());
     for (int64_t each = begin; each < end; ++each) {
       const int64_t row = each / panels, first = each % panels * PANEL, count = std::min<int64_t>(PANEL, channels - first);
