@@ -16,6 +16,9 @@ from slipstream.execution import kept_graphs
 from slipstream.execution.structure import Structure, Unknown
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+LEAST_SHARE = 1 << 14
+"""The elements that are worth a thread in a loop that inductor writes: half of what torch's own operations share."""
+
 OnGraph = Callable[[bool], object]
 """A callback with True before a graph is compiled, and with False when one of an earlier process is loaded."""
 
@@ -116,6 +119,7 @@ def frozen_settings() -> dict[str, Any]:
     return {
         "freezing": True,
         "cpp_wrapper": True,
+        "cpp.min_chunk_size": LEAST_SHARE,
         "post_grad_custom_pre_pass": TanhBySigmoid(),
         "post_grad_custom_post_pass": MergeLinear(),
     }
