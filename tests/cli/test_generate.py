@@ -519,7 +519,7 @@ def test_ctrl_c_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("slipstream.engine.load.load", interrupt)
     result = run("generate", "x")
-    assert (result.exit_code, result.output) == (130, "")
+    assert (result.exit_code, result.output) == (130, "slipstream: interrupted.\n")
 
 
 def test_damaged_weights_are_one_sentence(engine: Recorder) -> None:

@@ -219,6 +219,77 @@ def ended_early(answer: httpx.Response) -> bool:
     return answer.json()["usage"]["completion_tokens"] < 200
 
 
+STRUCK = """
+import os
+import signal
+import sys
+import threading
+
+kind, moment, sys.argv = signal.Signals[sys.argv[1]], sys.argv[2], ["slipstream", *sys.argv[3:]]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell would have it ignored
+
+
+def strike(*_, **more):
+    os.kill(os.getpid(), kind)
+    if threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
+class Watch:  # strikes when a module is looked for
+    def find_spec(self, name, *_):
+        if name == moment:
+            sys.meta_path.remove(self)
+            strike()
+
+
+sys.meta_path.insert(0, Watch())
+if moment == "warm_up":
+    from slipstream.engine.engine import Engine
+
+    Engine.warm_up = strike
+if moment == "ready":
+    from slipstream.serve.server import Server
+
+    say = Server._say_ready
+    Server._say_ready = lambda server: (strike(), server.listener.close(), say(server))
+from slipstream.__main__ import main
+
+main()
+"""
+"""`slipstream` with a signal when a module is imported, in the thread that warms up, or just before it says that it is
+ready."""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("kind", "moment", "command", "code", "line"),
+    [
+        ("SIGTERM", "slipstream.cli.serve", "serve", 130, "interrupted"),
+        ("SIGINT", "slipstream.engine.load", "generate x", 130, "interrupted"),
+        ("SIGINT", "warm_up", "serve", 130, "interrupted before the models were ready"),
+        *(
+            pytest.param(kind, *case, marks=pytest.mark.slow)
+            for kind in ("SIGINT", "SIGTERM")
+            for case in (
+                ("slipstream.engine.load", "serve", 130, "interrupted"),
+                ("transformers.models.llama", "serve", 130, "interrupted"),
+                ("ready", "serve", 0, "ending: what was begun is finished; once more to end at once"),
+                ("slipstream.serve.draft_server", "serve-draft", 130, "interrupted"),
+                ("slipstream.engine.load", "chat", 130, "interrupted"),
+            )
+        ),
+    ],
+)
+def test_a_signal_before_it_is_ready_ends_a_command_in_one_line(
+    kind: str, moment: str, command: str, code: int, line: str
+) -> None:
+    port = ["--port", "0"] if "serve" in command else []
+    arguments = [sys.executable, "-c", STRUCK, kind, moment, *command.split(), *port]
+    quiet = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # before the command says so itself
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, env=quiet)
+    assert (done.stderr, done.returncode) == (f"slipstream: {line}.\n", code)
+
+
 DYING = """
 import os
 import sys

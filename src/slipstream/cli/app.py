@@ -29,6 +29,14 @@ MOST_NAMES = 5
 class Reporting:
     """A command, or a group of them, that reports errors of the user in one sentence on stderr, without a traceback."""
 
+    def invoke(self, context: Any) -> Any:
+        """Run a command; one that does not end by itself at Ctrl-C ends here."""
+        try:
+            return super().invoke(context)  # type: ignore[misc]
+        except KeyboardInterrupt:
+            say("interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
+
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command and exit with its code."""
         quiet()
@@ -150,13 +158,8 @@ app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, context_settings
 def main(app: typer.Typer = app, name: str = "slipstream") -> None:
     """Run the `slipstream` command, or another program of such commands."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems and containers send it
     app(prog_name=name)
-
-
-def _interrupt(*_: Any) -> NoReturn:
-    """Handle SIGTERM, which batch systems and containers send, like Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -13,8 +15,8 @@ from slipstream.serve.app import create_app
 from slipstream.serve.gate import AccessLog
 from slipstream.serve.state import ServerState
 
-DIED = 1
-"""The exit code of a server whose worker failed."""
+DIED, NOT_READY = 1, 130
+"""The exit codes of a server whose worker failed, and of one that a signal ended before its models were ready."""
 
 
 class Server(uvicorn.Server):
@@ -27,14 +29,17 @@ class Server(uvicorn.Server):
         state.worker.on_ready, state.worker.on_death = self._say_ready, self._end
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle Ctrl-C and SIGTERM: the first one drains, the second one ends."""
+        """Handle Ctrl-C and SIGTERM: the first one drains, the second one ends, and so does one before it is ready."""
+        if not (self.state.worker.ready or self.state.worker.failure):
+            _say("interrupted before the models were ready.")
+            os._exit(NOT_READY)  # the thread that compiles and warms up cannot be stopped, only left behind
         if self.should_exit:
             self.force_exit = True
             self.state.worker.halt()
             return
         self.state.worker.drain()
-        _say("ending: what was begun is finished; once more to end at once.")
         self.should_exit = True
+        _say("ending: what was begun is finished; once more to end at once.")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close everything, the worker too where the end was forced: uvicorn leaves it running then."""
@@ -48,6 +53,8 @@ class Server(uvicorn.Server):
         return DIED if self.state.worker.failure is not None else 0
 
     def _say_ready(self) -> None:
+        if self.should_exit:  # the listener may be closed
+            return
         properties = self.state.properties()
         draft = f" with the draft {properties.draft}" if properties.draft else " without a draft"
         _say(f"{properties.target}{draft} is ready at {url(self.listener)}")
@@ -65,4 +72,5 @@ def url(listener: socket.socket) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"slipstream: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # stderr is gone
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)
