@@ -10,7 +10,18 @@ import typer
 
 from slipstream.cli.app import INTERRUPTED, SETTINGS, SingleCommand, say
 from slipstream.cli.console import console
-from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, EncoderDtype, Force, Task
+from slipstream.cli.options import (
+    MODELS,
+    OUTPUT,
+    Compile,
+    Device,
+    Dtype,
+    EncoderDtype,
+    Force,
+    Task,
+    ThreadOptions,
+    with_options,
+)
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -60,6 +71,7 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command(cls=SingleCommand, context_settings=SETTINGS)
+@with_options(ThreadOptions)
 def reproduce(
     what: What,
     standins: Standins = None,

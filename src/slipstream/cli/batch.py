@@ -30,6 +30,7 @@ from slipstream.cli.options import (
     Target,
     TargetOptions,
     Task,
+    ThreadOptions,
     Tree,
     Verify,
     option,
@@ -87,7 +88,7 @@ LAW = ("target", "dtype", "encoder_dtype", "task", "plan", "quantize", "chat", "
 
 
 @app.command()
-@with_options(TargetOptions, SamplingOptions, FormOptions)
+@with_options(TargetOptions, ThreadOptions, SamplingOptions, FormOptions)
 def batch(
     context: typer.Context,
     file: File,

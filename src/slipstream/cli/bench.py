@@ -26,7 +26,9 @@ from slipstream.cli.options import (
     Quantize,
     Target,
     Task,
+    ThreadOptions,
     option,
+    with_options,
 )
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
@@ -55,6 +57,7 @@ Json = Annotated[bool, option(OUTPUT, "The whole report as one JSON object, noth
 
 
 @app.command()
+@with_options(ThreadOptions)
 def bench(
     quick: Quick = False,
     file: File = None,

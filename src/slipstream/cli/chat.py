@@ -26,6 +26,7 @@ from slipstream.cli.options import (
     SamplingOptions,
     Target,
     TargetOptions,
+    ThreadOptions,
     Tree,
     Verify,
     option,
@@ -55,7 +56,7 @@ COMMANDS = {
 
 
 @app.command()
-@with_options(TargetOptions, SamplingOptions)
+@with_options(TargetOptions, ThreadOptions, SamplingOptions)
 def chat(
     context: typer.Context,
     target: Target = None,

@@ -28,6 +28,7 @@ from slipstream.cli.options import (
     Target,
     TargetOptions,
     Task,
+    ThreadOptions,
     TopK,
     TopP,
     Tree,
@@ -57,7 +58,7 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", 
 
 
 @app.command()
-@with_options(TargetOptions)
+@with_options(TargetOptions, ThreadOptions)
 def check(
     context: typer.Context,
     prompts: Prompts = None,

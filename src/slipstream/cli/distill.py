@@ -12,7 +12,7 @@ import typer
 from slipstream.cli.app import INTERRUPTED, app, say, tell, tell_skipped
 from slipstream.cli.console import busy, console
 from slipstream.cli.console import steps as bar
-from slipstream.cli.options import Compile, Device, Dtype, ReportJson
+from slipstream.cli.options import Compile, Device, Dtype, ReportJson, ThreadOptions, with_options
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ Seed = Annotated[int, _option(LESSONS, "Same seed, same draft.", metavar="N", mi
 
 
 @app.command()
+@with_options(ThreadOptions)
 def distill(
     target: Target = None,
     *,

@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.app import app
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import Device, Dtype, Target
+from slipstream.cli.options import Device, Dtype, Target, ThreadOptions, with_options
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def root() -> None:
 
 
 @draft.command("list")
+@with_options(ThreadOptions)
 def offered(
     drafts: Drafts = None, target: Target = None, dtype: Dtype = "auto", device: Device = None, as_json: Json = False
 ) -> None:

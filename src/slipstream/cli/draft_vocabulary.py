@@ -25,6 +25,8 @@ from slipstream.cli.options import (
     ReportJson,
     Seed,
     Target,
+    ThreadOptions,
+    with_options,
 )
 from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
@@ -64,6 +66,7 @@ class CountReport:
 
 
 @commands.command("vocabulary")
+@with_options(ThreadOptions)
 def count(
     prompts: Prompts = None,
     file: File = None,

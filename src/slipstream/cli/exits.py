@@ -8,7 +8,20 @@ import typer
 
 from slipstream.cli.app import INTERRUPTED, app
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import BatchSize, Chat, Device, Dtype, File, MaxNewTokens, Prompts, ReportJson, Seed, Target
+from slipstream.cli.options import (
+    BatchSize,
+    Chat,
+    Device,
+    Dtype,
+    File,
+    MaxNewTokens,
+    Prompts,
+    ReportJson,
+    Seed,
+    Target,
+    ThreadOptions,
+    with_options,
+)
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
@@ -22,6 +35,7 @@ First = Annotated[bool, typer.Option("--first", help="Only exits after the first
 
 
 @app.command()
+@with_options(ThreadOptions)
 def exits(
     prompts: Prompts = None,
     file: File = None,

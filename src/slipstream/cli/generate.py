@@ -46,6 +46,7 @@ from slipstream.cli.options import (
     Target,
     TargetOptions,
     Task,
+    ThreadOptions,
     Tree,
     Verify,
     placed,
@@ -87,7 +88,7 @@ class OutputOptions:
 
 
 @app.command()
-@with_options(TargetOptions, SamplingOptions, FormOptions, SampleOptions, BeamOptions, OutputOptions)
+@with_options(TargetOptions, ThreadOptions, SamplingOptions, FormOptions, SampleOptions, BeamOptions, OutputOptions)
 def generate(
     context: typer.Context,
     prompts: Prompts = None,

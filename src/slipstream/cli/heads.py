@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell_skipped
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import Device, Dtype, Force, ReportJson
+from slipstream.cli.options import Device, Dtype, Force, ReportJson, ThreadOptions, with_options
 from slipstream.files import check_folder
 from slipstream.text.jsontext import json_text
 
@@ -48,6 +48,7 @@ def root() -> None:
 
 
 @heads.command()
+@with_options(ThreadOptions)
 def train(
     target: Target = None,
     *,

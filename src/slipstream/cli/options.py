@@ -129,6 +129,9 @@ Quantize = Annotated[
         parser=parse_precision,
     ),
 ]
+Threads = Annotated[
+    int | None, _option(MODELS, "N", "Threads on CPUs. Without: as many as this process has cores for.", min=1)
+]
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
 Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
 MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
@@ -232,6 +235,12 @@ class SamplingOptions:
     max_time: MaxTime = None
 
 
+class ThreadOptions:
+    """The option for the number of threads, of all commands that run models; `with_options` applies it."""
+
+    threads: Threads = None
+
+
 class TargetOptions:
     """The options for loading the target, besides its dtype and device."""
 
@@ -269,6 +278,10 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
         @wraps(command)
         def run(**values: Any) -> None:
             arguments = {name: values[name] for name in own}
+            if values.get("threads"):
+                from slipstream.kernels.threads import use_threads
+
+                use_threads(values["threads"])
             if values.get("tensor_parallel"):
                 on_ranks(partial(command, **arguments))
             else:

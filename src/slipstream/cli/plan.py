@@ -27,6 +27,7 @@ from slipstream.cli.options import (
     Target,
     Task,
     Temperature,
+    ThreadOptions,
     TopK,
     TopP,
     Verify,
@@ -77,7 +78,7 @@ Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON obj
 
 
 @app.command()
-@with_options(FigureOptions, FleetOptions)
+@with_options(FigureOptions, FleetOptions, ThreadOptions)
 def plan(
     context: typer.Context,
     prompts: Prompts = None,

@@ -23,6 +23,7 @@ from slipstream.cli.options import (
     Target,
     TargetOptions,
     Task,
+    ThreadOptions,
     Tree,
     Verify,
     option,
@@ -87,7 +88,7 @@ RayAddress = Annotated[
 
 
 @app.command()
-@with_options(TargetOptions)
+@with_options(TargetOptions, ThreadOptions)
 def serve(
     context: typer.Context,
     target: Target = None,
@@ -188,7 +189,7 @@ def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
 def served_models(context: typer.Context) -> dict[str, Any]:
     """Return the arguments of `slipstream.load` for a command's options, for models that serve many requests."""
     params = context.params
-    names = ("target", "draft", "verify", "dtype", "device", "compile", "task", "plan")
+    names = ("target", "draft", "verify", "dtype", "device", "compile", "task", "plan", "threads")
     arguments = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
     if params["plan"]:  # the plan sets what was not given
         sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}

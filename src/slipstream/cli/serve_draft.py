@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from slipstream.cli.app import app, say
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, option
+from slipstream.cli.options import MODELS, OUTPUT, Compile, Device, Dtype, ThreadOptions, option, with_options
 from slipstream.cli.serve import Host
 from slipstream.text.jsontext import json_text
 
@@ -33,6 +33,7 @@ ReadyJson = Annotated[bool, option(OUTPUT, "When it is ready, say where as one J
 
 
 @app.command("serve-draft")
+@with_options(ThreadOptions)
 def serve_draft(
     draft: ServedDraft = "embedded",
     tokenizer: Tokenizer = None,

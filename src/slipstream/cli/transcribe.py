@@ -21,6 +21,7 @@ from slipstream.cli.options import (
     Target,
     TargetOptions,
     Temperature,
+    ThreadOptions,
     Verify,
     placed,
     with_options,
@@ -48,7 +49,7 @@ Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the sa
 
 
 @app.command()
-@with_options(TargetOptions)
+@with_options(TargetOptions, ThreadOptions)
 def transcribe(
     context: typer.Context,
     sounds: Sounds,

@@ -23,7 +23,7 @@ from slipstream.engine.target import as_they_are, target_scorer
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
-from slipstream.kernels.threads import release_threads
+from slipstream.kernels.threads import release_threads, use_threads
 from slipstream.models.loading import EMBEDDED, find_tokenizer
 from slipstream.models.media import MediaProcessor
 from slipstream.models.media_trial import try_media
@@ -52,6 +52,7 @@ def load(
     compile: bool = False,
     quantize: str | Precision | None = None,
     tp_plan: Any = None,
+    threads: int | None = None,
     progress: Callable[[str], object] | None = None,
     **from_pretrained: Any,
 ) -> Engine:
@@ -91,21 +92,23 @@ def load(
     processes that torchrun started, one for each device. Rank 0 calls `load`; the others call `slipstream.follow()`
     before that.
 
+    `threads` is the number of threads that torch computes with in this process. Without it, the first call lowers that
+    number to the cores that affinity and quota allow, unless OMP_NUM_THREADS is set; it is never raised.
+
     A draft may have another tokenizer (`Engine.notes` then describe how it drafts). Raises ValueError if a model cannot
     be loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is
     for another target.
     """
-    made = _read_plan(plan)
-    if made:
+    if made := _read_plan(plan):
         made.check_target(source_name(target))
         target, draft = made.target if target is None else target, made.draft if draft is None else draft
         compile, quantize = compile or made.compile, quantize or made.quantize
         verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
-    draft = "embedded" if target is None and draft is None else draft
-    target, dtype = embedded(target, dtype)
+    draft, (target, dtype) = "embedded" if target is draft is None else draft, embedded(target, dtype)
     shape, chosen = read_tree(tree, gamma, draft), BLOCK if verify is None else rule(verify)
     shape = _with_paths(shape, chosen, steering := _controller(tree, gamma, made), draft)
     _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
+    use_threads(threads)
     mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
     scorer = target_scorer(target, dtype, device, mode, tp_plan, encoder_dtype=encoder_dtype, **from_pretrained)
     tokenizer = _tokenizer(target, tokenizer, from_pretrained.get("trust_remote_code", False))

@@ -29,6 +29,7 @@ from slipstream.execution.passes import EAGER, Mode
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import can_pack, shared_columns
 from slipstream.kernels.stored_codes import UnreadFormat
+from slipstream.kernels.threads import use_threads
 from slipstream.models.causal import CausalScorer
 from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.encoder_dtype import with_encoder_dtype
@@ -83,6 +84,7 @@ def load_model(
         if kwargs:
             raise TypeError(f"unknown option {', '.join(sorted(kwargs))}: a loaded model is used as it is.")
         return source.to(place) if device else source
+    use_threads()
     refuse_missing(source)  # a .gguf file is no folder, but holds a model
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
     wanted, kind = "auto" if dtype == "auto" else _dtype("dtype", dtype), _kind(origin)
