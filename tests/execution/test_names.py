@@ -65,7 +65,7 @@ class New(LlamaForCausalLM):
             position_ids=position_ids,
             use_cache=use_cache,
         )
-        return NewOutput(out.logits, state_in(out))
+        return NewOutput(out.logits, getattr(out, CACHE))
 
 
 class Old(LlamaForCausalLM):
@@ -87,7 +87,7 @@ class Old(LlamaForCausalLM):
             position_ids=position_ids,
             use_cache=use_cache,
         )
-        return OldOutput(out.logits, state_in(out))
+        return OldOutput(out.logits, getattr(out, CACHE))
 
 
 class Unknown(LlamaForCausalLM):
@@ -109,7 +109,7 @@ class Unknown(LlamaForCausalLM):
             position_ids=position_ids,
             use_cache=use_cache,
         )
-        return NewOutput(out.logits, state_in(out))
+        return NewOutput(out.logits, getattr(out, CACHE))
 
 
 def named(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
