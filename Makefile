@@ -117,6 +117,6 @@ $(STAMPS)/test: pyproject.toml $(CONSTRAINTS) $(STAMPS)/torch
 	@$(PIP) --editable '.[test]'
 	@touch $(STAMPS)/demo $(STAMPS)/serve $@
 
-$(STAMPS)/wheel: pyproject.toml constraints.txt $(STAMPS)/demo
+$(STAMPS)/wheel: pyproject.toml $(CONSTRAINTS) $(STAMPS)/demo
 	@$(PIP) --editable '.[wheel]'
 	@touch $@
