@@ -47,6 +47,9 @@ SECONDS = 60.0
 
 VERDICTS = ("works", "refused", "differs", "fails", "not tried")
 
+KINDS = {(False, False): "causal", (True, False): "encoder-decoder", (False, True): "vision"}
+"""What an architecture is called, by whether it has an encoder, and whether it reads images."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -234,18 +237,24 @@ class EveryOther:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the outcomes as a table in Markdown, after a count of the verdicts."""
-    lines = ["| type | class | verdict | way, or why not |", "|---|---|---|---|"]
+    """Return the outcomes in Markdown: a count of the verdicts, what works by kind and way, and a table of the rest."""
+    ways: dict[str, list[str]] = {}
+    others = ["| type | class | verdict | why not |", "|---|---|---|---|"]
     for each in sorted(outcomes, key=lambda each: (each.vision, each.encoder, each.family, each.name)):
-        why = " ".join(each.why.split()).replace("|", "/")
-        lines.append(f"| {each.family} | {each.name} | {each.verdict} | {why or each.way} |")
-    return "\n".join([counted(outcomes), "", *lines])
+        if each.verdict == "works":
+            kind = KINDS[each.encoder, each.vision]
+            ways.setdefault(f"- **{kind}, {each.way}**: ", []).append(each.name)
+        else:
+            why = " ".join(each.why.split()).replace("|", "/")
+            others.append(f"| {each.family} | {each.name} | {each.verdict} | {why} |")
+    working = [way + ", ".join(names) for way, names in ways.items()]
+    return "\n".join([counted(outcomes), "", *working, "", *others])
 
 
 def counted(outcomes: Sequence[Outcome]) -> str:
     """Return the number of outcomes per kind and verdict, as one to three sentences."""
     parts = []
-    for sort, what in (((False, False), "causal"), ((True, False), "encoder-decoder"), ((False, True), "vision")):
+    for sort, what in KINDS.items():
         some = [each.verdict for each in outcomes if (each.encoder, each.vision) == sort]
         if some:
             counts = [f"{some.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in some]
