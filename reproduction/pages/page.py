@@ -40,24 +40,16 @@ encoder's share is measured and included |
 The models are small and were trained within hours on a CPU. They do not replace the paper's. What can be compared is
 the method: how alpha orders the drafts, how alpha and c determine the speed, and how the measured speed compares with
 the theory. For translations and summaries, the target's encoder and the drafts are in bfloat16, the target's decoder
-and all laws in float32. This target is that of plain decoding and of transformers too.
+and all distributions in float32, for plain decoding and transformers too.
 
-The stand-ins' targets were first trained at a tenth of their size or less and then grown: their feed-forward layers
-were widened without changing the function, and all weights were trained a little further. So a target costs what its
-size costs, and writes what a small model can learn from these few texts. For translations the target took 4 passes over
-34,800 documents of one to four captions, in which every caption appears three times. The drafts small, base and large
-learned from 18,000 of its answers in 40, 5 and 1.3 passes, large in smaller batches. 4,000 of the answers are to
-documents of the training, the others to texts made of halves of two documents: the target answers texts that it has
-memorized differently from new ones, and drafts that learned from the former alone agreed less on the latter. Large has
-the shape that the target had before it was grown, with wider feed-forward layers; one of width 256 learned less in the
-same time.
-
-For summaries all models first did exercises with random tokens, because without these none learned to copy: to repeat
-up to 16 of them, which can be done by counting, and then to continue from a random place in up to 160, which needs the
-place to be found by the last tokens. After that the target took 6 passes over 7,852 passages (until then on a GPU), and
-the drafts 20, 12 and 3 passes over 4,000 of its answers. So summaries are copied sentences, and say nothing of how well
-news can be summarized. The exercises are as long as any summary: with ones of up to 48 tokens, drafts agreed with the
-target less and less from the hundredth token on.
+The targets were first trained at a tenth of their size or less and then grown: their feed-forward layers were widened
+without changing the function, and all weights trained a little further. So a target costs what its size costs, and
+writes what a small model can learn from few texts. For translations the target took 4 passes over 34,800 documents; the
+drafts small, base and large learned from 18,000 of its answers in 40, 5 and 1.3 passes, most of them to texts made of
+halves of two documents, because the target answers memorized texts differently from new ones. For summaries all models
+first learned to copy random tokens, up to 160 of them; then the target took 6 passes over 7,852 passages, and the
+drafts 20, 12 and 3 over 4,000 of its answers. So summaries are copied sentences, and say nothing of how well news can
+be summarized.
 
 The paper's own models can be measured by whoever has the hardware:
 
