@@ -342,7 +342,7 @@ def section(name: str, found: Mapping[str, Record]) -> str:
         raise ValueError(f"there is no table {name}: the tables are {', '.join(TABLES)}.")
     source, write = TABLES[name]
     if source not in found:
-        return "*Not measured with this build yet: `make figures` does it. Earlier runs: docs/earlier_runs.md.*\n"
+        return "*Not measured with this build yet: `make figures` does it. Earlier ones: see its history.*\n"
     return f"{write(found[source])}\n\n{place(found[source])}\n"
 
 
