@@ -22,7 +22,7 @@ from slipstream.execution.inductor import Compiled
 from slipstream.execution.names import CACHE, STATE_NAMES, state_in, with_cache
 from slipstream.models.calls import CausalCalls
 from slipstream.models.causal import CausalScorer
-from toys import FAMILIES, GREEDY, HF_VOCAB, tiny
+from toys import FAMILIES, GREEDY, HF_VOCAB, rare, tiny
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Traced:
         return self._function(*inputs)
 
 
-@pytest.mark.parametrize("kind", [New, Old])
+@pytest.mark.parametrize("kind", [New, *rare(Old)])
 def test_traced_passes_and_drafts(kind: type[LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "Frozen", Traced)
     monkeypatch.setattr(draft_graphs, "Frozen", Traced)

@@ -759,7 +759,7 @@ def test_every_option_of_plan_belongs_to_a_mode() -> None:
     command = typer.main.get_command_from_info(plan, pretty_exceptions_short=True, rich_markup_mode=None)
     options = {parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"}
     ours = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan", "--export"}
-    ours |= {"--step-ms", "--network-ms", "--replicas", "--trace", "--load", "--price"}
+    ours |= {"--step-ms", "--network-ms", "--replicas", "--trace", "--load", "--price", "--threads"}
     assert options == ours | set(MEASURED) - {"PROMPT"}
 
 
