@@ -57,7 +57,9 @@ def main() -> None:
     kept = emulate(ROOT / "benchmarks" / "levels.py", *options)
     choice = {"SLIPSTREAM_MARCH": args.level[0], "CXX": compilers[0]}
     noticed = emulate("-m", "pytest", "-q", "-m", "slow", CONTROL, **choice)
-    sys.exit(kept or noticed)
+    for what, status in (("the contract was kept", kept), ("the control was noticed", noticed)):
+        print(f"{what}: {'no, exit status ' + str(status) if status else 'yes'}")
+    sys.exit(bool(kept or noticed))
 
 
 def prepare() -> None:
