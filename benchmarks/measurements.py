@@ -74,10 +74,6 @@ MEASUREMENTS = (
             (*PADDED_PLAN, "--sample", "12", "--temperature", "0", "--compile", "--gamma", "3", "--gamma", "5"),
         ),
     ),
-    Measurement(
-        "controllers",
-        (("benchmarks/controllers.py", "{prompts}", "{news}", "--texts", "2", "--max-new-tokens", "200", "--json"),),
-    ),
     Measurement("kernel", (("benchmarks/kernel.py", "--json"),)),
     Measurement("contexts", (("benchmarks/contexts.py", *PAIR, "--compile", "--json"),)),
     Measurement("recurrent", (("benchmarks/recurrent.py", "--repetitions", "3", "--tokens", "32"),)),

@@ -209,25 +209,6 @@ def plan_table(record: Record) -> str:
     return markdown([*head, "difference"], rows)
 
 
-def controllers_table(record: Record) -> str:
-    """Return the table of the best fixed gamma, transformers' heuristic and adaptive gamma, over plain decoding."""
-    by_text: dict[str, dict[str, Record]] = {}
-    for row in record["figures"][0]:
-        by_text.setdefault(row["text"], {})[row["contender"]] = row
-    rows = []
-    for text, found in by_text.items():
-        for how in ("live", "trace"):
-            over = {name: found["gamma 0"][how] / row[how] for name, row in found.items()}
-            best = max((name for name in over if name.startswith("gamma")), key=over.__getitem__)
-            agree = f"{text} ({found[best]['agree']:.2f})"
-            rows.append(
-                [agree, how, f"{over[best]:.2f} ({best})", *(number(over[n]) for n in ("heuristic", "adaptive"))]
-            )
-    return markdown(
-        ["text (draft agrees)", "", "best fixed gamma, x plain", "transformers' heuristic", "adaptive"], rows
-    )
-
-
 def kernel_table(record: Record) -> str:
     """Return the tables of our products and oneDNN's, and of our attention and torch's."""
     return kernel.table(record["figures"][0])
@@ -323,7 +304,6 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "beams": ("beams", beams_table),
     "exact-shape": ("exact_shape", exact_shape_table),
     "plan": ("plan", plan_table),
-    "controllers": ("controllers", controllers_table),
     "kernel": ("kernel", kernel_table),
     "contexts": ("contexts", contexts_table),
     "recurrent": ("recurrent", recurrent_table),

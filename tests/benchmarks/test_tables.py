@@ -184,10 +184,6 @@ CONTEXTS = {
     "rounds": [{"context": 128, "plain": 5.0, "round": 10.0, "ratio": 2.0}],
     "attention": {"bandwidth": 1e10, "rows": [{"slots": 4096, "tokens": 6, "seconds": 0.001, "bytes": 5e6}]},
 }
-LAPS = [
-    {"text": "code", "agree": 0.7, "contender": name, "live": live, "trace": live}
-    for name, live in (("gamma 0", 6.0), ("gamma 3", 4.0), ("heuristic", 5.0), ("adaptive", 3.0))
-]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,6 @@ LAPS = [
             "| embedded, eager | 4 | 199 of 200, 1 near-ties | 6 | 0.657 | 480 / 192 = 2.50 | 1.25 | 1.50 |",
         ),
         ("exact-shape", [WAY], "| bfloat16, any shape, compiled | 0 of 164 | 700 | 801 |"),
-        ("controllers", LAPS, "| code (0.70) | live | 1.50 (gamma 3) | 1.20 | 2.00 |"),
         ("kernel", {"products": [SPREAD], "quantized": [], "attentions": [SPREAD]}, "| small | 6 | 1.00 | 3.00 |"),
         (
             "kernel",

@@ -91,6 +91,11 @@ class GpuStopwatch(Stopwatch):
             self._apart[place] = self._apart.get(place, 0.0) + took
 
 
+def believable(seconds: float) -> bool:
+    """Return whether a measured time can be true: it is not 0, negative, infinite or NaN."""
+    return 1e-9 <= seconds <= 1e9
+
+
 def stopwatch(device: torch.device) -> Stopwatch:
     """Return a stopwatch for rounds whose target works on a device."""
     return GpuStopwatch(device) if device.type == "cuda" else Stopwatch()

@@ -1,393 +1,300 @@
-"""`Adaptive`, the controller that chooses the fastest gamma by measured times; 0 is plain decoding."""
+"""`Adaptive`, the controller that drafts as many tokens as pay by measured acceptance and times, 0 included."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any, NamedTuple
 
 from slipstream.core.request import Row
-from slipstream.core.round import Round
-from slipstream.decoding.round_estimates import (
-    ENOUGH,
-    Acceptance,
-    Curve,
-    RoundCosts,
-    RoundKind,
-    clocked,
-    kind_that_drafts,
-    size,
-)
+from slipstream.core.round import Round, believable
 
-NEAR = 0.97  # gammas whose predicted speed is at least this share of the best one's may be tried instead, to time them
-CLEARLY = 0.97  # plain steps look slower than they are between rounds that draft: a draft displaces what caches hold
-NEARBY = 8  # a text of which the draft has read all but so many tokens counts as read
-CAUTION = 2.0  # reading texts has to win back this many times its cost before any drafted token was tested ...
-DOUBTED = 8.0  # ... and half as much more than its cost after so many: acceptance is known from a few rows until then
-TOGETHER = 0.5  # the part of the time for reading texts one by one that reading them in a batch is expected to take
-FURTHEST = 2  # attempts measure what up to so many drafted tokens cost
-SHARE = 0.5  # the part of a position's cost per row that a row must be expected to gain to draft that position
-PATIENCE = (4, 64)  # the least and the greatest number of plain rounds before a new attempt
-DOUBT = 256  # plain rounds after which even what looked hopeless is attempted again: its first runs may have been slow
-EARNED = 2.0  # speculation that gains earns a credit of up to this many times the first: drafts fail in rows at times
-ENDED = 0.95  # the factor by which the lengths of texts fade with every text that ends
-PLAIN = 16  # after so many plain rounds that follow each other, few of them are measured ...
-EVERY = 4  # ... and ask whether to draft again: one in so many
-OUTLIER = 2.0  # a round counts as at most this many times its predicted seconds
+FAST, SLOW = 0.94, 0.99  # how much counts keep per round: of what holds now (a row, the load), and of what lasts
+WEIGHT = 6.0  # the number of tests as which what is known of all positions, or all rows, counts for a single one
+ENOUGH = 3  # measurements after which a time is known: the first run of a shape is slow, and a median needs three
+STALL = 2.0  # a time counts as at most so many times the usual one, and at least its inverse: machines stall
+CREDIT = 12.0  # plain rounds that drafts may lose before they gain: a few tries, and reading the texts of a batch
 
 
-class Unread(NamedTuple):
-    """The number of tokens of texts that the draft has not read, and how many of these follow the prompts."""
+class Kind(NamedTuple):
+    """A kind of rounds with similar costs: their number of rows (the next power of two), and whether any is sampled."""
 
-    tokens: int
-    written: int
+    size: int
+    sampled: bool
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Kind:
+        """Return the kind of a round of these rows."""
+        return Kind(1 << (len(rows) - 1).bit_length(), not all(row.request.sampler.greedy for row in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """The chances that positions of a draft pass a test that all before them have passed, from counts that fade."""
+
+    passed: tuple[float, ...] = ()
+    tested: tuple[float, ...] = ()
+
+    def at(self, most: int) -> list[float]:
+        """Return the chances at positions 1 to `most`, each drawn to the mean of all (Laplace's rule of succession)."""
+        mean = (sum(self.passed) + 1) / (sum(self.tested) + 2)
+        known = zip(self.passed, self.tested, strict=True)
+        found = [(passed + WEIGHT * mean) / (tested + WEIGHT) for passed, tested in known]
+        return (found + [mean] * (most - len(found)))[:most]
+
+    def learn(self, drafts: Sequence[tuple[int, int]]) -> Chances:
+        """Return the chances after a round, of whose drafts each had so many positions, of which so many passed."""
+        grow = [0.0] * (max((depth for depth, _ in drafts), default=0) - len(self.tested))
+        passed, tested = ([SLOW * count for count in counts] + grow for counts in (self.passed, self.tested))
+        for depth, stood in drafts:
+            for position in range(min(depth, stood + 1)):
+                passed[position] += position < stood
+                tested[position] += 1
+        return Chances(tuple(passed), tuple(tested))
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """A usual time: the median of the first measurements, which later ones move less and less."""
+
+    count: int = 0
+    level: float = 0.0
+    first: tuple[float, ...] = ()
+
+    def learn(self, seconds: float) -> Time:
+        """Return the time after one more measurement."""
+        count, first = self.count + 1, (*self.first, seconds)
+        if count <= ENOUGH:
+            return Time(count, sorted(first)[(count - 1) // 2], first)
+        return Time(count, self.level + (limited(seconds, self.level) - self.level) * max(1 / count, 1 - SLOW))
+
+
+def limited(seconds: float, usual: float) -> float:
+    """Return as how long a measurement counts."""
+    return min(STALL * usual, max(usual / STALL, seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The state of `Adaptive`: measured costs of rounds, acceptance, and when to draft again after plain rounds.
+    """The state of `Adaptive`: times, acceptance, and the account of what drafts have lost and gained.
 
-    `acceptance` is kept for rounds in which tokens are sampled (True) and for greedy ones, of which more stands.
-    `credits` is the time that may still be lost against plain decoding, in plain steps, by the kind of rounds: what was
-    lost in large batches must not keep a single text from drafting. `behind` counts the rounds since the last draft,
-    `wait` those until the next attempt, `patience` those to wait after an attempt that fails, and `skipped` those since
-    one was measured. `pilots` is the number of
-    rows that may draft next though the draft has yet to read their texts. `read` has how much of each row's text it has
-    read, `ended` the number of texts that ended, and of their tokens.
+    Times are divided by the `load` of the machine when they were measured, so that a gamma does not look slow because
+    the machine was busy then: `times` of "draft" by the kind of the rows that draft, and of the "rest" of a round by
+    the kind of all, each by the depth of the longest draft. `stands` are the chances that drafted tokens stand,
+    `drafted` those that a drafter has so many, for greedy and for sampled rounds. `rows` has how many tokens more of a
+    row stood, and in how many tests; `read` how much of its text the draft has read, `reading` the time and the tokens
+    of that. `credit` is the time that may be lost, `wait` the one until the next attempt; `since` counts the rounds
+    that drafted since a plain one.
     """
 
-    costs: RoundCosts = field(default_factory=RoundCosts)
-    acceptance: Mapping[bool, Acceptance] = field(default_factory=dict)
-    credits: Mapping[RoundKind, float] = field(default_factory=dict)
-    behind: int = 0
-    wait: int = 0
-    patience: int = PATIENCE[0]
-    pilots: int = 1
-    skipped: int = 0
+    times: Mapping[tuple[str, Kind], Mapping[int, Time]] = field(default_factory=dict)
+    stands: Mapping[bool, Chances] = field(default_factory=dict)
+    drafted: Mapping[bool, Chances] = field(default_factory=dict)
+    rows: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     read: Mapping[int, int] = field(default_factory=dict)
-    ended: tuple[float, float] = (0.0, 0.0)
+    reading: tuple[float, float] = (0.0, 0.0)
+    load: float = 1.0
+    credit: float | None = None
+    wait: float = 0.0
+    since: int = 0
 
-    def acceptance_of(self, kind: RoundKind) -> Acceptance:
-        """Return the acceptance in rounds of this kind, greedy or sampled, which begins with a guess."""
-        return self.acceptance.get(kind.sampled, Acceptance())
+    def known(self, part: str, kind: Kind) -> dict[int, float]:
+        """Return the times of a part of a round that are known, by depth."""
+        times = self.times.get((part, kind), {})
+        return {depth: time.level for depth, time in times.items() if time.count >= ENOUGH}
 
-    def unread(self, rows: Sequence[Row], since: Sequence[int] | None = None) -> Unread:
-        """Return what the draft has not read of the rows' texts, without the last `since` tokens of each."""
-        tokens = written = 0
-        for row, new in zip(rows, since or [0] * len(rows), strict=True):
-            length = len(row.tokens) - new
-            lacking = max(0, length - self.read.get(row.index, 0))
-            tokens += lacking
-            written += min(lacking, length - len(row.request.prompt))
-        return Unread(tokens, written)
+    def costs(self, kind: Kind, drafting: Kind, most: int) -> list[float]:
+        """Return the times of rounds by depth, up to `most` or twice the greatest that is known.
 
-    def left(self, row: Row) -> float:
-        """Return the number of tokens that a row is expected to write yet.
-
-        It is as much as texts have on average, or as the row has written so far if that is more: a text that is longer
-        than others were is of another kind. It is never more than the row's limit.
+        What more rows than ever drafted will cost is taken from fewer. In the target's pass the first depth that was
+        never reached counts as free, so that it is tried: costs may rise in steps.
         """
-        (count, tokens), written = self.ended, row.request.max_new_tokens - row.room
-        return min(row.room, max(tokens / count, written)) if count else row.room
+        rest, drafts = self.known("rest", kind), self.known("draft", drafting)
+        while not drafts and drafting.size > 1:
+            drafting = Kind(drafting.size // 2, drafting.sampled)
+            drafts = self.known("draft", drafting)
+        depths = range(1 + min(most, max(1, 2 * max(rest))))
+        return [_at(rest, depth, free=1) + _at({0: 0.0, **drafts}, depth, free=0) for depth in depths]
+
+    def to_read(self, row: Row) -> float:
+        """Return the time in which the draft reads what it has not read of a row."""
+        seconds, tokens = self.reading
+        return (len(row.tokens) - self.read.get(row.index, 0)) * seconds / max(1.0, tokens)
+
+
+def _at(known: Mapping[int, float], depth: int, free: int) -> float:
+    """Return a time between known ones, or beyond them by their mean slope, without that of `free` tokens."""
+    if depth in known:
+        return known[depth]
+    left, right = max(other for other in known if other < depth), min(known, key=lambda other: (other < depth, other))
+    if right > depth:
+        return known[left] + (known[right] - known[left]) * (depth - left) / (right - left)
+    slope = max(0.0, known[left] - known[0]) / max(1, left)
+    return known[left] + slope * (depth - left - free)
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Chooses the gamma with the most expected tokens per measured second, 0 included.
+    """Chooses the gamma with the most expected tokens per second by Theorem 3.8 with measured acceptance and times.
 
-    The renewal rule: a round emits 1 + s_1 + ... + s_gamma tokens, where s_i is the chance that i drafted tokens stand,
-    and takes as long as earlier rounds of this gamma took. At the gamma with the greatest ratio one more token stops
-    being worth its time: s_{gamma+1} <= tokens per second x its seconds. Nothing is assumed about costs; they are
-    medians of measurements with a similar number of rows. The time in which the draft reads what it has not read of the
-    texts counts too: drafting has to win it back in the tokens that are expected to be written yet, up to `CAUTION`
-    times as long as little is known of acceptance.
+    A round emits 1 + s_1 + ... + s_gamma tokens per row, where s_i is the chance that i drafted tokens stand, and takes
+    as long as such rounds took with as many rows. Where that is no faster than plain rounds, these are played, and one
+    row drafts now and then: an attempt that fails is followed by so much plain time that what it lost is `budget` of
+    it. All that drafts lose and gain, reading texts included, is kept in an account, which gets `budget` of the time of
+    every round: nothing is drafted that could overdraw it. By these estimates decoding takes at most 1 + `budget` times
+    as long as plain decoding, and `CREDIT` plain rounds. After 1 / `budget` rounds that draft, a plain one is measured.
 
-    When no draft is worth its time, rounds are plain, with an attempt of `probe` tokens after 4, 8, ... 64 of them;
-    after an attempt that stands, drafting goes on at once. A budget limits the attempts in rounds of one kind, which is
-    their number of rows and whether tokens are sampled: once `credit` plain steps, and `allowance` steps per token, are
-    lost against plain decoding, drafting pauses. Costs that are unknown, as when the number of rows changes, are
-    measured first: plain steps, then `probe` tokens, in a batch then up to `FURTHEST`. In a batch one row drafts at
-    first, then two, four ...: the draft reads the text of each before it can tell whether that pays. `most` is the
-    greatest gamma. Raises ValueError if `probe` is not between 1 and `most`, or `credit` or `allowance` is negative.
-
-    What was learned is kept from call to call. The choice depends on the clock, so a sampled text of a seed may differ
-    between runs; its law does not.
+    The choice depends on the past alone, so that the distribution of texts is the target's, but also on the clock: a
+    sampled text of a seed may differ between runs. Raises ValueError for a `most` below 1, and another `budget`.
     """
 
     most: int = 8
-    probe: int = 1
-    credit: float = 6.0
-    allowance: float = 0.007
+    budget: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 1 <= self.probe <= self.most:
-            raise ValueError(f"probe={self.probe} is not possible: use 1 to most={self.most}.")
-        if not (self.credit >= 0 and self.allowance >= 0):  # NaN is neither
-            raise ValueError(f"credit={self.credit} and allowance={self.allowance} must be 0 or more: they are losses.")
+        if self.most < 1 or not 0 < self.budget < 1:
+            given = f"most={self.most}, budget={self.budget} is not possible"
+            raise ValueError(f"{given}: draft 1 token or more, and give a share of the time above 0 and below 1.")
 
     def init(self) -> Learned:
-        """Return the state before any round: no costs and no acceptance are known."""
+        """Return the state before any round: no times and no acceptance are known."""
         return Learned()
 
     def resume(self, state: Learned) -> Learned:
-        """Return the state for new rows: what was learned about costs, acceptance and lengths, and the credit left."""
-        return replace(state, acceptance=_of_rows(state.acceptance, set()), read={})
+        """Return the state for new rows: what was learned about times and acceptance, and the account."""
+        return replace(state, rows={}, read={})
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
-        """Return the best gamma by what was measured; a row with low acceptance drafts fewer tokens, or none."""
-        kind = RoundKind.of(rows)
-        credit = state.credits.get(kind, self.credit)
-        if (state.behind and (state.wait or credit < 0)) or not state.costs.knows_plain(kind):
-            return [0] * len(rows)
-        draft, rest = state.costs.of(kind)
-        outlook = _Outlook(state, rows, state.acceptance_of(kind), draft, rest, self.most)
-        probe = outlook.probe(self.probe)
-        again = rest.timed(probe) == 1 and credit >= 0  # a first run of a shape is slow: it says little
-        best = outlook.best(credit) if draft.tried and not state.behind and not again else 0
-        if best:
-            return _limited(outlook.shares(outlook.less_known(best)), state, rows, state.pilots)
-        if not again and (state.wait or self._too_dear(state, rows, outlook, probe, credit)):
-            return [0] * len(rows)
-        return _limited([probe] * len(rows), state, rows, 1)
+        """Return the best gamma by what was measured, for the rows that may draft."""
+        kind, nothing = Kind.of(rows), [0] * len(rows)
+        plain = state.known("rest", kind).get(0)
+        if plain is None or state.since * self.budget >= 1:
+            return nothing
+        credit = CREDIT * plain if state.credit is None else state.credit
+        drafting = self._affordable(state, rows, credit - plain, kind.sampled)
+        outlook = _Outlook.of(state, rows, drafting, self.most)
+        best = outlook.best(1 + self.budget)
+        worth = [row for row in drafting if outlook.pays(row, best, state.to_read(row))]
+        if best and len(worth) < len(drafting):
+            drafting, outlook = worth, _Outlook.of(state, rows, worth, self.most)
+            best = outlook.best(1 + self.budget)
+        if not best:
+            if state.wait > 0:
+                return nothing
+            drafting = [min(rows, key=state.to_read)]
+            outlook = _Outlook.of(state, rows, drafting, self.most)
+            best = outlook.best(0.0)
+        if outlook.seconds[best] - plain + sum(map(state.to_read, drafting)) > credit:
+            return nothing
+        places = {id(row) for row in drafting}
+        return [best if id(row) in places else 0 for row in rows]
 
-    def _too_dear(self, state: Learned, rows: Sequence[Row], outlook: _Outlook, probe: int, credit: float) -> bool:
-        """Return whether the credit does not suffice for an attempt, or whether nothing seems to be won by it."""
-        loss = outlook.loss(probe)
-        if min(loss, self.credit) > credit:  # whatever there is to read
-            return True
-        unread = min(state.unread([row]) for row in rows)  # one row drafts in an attempt
-        price = loss + self._price_of_reading(state.costs, unread, outlook.plain)
-        return min(price, self.credit) > credit or (state.behind < DOUBT and outlook.hopeless(probe, self.probe))
-
-    def _price_of_reading(self, costs: RoundCosts, unread: Unread, step: float) -> float:
-        """Return what is charged for reading a text, in plain steps: what exceeds the allowance per written token.
-
-        What is unread grows with every plain step, as the credit does: if all of it were charged, drafting could pause
-        for ever. No token is read twice, so that all that is free costs as much as the allowance at most."""
-        return max(0.0, costs.reading.at(unread.tokens) / step - self.allowance * unread.written)
+    def _affordable(self, state: Learned, rows: Sequence[Row], credit: float, sampled: bool) -> list[Row]:
+        """Return the rows whose texts the draft can read within the credit; one while hardly a token was tested."""
+        ordered = sorted(rows, key=state.to_read)
+        if sum(state.stands.get(sampled, Chances()).tested) < WEIGHT:
+            return ordered[:1]
+        costs = accumulate(map(state.to_read, ordered))
+        return [row for row, cost in zip(ordered, costs, strict=True) if cost <= max(0.0, credit)]
 
     def update(self, state: Learned, round: Round) -> Learned:
-        """Return the state after a round: its times, its acceptance, and the time gained or lost by speculation."""
-        ended = any(row.finish_reason for row in round.rows)
-        if not any(round.gammas):
-            if state.wait and state.behind >= PLAIN and state.skipped < EVERY - 1 and not ended:
-                return replace(state, behind=state.behind + 1, wait=state.wait - 1, skipped=state.skipped + 1)
-            return self._after_plain(_without_ended(state, round) if ended else state, round)
-        kind, earned = RoundKind.of(round.rows), self.allowance * sum(map(len, round.tokens)) / len(round.rows)
-        before = state.credits.get(kind, self.credit)
-        drafting = [place for place, gamma in enumerate(round.gammas) if gamma]
-        rows = [round.rows[place] for place in drafting]
-        unread = state.unread(rows, [len(round.tokens[place]) for place in drafting])
-        costs = state.costs.learn(round, kind, unread.tokens)
-        draft, rest = costs.of(kind, kind_that_drafts(round))
-        lost = _loss(draft, rest, round, unread.tokens, costs.load)
-        if state.behind:  # what is read while drafting goes on was expected to be won back
-            lost += self._price_of_reading(costs, unread, rest.at(0))
-        credit = min(EARNED * self.credit, max(-self.credit, before + earned - lost))
-        patience = state.patience // 2 if _pays(draft, rest, round) else state.patience * 2
-        patience = min(PATIENCE[1], max(PATIENCE[0], patience))
-        whole = sum(round.accepted) == sum(round.draft.depths) > 0
-        acceptance = {**state.acceptance, kind.sampled: state.acceptance_of(kind).learn(round)}
-        learned = replace(state, acceptance=acceptance, read=_read(state, round))
-        return replace(
-            _without_ended(learned, round) if ended else learned,
-            costs=costs,
-            credits={**state.credits, kind: credit},
-            behind=0,
-            wait=0 if whole else patience,
-            patience=patience,
-            pilots=2 * len(drafting),
-        )
+        """Return the state after a round: acceptance, times, and what was lost or gained."""
+        drafting = [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
+        # Also while a row does not draft: what it has shown is the less true the longer ago it was.
+        state = replace(state, rows={index: (FAST * n, FAST * tests) for index, (n, tests) in state.rows.items()})
+        state = _with_acceptance(state, round) if drafting else state
+        draft, total = round.seconds["draft"], sum(round.seconds.values())
+        if draft >= 0 and believable(total) and believable(total - draft - round.reading):
+            state = self._with_times(state, round, drafting)
+        read = {**state.read, **{row.index: len(row.tokens) for row in drafting}}
+        ended = {row.index for row in round.rows if row.finish_reason}
+        return replace(state, read=_without(read, ended), rows=_without(state.rows, ended))
 
-    def _after_plain(self, state: Learned, round: Round) -> Learned:
-        """Return the state after a plain round, which emits a token per row, and the ones that were skipped before."""
-        kind = RoundKind.of(round.rows)
-        before = state.credits.get(kind, self.credit)
-        credit = min(before + self.allowance * (1 + state.skipped), max(self.credit, before))
-        return replace(
-            state,
-            costs=state.costs.learn(round, kind, 0),
-            credits={**state.credits, kind: credit},
-            behind=state.behind + 1,
-            wait=state.wait - 1 if state.wait else EVERY if state.behind >= PLAIN else 0,
-            pilots=1,
-            skipped=0,
-        )
+    def _with_times(self, state: Learned, round: Round, drafting: Sequence[Row]) -> Learned:
+        """Return the state with the times of a round, and with what it lost or gained in the account."""
+        kind, depth = Kind.of(round.rows), max(round.draft.depths)
+        drafts = zip(round.rows, round.tokens, round.gammas, strict=True)
+        unread = sum(len(row.tokens) - len(new) - state.read.get(row.index, 0) for row, new, gamma in drafts if gamma)
+        who, draft = Kind.of(drafting or round.rows), round.seconds["draft"]
+        rest = {("rest", kind): sum(round.seconds.values()) - draft - round.reading}
+        parts = {**rest, ("draft", who): draft} if drafting else rest
+        usual = sum(known[depth].level for part in parts if depth in (known := state.times.get(part, {})))
+        took, load, times = sum(parts.values()), state.load, dict(state.times)
+        if depth or not drafting:  # a drafter that found nothing has made neither a draft nor a plain round
+            if all(depth in state.known(*part) for part in parts) and usual:
+                load *= (limited(took / load, usual) / usual) ** (1 - FAST)
+            for part, seconds in parts.items():
+                known = times.get(part, {})
+                times[part] = {**known, depth: known.get(depth, Time()).learn(seconds / load)}
+        reading = state.reading
+        if unread or round.reading:
+            reading = SLOW * reading[0] + round.reading / load, SLOW * reading[1] + unread
+        state = replace(state, times=times, load=load, reading=reading, since=state.since + 1 if drafting else 0)
+        plain = state.known("rest", kind).get(0)
+        if plain is None:
+            return state
+        took = min(took / load, STALL * state.costs(kind, who, depth)[-1])
+        lost = took + unread * reading[0] / max(1.0, reading[1]) - plain * sum(map(len, round.tokens)) / len(round.rows)
+        stood = sum(round.accepted) == sum(round.gammas)
+        before = CREDIT * plain if state.credit is None else state.credit
+        credit = before + self.budget * took - (lost if drafting else 0.0)
+        wait = state.wait - took if not drafting else 0.0 if stood else max(0.0, lost / self.budget)
+        return replace(state, credit=max(-CREDIT * plain, credit), wait=wait)
 
 
-def _read(state: Learned, round: Round) -> dict[int, int]:
-    """Return how much of each row's text the draft has read after a round."""
-    drafted = zip(round.rows, round.gammas, strict=True)
-    return {row.index: len(row.tokens) if gamma else state.read.get(row.index, 0) for row, gamma in drafted}
+def _without(rows: Mapping[int, Any], ended: Container[int]) -> Mapping[int, Any]:
+    return {index: known for index, known in rows.items() if index not in ended} if ended else rows
 
 
-def _without_ended(state: Learned, round: Round) -> Learned:
-    """Return the state without the rows that ended in a round, and with the lengths of their texts.
-
-    Older lengths count less and less."""
-    count, tokens = state.ended
-    for row in round.rows:
-        if row.finish_reason and row.output:
-            count, tokens = ENDED * count + 1, ENDED * tokens + len(row.output)
-    running = {row.index for row in round.rows if not row.finish_reason}
-    read = {index: length for index, length in state.read.items() if index in running}
-    return replace(state, acceptance=_of_rows(state.acceptance, running), read=read, ended=(count, tokens))
-
-
-def _of_rows(acceptance: Mapping[bool, Acceptance], running: Container[int]) -> dict[bool, Acceptance]:
-    """Return acceptances without what was learned about single rows, except the running ones."""
-    return {sampled: of_kind.of_rows(running) for sampled, of_kind in acceptance.items()}
+def _with_acceptance(state: Learned, round: Round) -> Learned:
+    """Return the state with what stood of a round's drafts; the last one of a row that ended may have been cut."""
+    sampled, rows, drafts = Kind.of(round.rows).sampled, dict(state.rows), list[tuple[int, int]]()
+    known, longest = state.stands.get(sampled, Chances()), state.drafted.get(sampled, Chances())
+    chances = known.at(max(round.gammas))
+    for row, gamma, stood in zip(round.rows, round.gammas, round.accepted, strict=True):
+        if gamma and not row.finish_reason:
+            surplus, tests = rows.get(row.index, (0.0, 0.0))
+            tested = min(gamma, stood + 1)
+            rows[row.index] = surplus + stood - sum(chances[:tested]), tests + tested
+            drafts.append((gamma, stood))
+    stands = {**state.stands, sampled: known.learn(drafts)}
+    drafted = {**state.drafted, sampled: longest.learn([(max(round.gammas), max(round.draft.depths))])}
+    return replace(state, rows=rows, stands=stands, drafted=drafted)
 
 
-@dataclass(frozen=True)
-class _Outlook:
-    """Expected tokens and seconds of the next round, for gamma 0, 1, ..., computed when they are needed.
+class _Outlook(NamedTuple):
+    """The expected seconds and tokens of the next round, by gamma."""
 
-    Plain rounds need few of them, and all that a controller computes between two rounds is time in which no model runs.
-    """
+    seconds: list[float]
+    tokens: list[float]
 
-    state: Learned
-    rows: Sequence[Row]
-    acceptance: Acceptance
-    draft: Curve  # the seconds of drafting
-    rest: Curve  # those of everything else, above 0
-    most: int
-
-    @cached_property
-    def plain(self) -> float:
-        """The seconds of a plain round."""
-        return self.rest.at(0)
-
-    @cached_property
-    def seconds(self) -> list[float]:
-        """The expected seconds of a round, by gamma."""
-        return [self.plain, *map(self._seconds, range(1, self.most + 1))]
-
-    def _seconds(self, gamma: int) -> float:
-        """Return the expected seconds of a round with a gamma above 0."""
-        some = 1 - (1 - self.acceptance.hit) ** len(self.rows)
-        return self.draft.at(gamma) + some * self.rest.at(gamma) + (1 - some) * self.plain
-
-    @cached_property
-    def survivals(self) -> list[list[float]]:
-        """The chances that at least 1, 2, ... drafted tokens stand, per row."""
-        hit, chances = self.acceptance.hit, self.acceptance.chances(self.most)
-        return [[hit * chance for chance in self.acceptance.survival(row.index, chances)] for row in self.rows]
-
-    @cached_property
-    def tokens(self) -> list[float]:
-        """The expected number of emitted tokens, by gamma."""
-        drafted = (sum(at_depth) for at_depth in zip(*self.survivals, strict=True))
-        return list(accumulate(drafted, initial=float(len(self.rows))))
-
-    @cached_property
-    def left(self) -> float:
-        """The number of tokens that all rows will write yet."""
-        return sum(map(self.state.left, self.rows))
-
-    @cached_property
-    def reading(self) -> float:
-        """The seconds in which the draft reads what it has not read of the texts.
-
-        What several texts take together is less than what was measured of one, until as much was read at once.
-        """
-        unread, reading = self.state.unread(self.rows).tokens, self.state.costs.reading
-        known = len(self.rows) == 1 or reading.timed(size(unread))
-        return reading.at(unread) * (1.0 if known else TOGETHER)
+    @staticmethod
+    def of(state: Learned, rows: Sequence[Row], drafting: Sequence[Row], most: int) -> _Outlook:
+        """Return the outlook for a round of these rows, of which some draft."""
+        kind = Kind.of(rows)
+        costs = state.costs(kind, Kind(Kind.of(drafting or rows).size, kind.sampled), most)
+        chances = state.stands.get(kind.sampled, Chances()).at(len(costs) - 1)
+        deep = accumulate(state.drafted.get(kind.sampled, Chances()).at(len(costs) - 1), mul)
+        steps = (share * (more - less) for share, (less, more) in zip(deep, pairwise(costs), strict=True))
+        tokens = [0.0] * len(chances)
+        for row in drafting:
+            surplus, tests = state.rows.get(row.index, (0.0, 0.0))
+            shift = surplus / (tests + WEIGHT)
+            survival = accumulate((min(1.0, max(0.0, chance + shift)) for chance in chances), mul)
+            tokens = [sum(pair) for pair in zip(tokens, survival, strict=True)]
+        return _Outlook([*accumulate(steps, initial=costs[0])], [*accumulate(tokens, initial=float(len(rows)))])
 
     def speed(self, gamma: int) -> float:
-        """Return the expected tokens per second of a gamma."""
+        """Return the expected tokens per second."""
         return self.tokens[gamma] / self.seconds[gamma]
 
-    def loss(self, gamma: int) -> float:
-        """Return how much longer than a plain round a round takes, in plain steps: what is lost if nothing stands."""
-        return self._seconds(gamma) / self.plain - 1 if gamma else 0.0
+    def best(self, margin: float) -> int:
+        """Return the fastest gamma above 0, or 0 if it is not `margin` times as fast as plain rounds."""
+        best = max(range(1, len(self.seconds)), key=self.speed)
+        return best if self.speed(best) > margin * self.speed(0) else 0
 
-    def time_left(self, gamma: int) -> float:
-        """Return the seconds in which the texts will be complete, if all rounds have this gamma; reading counts up to
-        `CAUTION` times, the fewer drafted tokens were tested the more."""
-        doubt = (CAUTION - 1) * DOUBTED / (DOUBTED + sum(self.acceptance.tested))
-        return self.left / self.speed(gamma) + ((1 + doubt) * self.reading if gamma else 0.0)
-
-    def best(self, credit: float) -> int:
-        """Return the gamma with which the texts end first, among those that can lose at most `credit` plain steps; 0 if
-        they do not end clearly earlier with it than without drafts."""
-        best = min((i for i in range(self.most + 1) if not i or self.loss(i) <= credit), key=self.time_left)
-        return best if self.time_left(best) < CLEARLY * self.time_left(0) else 0
-
-    def probe(self, least: int) -> int:
-        """Return the gamma of an attempt: the `least`, or in a batch, once that was timed, the next that was not.
-
-        A pass over three times as many tokens as rows may take hardly longer than one over twice as many, or far
-        longer. Only gammas are tried that would pay if the target took no longer for them than for the least.
-        """
-        further = range(least + 1, min(self.most, FURTHEST) + 1)
-        if len(self.rows) == 1 or self.rest.timed(least) < ENOUGH:
-            return least
-        return next((each for each in further if self.rest.timed(each) < ENOUGH and self._may_pay(each, least)), least)
-
-    def _may_pay(self, gamma: int, least: int) -> bool:
-        """Return whether a gamma would pay if the target took as long for it as for the `least` one."""
-        fastest = self.tokens[gamma] / (self.draft.at(gamma) + self.rest.at(least))
-        return self.speed(0) < CLEARLY * fastest
-
-    def hopeless(self, gamma: int, least: int) -> bool:
-        """Return whether a gamma is known to take longer than plain decoding even if all that is drafted stands.
-
-        One that was not timed takes at least as long as the `least` one, if that was."""
-        if self.rest.timed(least) < ENOUGH:
-            return False
-        plainly = self.left * self.plain / len(self.rows)
-        timed = gamma if self.rest.timed(gamma) >= ENOUGH else least
-        fastest = (self.draft.at(gamma) + self.rest.at(timed)) / self.plain / (1 + gamma)
-        return fastest * plainly + self.reading > plainly
-
-    def less_known(self, best: int) -> int:
-        """Return a gamma predicted to be nearly as fast as the best that was hardly timed yet; else the best."""
-        if not best or self.rest.timed(best) < ENOUGH:
-            return best
-        least = NEAR * self.speed(best)
-        near = [i for i in range(1, self.most + 1) if self.rest.timed(i) < ENOUGH and self.speed(i) > least]
-        return min(near, key=self.rest.timed, default=best)
-
-    def shares(self, gamma: int) -> list[int]:
-        """Return a gamma per row: as many positions as gain most over the row's share of their cost."""
-        prices = [SHARE * (self.seconds[i] - self.seconds[i - 1]) * self.speed(gamma) for i in range(1, gamma + 1)]
-        prices = [price / len(self.survivals) for price in prices]
-        return [_most_gained(survival, prices) for survival in self.survivals]
-
-
-def _most_gained(survival: Sequence[float], prices: Sequence[float]) -> int:
-    """Return the number of positions at which the sum of chances minus prices is greatest, the least such number."""
-    gains = list(accumulate((chance - price for chance, price in zip(survival, prices, strict=False)), initial=0.0))
-    return gains.index(max(gains))
-
-
-def _pays(draft: Curve, rest: Curve, round: Round) -> bool:
-    """Return whether plain decoding of a round's tokens takes longer than such rounds usually do."""
-    depth = max(round.draft.depths)
-    plain = rest.at(0) * sum(map(len, round.tokens)) / len(round.rows)
-    return plain >= draft.at(depth or max(round.gammas)) + rest.at(depth)
-
-
-def _loss(draft: Curve, rest: Curve, round: Round, unread: int, load: float) -> float:
-    """Return how much longer a round took than plain decoding of its tokens would have, in plain steps; 0 if its times
-    cannot be true, or are the first of their kind. The time in which the draft read `unread` tokens does not count."""
-    depth = max(round.draft.depths)
-    if not clocked(round) or rest.timed(depth) < ENOUGH:
-        return 0.0
-    total = sum(round.seconds.values()) - round.reading - round.seconds["draft"]
-    predicted = draft.at(depth or max(round.gammas))
-    drafting = predicted if unread else round.seconds["draft"] / load
-    took = min(drafting + total / load, OUTLIER * (predicted + rest.at(depth)))
-    return took / rest.at(0) - sum(map(len, round.tokens)) / len(round.rows)
-
-
-def _limited(gammas: Sequence[int], state: Learned, rows: Sequence[Row], pilots: int) -> list[int]:
-    """Return the gammas, without those of rows that the draft has yet to read and that are more than the pilots."""
-    unread = [state.unread([row]).tokens for row in rows]
-    places = sorted((place for place, gamma in enumerate(gammas) if gamma), key=lambda place: unread[place])
-    chosen = {place for number, place in enumerate(places) if number < pilots or unread[place] <= NEARBY}
-    return [gamma if place in chosen else 0 for place, gamma in enumerate(gammas)]
+    def pays(self, row: Row, gamma: int, reading: float) -> bool:
+        """Return whether a row gains more than the time of reading its text, in the tokens that it may yet write."""
+        return reading <= row.room * (1 / self.speed(0) - 1 / self.speed(gamma))

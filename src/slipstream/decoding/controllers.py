@@ -13,7 +13,6 @@ from slipstream.core.request import Row
 from slipstream.core.round import Round
 from slipstream.core.values import is_whole
 from slipstream.decoding.adaptive import Adaptive
-from slipstream.decoding.budget import Guarded
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     """
     if gamma == "auto":
         most = Adaptive.most if most is None else most
-        return Guarded(Adaptive(most, min(Adaptive.probe, most)))
+        return Adaptive(most)
     if is_whole(gamma):
         return Fixed(int(cast(int, gamma)))
     if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):

@@ -16,8 +16,7 @@ from slipstream.core.draft import Draft, Part
 from slipstream.core.draws import Within
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer, scorers_among
-from slipstream.core.round import Context, Round
-from slipstream.decoding.round_estimates import believable
+from slipstream.core.round import Context, Round, believable
 from slipstream.drafters.tree import TreeDrafter
 
 
