@@ -19,7 +19,7 @@ namespace slipstream {
 
 constexpr int64_t MILLISECOND = 1'000'000;  // all times are in nanoseconds
 constexpr int64_t WINDOW = 5 * MILLISECOND;  // of shared loops, after which they are judged
-constexpr int64_t SHORTEST = 4 * MILLISECOND, LONGEST = 4096 * MILLISECOND;  // for which loops are not shared
+constexpr int64_t SHORTEST = 4 * MILLISECOND, LONGEST = 1024 * MILLISECOND;  // for which loops are not shared
 
 inline std::atomic<int64_t> shared_again{0};         // the time from which loops are shared
 inline std::atomic<int64_t> pause{SHORTEST};         // for which they will not be, the next time that sharing does not pay
