@@ -176,6 +176,17 @@ def test_control_one_bias_for_all_rows_is_caught(family: str, monkeypatch: pytes
     assert contract(model) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
+def test_control_the_same_is_caught_in_half_precision(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bound that the model's own rounding gives: rows share one bias, or one position."""
+    monkeypatch.setattr(
+        seq2seq.RowBias, "__call__", lambda bias, *args, **rest: bias.shared(bias.attention, *args, **rest)
+    )
+    monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *args, **rest: places.table(*args, **rest))
+    model = tiny(SEQ2SEQ[family], seed=1, dtype=torch.bfloat16)
+    assert contract(model) > rounding(model)
+
+
 @pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper"])
 def test_control_one_position_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(SEQ2SEQ[family])
