@@ -69,7 +69,7 @@ class DFlashScorer:
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.name, self.vocab, self.device = name, target.vocab, target.device
         self.block_size = int(net.config.block_size)
-        self._net = net
+        self._net, self._call = net, with_cache(net)
         self._embed, self._project = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         self._states = target.record([layer + 1 for layer in net.config.target_layer_ids])
         self._memory = Memory()
@@ -154,7 +154,7 @@ class DFlashScorer:
         others = torch.where(places < starts + wide, places, places - wide + new)
         seen = (places < starts + new) | ((places >= starts + wide) & (places < starts + slots.shape[1]))
         behind = own[:, wide:, None] - others[:, None]
-        out = with_cache(self._net)(
+        out = self._call(
             noise_embeds=self._embed(noise),
             context_hidden_states=self._states.of(slots[:, :wide]).to(self._net.dtype),
             attention_mask={
