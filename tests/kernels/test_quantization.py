@@ -51,7 +51,7 @@ def rounded(inputs: Tensor, group: int) -> Tensor:
     full = torch.nn.functional.pad(inputs.float(), (0, -inputs.shape[1] % group)).unflatten(1, (-1, group))
     greatest = full.abs().amax(2, keepdim=True)
     inverse = torch.full_like(greatest, 127) / greatest  # torch makes a product of 127 / greatest
-    codes = (full * torch.where(greatest == 0, 0, inverse)).round().double()
+    codes = (full.double() * torch.where(greatest == 0, 0, inverse)).round()
     return (codes * (greatest / 127).double()).flatten(1)
 
 

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int QUAD = 4;            // inputs that one instruction multiplies
 constexpr int MOST_GROUP = 256;    // inputs that share a scale
-constexpr float ROUND = 12582912;  // 1.5 * 2^23: what is added to it and taken off again is a whole number
+constexpr double ROUND = 6755399441055744;  // 1.5 * 2^52: what is added to it and taken off again is a whole number
 constexpr float LEAST = 1e-30f;    // inputs below it are nothing
 
 #if defined(__AVX512F__)
@@ -60,7 +60,7 @@ void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inp
   if (most >= 0x7f800000u) {
     inputs.scales[place] = std::numeric_limits<float>::quiet_NaN();
   } else if (greatest >= LEAST) {
-    const float inverse = 127 / greatest;
+    const double inverse = 127 / greatest;  // whose products are exact, so that codes are the same on any processor
     int32_t sum = 0;
     for (int64_t i = 0; i < inputs.group; ++i) {
       const int32_t code = static_cast<int32_t>((values[i] * inverse + ROUND) - ROUND);
