@@ -26,7 +26,7 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.grammar import Grammar, Grammars
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 
 PROMPT = tuple(range(10, 60))  # any token ids
 SCHEMA: dict[str, Any] = {

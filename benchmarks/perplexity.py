@@ -26,8 +26,8 @@ from torch import Tensor
 from slipstream.engine.load import load
 from slipstream.kernels.quantization import Precision
 from slipstream.measure.environment import environment
-from slipstream.models.loading import EMBEDDED
-from slipstream.models.packed_twins import quantized_twin
+from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.twins import quantized_twin
 
 GROUPS = (32, 64, 128)
 PRECISIONS = ("int8", *(f"int4?group={each}{rest}" for rest in ("", "&rounding=gptq") for each in GROUPS))

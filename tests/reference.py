@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from slipstream.core.source import Source
 from slipstream.execution.passes import Execution
 from slipstream.models.causal import CausalScorer
-from slipstream.models.recurrent import StateScorer
+from slipstream.models.recurrent.scorer import StateScorer
 from toys import HF_VOCAB, WINDOW
 
 TOLERANCE = 1e-4  # of float32, in standard deviations of the logits

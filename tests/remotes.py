@@ -16,8 +16,8 @@ from slipstream.drafters.remote.frames import HEAD, Frame, Kind, decode_body, de
 from slipstream.drafters.remote.hello import Vocabulary
 from slipstream.drafters.remote.link import Connection, Missed
 from slipstream.drafters.remote.messages import AskRow, DraftRow, OpenRow, draft_frame, read_ask
-from slipstream.serve.draft_rows import DraftRows
-from slipstream.serve.draft_server import DraftServer, DraftSettings
+from slipstream.serve.drafts.rows import DraftRows
+from slipstream.serve.drafts.server import DraftServer, DraftSettings
 
 IDS = 2**31
 

@@ -15,9 +15,9 @@ from reproduction.runs.subjects import Subject
 from slipstream.core.request import Request
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds
+from slipstream.engine.explain import Explanation
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import beats, prompt_seconds
-from slipstream.observers.explain import Explanation
 
 WIDTH = 110  # columns of the text of Figure 1
 

@@ -36,7 +36,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.execution.names import CACHE, with_cache
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import EMBEDDED, load_tokenizer
 from slipstream.training.heads import TrainingSettings
 from toys import EXACT, FAMILIES, GREEDY, HF_VOCAB, PAIRS, WRONG, first_tokens, plain_law, request, scorer, tiny
 from toys import total_variation as tv

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from slipstream.engine.custom_generate import custom_generate
     from slipstream.engine.engine import Engine, Interrupted
     from slipstream.engine.follow import follow
     from slipstream.engine.generation import Completion, Piece
     from slipstream.engine.load import load
+    from slipstream.engine.transformers_hook.custom_generate import custom_generate
 
 
 __all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "follow", "load"]
@@ -20,10 +20,14 @@ def __getattr__(name: str) -> Any:
     """Load torch and transformers only when they are needed: `slipstream --help` must not wait for them."""
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    room = {"Engine": "engine", "Interrupted": "engine", "Completion": "generation", "Piece": "generation"}.get(
-        name, name
-    )
-    return getattr(import_module(f"slipstream.engine.{room}"), name)
+    rooms = {
+        "Engine": "engine",
+        "Interrupted": "engine",
+        "Completion": "generation",
+        "Piece": "generation",
+        "custom_generate": "transformers_hook.custom_generate",
+    }
+    return getattr(import_module(f"slipstream.engine.{rooms.get(name, name)}"), name)
 
 
 def __dir__() -> list[str]:

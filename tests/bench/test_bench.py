@@ -32,7 +32,7 @@ from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure import environment, racing
 from slipstream.measure import environment as machine
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, Clock, scorer, tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 8], [3, 3], [60, 2, 11, 30]]

@@ -90,8 +90,8 @@ def test_what_hands_out_no_state_is_refused_in_one_sentence(name: str) -> None:
 def test_control_texts_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that is never rolled back, in a model that is not tried when it is loaded."""
     name = "Qwen3NextForCausalLM"
-    monkeypatch.setattr("slipstream.models.recurrent.probe", lambda scorer, kind: None)
-    monkeypatch.setattr("slipstream.models.rewinding.Within.shortened", lambda self, tokens: self)
+    monkeypatch.setattr("slipstream.models.recurrent.scorer.probe", lambda scorer, kind: None)
+    monkeypatch.setattr("slipstream.models.recurrent.rewinding.Within.shortened", lambda self, tokens: self)
     assert attempt(one(name)).verdict == "differs"
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from slipstream.cli import app as cli
 from slipstream.engine.plan_file import Plan
-from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import EMBEDDED, load_tokenizer
 from terminal import run
 from toys import FAMILIES, tiny
 

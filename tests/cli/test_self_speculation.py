@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from slipstream.cli import heads as _heads
 from slipstream.cli.app import INTERRUPTED, WRONG, app
 from slipstream.drafters.heads import FILE, ParallelHeads
-from slipstream.models import loading as models
+from slipstream.models.loading import load as models
 from slipstream.training.heads import STATE, HeadTrainer
 from slipstream.training.trainer import Progress, Watch
 from toys import FAMILIES, tiny

@@ -38,9 +38,9 @@ from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import EMBEDDED
-from slipstream.models.packed_twins import quantized_part
-from slipstream.models.recurrent import StateScorer
+from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.twins import quantized_part
+from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, HF_VOCAB, SEQ2SEQ, dirichlet_table, rare, scorer, tiny
 

@@ -25,7 +25,7 @@ from slipstream.drafters.ahead import AheadDrafter, ExpectedText, ahead_or_waiti
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.load import load
 from slipstream.models.tables import Table, TableScorer
-from slipstream.serve.draft_build import How, build
+from slipstream.serve.drafts.build import How, build
 from toys import (
     EXACT,
     GREEDY,

@@ -39,11 +39,11 @@ from slipstream.execution.inductor import Compiled
 from slipstream.execution.masks import PassMasks
 from slipstream.execution.names import with_cache
 from slipstream.models.causal import CausalScorer
-from slipstream.models.eagle3 import load_eagle3
-from slipstream.models.head_chains import Behind
-from slipstream.models.hidden_states import LAST
-from slipstream.models.loading import load_scorer
-from slipstream.models.mtp import load_mtp
+from slipstream.models.heads.chains import Behind
+from slipstream.models.heads.eagle3 import load_eagle3
+from slipstream.models.heads.hidden_states import LAST
+from slipstream.models.heads.mtp import load_mtp
+from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import tiny_config
 from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from slipstream.training.trainer import Checkpoint

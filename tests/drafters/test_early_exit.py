@@ -30,7 +30,7 @@ from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
-from slipstream.models.loading import load_model
+from slipstream.models.loading.load import load_model
 from toys import (
     FAMILIES,
     HF_VOCAB,

@@ -29,10 +29,10 @@ from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
-from slipstream.models.cut_head import with_kept_tokens
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.loading import load_scorer
-from slipstream.models.packed_twins import quantized_part
+from slipstream.models.loading.cut_head import with_kept_tokens
+from slipstream.models.loading.load import load_scorer
+from slipstream.models.loading.twins import quantized_part
 from slipstream.models.tables import TableScorer
 from terminal import run
 from toys import (

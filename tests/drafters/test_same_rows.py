@@ -24,8 +24,8 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import packed
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
-from slipstream.models.packed_twins import quantized_part
-from slipstream.models.recurrent import StateScorer
+from slipstream.models.loading.twins import quantized_part
+from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import (
     FAMILIES,

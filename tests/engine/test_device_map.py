@@ -15,7 +15,7 @@ import slipstream
 from slipstream.cache.rows import RowCache
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import input_device, why_in_parts
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 from terminal import run
 from toys import FAMILIES, RAGGED, SEQ2SEQ, tiny
 

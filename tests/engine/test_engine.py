@@ -14,7 +14,7 @@ from slipstream.core.round import Round
 from slipstream.core.stats import Stats
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
 from slipstream.engine.load import embedded
-from slipstream.models.loading import EMBEDDED
+from slipstream.models.loading.load import EMBEDDED
 from toys import rare
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def __init__(self, path):\n", "x ="]

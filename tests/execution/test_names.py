@@ -14,14 +14,15 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from scripted import ONE, drafts, drive
-from slipstream.engine import generate_cache, generate_call
-from slipstream.engine.custom_generate import custom_generate
+from slipstream.engine.transformers_hook import cache as generate_cache
+from slipstream.engine.transformers_hook import call as generate_call
+from slipstream.engine.transformers_hook.custom_generate import custom_generate
 from slipstream.execution import draft_graphs, inductor
 from slipstream.execution.graphs import own_code
 from slipstream.execution.inductor import Compiled
 from slipstream.execution.names import CACHE, STATE_NAMES, state_in, with_cache
-from slipstream.models.calls import CausalCalls
 from slipstream.models.causal import CausalScorer
+from slipstream.models.recurrent.calls import CausalCalls
 from toys import FAMILIES, GREEDY, HF_VOCAB, rare, tiny
 
 

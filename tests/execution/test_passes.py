@@ -17,7 +17,7 @@ from slipstream.execution.inductor import Compiled
 from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 from toys import FAMILIES, tiny
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")

@@ -18,10 +18,10 @@ from slipstream.kernels.calibrated_rounding import quantize_for, spreading
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear, packed, quantized
 from slipstream.kernels.quantization import Codes, Precision, quantize
-from slipstream.models import calibration, kept_codes
-from slipstream.models.calibration import input_products, own_text
-from slipstream.models.cut_head import with_kept_tokens
-from slipstream.models.packed_twins import quantized_twin
+from slipstream.models.loading import calibration, kept_codes
+from slipstream.models.loading.calibration import input_products, own_text
+from slipstream.models.loading.cut_head import with_kept_tokens
+from slipstream.models.loading.twins import quantized_twin
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, tiny
 
@@ -230,7 +230,7 @@ def test_a_write_that_is_interrupted_leaves_nothing(place: Path, monkeypatch: py
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for name in ("os.fsync", "slipstream.models.kept_codes.save_tensors"):
+    for name in ("os.fsync", "slipstream.models.loading.kept_codes.save_tensors"):
         with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
             stopped.setattr(name, interrupted)
             twin_of(tiny(FAMILIES["llama"]))

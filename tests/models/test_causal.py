@@ -31,7 +31,7 @@ from slipstream.models import causal as models
 from slipstream.models import facts
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import PROVEN, is_proven
-from slipstream.models.loading import find_tokenizer, load_model, load_tokenizer
+from slipstream.models.loading.load import find_tokenizer, load_model, load_tokenizer
 from slipstream.models.memory import HFCache
 from toys import BART, FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Altered, Family, request, tiny
 

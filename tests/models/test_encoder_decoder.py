@@ -41,9 +41,9 @@ from slipstream.kernels import packing
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models import encoder_decoder as seq2seq
-from slipstream.models import loading
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading import load as loading
+from slipstream.models.loading.load import load_scorer
 from toys import (
     BART,
     FAMILIES,

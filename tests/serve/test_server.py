@@ -274,7 +274,7 @@ ready."""
                 ("slipstream.engine.load", "serve", 130, "interrupted"),
                 ("transformers.models.llama", "serve", 130, "interrupted"),
                 ("ready", "serve", 0, "ending: what was begun is finished; once more to end at once"),
-                ("slipstream.serve.draft_server", "serve-draft", 130, "interrupted"),
+                ("slipstream.serve.drafts.server", "serve-draft", 130, "interrupted"),
                 ("slipstream.engine.load", "chat", 130, "interrupted"),
             )
         ),

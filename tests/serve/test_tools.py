@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from slipstream.core.stats import Stats
 from slipstream.engine.generation import Completion, Piece
-from slipstream.models.loading import EMBEDDED
-from slipstream.models.response_format import response_parser
+from slipstream.models.loading.load import EMBEDDED
+from slipstream.serve.response_format import response_parser
 from slipstream.serve.tools import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message
 from toys import Family, tiny
 

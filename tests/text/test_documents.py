@@ -21,7 +21,7 @@ from slipstream.drafters.datastore.drafter import MEMORY, Datastore
 from slipstream.drafters.datastore.memory import Memory
 from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import EMBEDDED, load_tokenizer
 from slipstream.text.documents import read
 from toys import FAMILIES, HF_VOCAB, scorer, tiny
 

@@ -21,8 +21,8 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import scorers
 from slipstream.measure.requests import request_for
-from slipstream.models.encoder_dtype import encoder_dtype
-from slipstream.models.loading import load_model
+from slipstream.models.loading.encoder_dtype import encoder_dtype
+from slipstream.models.loading.load import load_model
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
 """A function that decodes requests and yields their rounds, as `rounds` does."""

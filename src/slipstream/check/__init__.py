@@ -24,7 +24,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
 from slipstream.kernels.packing import precision_of
-from slipstream.models.encoder_dtype import encoder_dtype
+from slipstream.models.loading.encoder_dtype import encoder_dtype
 
 __all__ = ["Answer", "CheckReport", "CheckSettings", "Control", "Difference", "Part", "check"]
 

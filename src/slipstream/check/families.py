@@ -37,7 +37,7 @@ from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.families import first_sentence
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
 
 TOKENS, GAMMA = 12, 4

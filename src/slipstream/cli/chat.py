@@ -36,7 +36,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.settings import answer_as_dict, call_options
 from slipstream.core.stats import Stats
-from slipstream.observers.explain import LOOKS, figures, tame
+from slipstream.engine.explain import LOOKS, figures, tame
 from slipstream.text.answers import Answers
 
 if TYPE_CHECKING:

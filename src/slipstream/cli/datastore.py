@@ -58,7 +58,7 @@ def build(
     """
     from slipstream.drafters.datastore.corpus import KIND, Corpus
     from slipstream.drafters.datastore.drafter import CORPUS, fingerprint
-    from slipstream.models.loading import EMBEDDED, load_tokenizer
+    from slipstream.models.loading.load import EMBEDDED, load_tokenizer
 
     if not folder:
         raise ValueError("the datastore has no name: give a folder.")

@@ -225,7 +225,7 @@ def _student(
 
 def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
     """Return the untrained drafts to choose from, by their sizes as text, or the draft to improve, by its name."""
-    from slipstream.models.loading import EMBEDDED, load_model
+    from slipstream.models.loading.load import EMBEDDED, load_model
     from slipstream.plan.sizes import SHARES
     from slipstream.training.material import target_of
     from slipstream.training.students import new_student, size_for

@@ -56,9 +56,9 @@ from slipstream.cli.options import (
 from slipstream.cli.settings import answer_as_dict, call_options, read_form
 from slipstream.cli.work import Work
 from slipstream.core.stats import Stats
+from slipstream.engine.explain import Explanation
 from slipstream.engine.plan_file import Plan
 from slipstream.files import Text, check_writable
-from slipstream.observers.explain import Explanation
 from slipstream.text.answers import Answers, digest, open_answers
 from slipstream.text.prompts import Item, gather, with_media
 

@@ -74,7 +74,7 @@ def train(
 
     Example: slipstream heads train --text src --out my-heads --steps 500
     """
-    from slipstream.models.loading import EMBEDDED, load_model, load_tokenizer
+    from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
     from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
     from slipstream.training.memory import keep_freed_memory
 

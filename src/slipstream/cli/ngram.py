@@ -70,7 +70,7 @@ def build(
     Example: slipstream ngram build src docs notes.jsonl.gz --target Qwen/Qwen2.5-7B --order 3 --out mine.ngram
     """
     from slipstream.drafters.ngram_model import KIND, NgramModel
-    from slipstream.models.loading import EMBEDDED, load_tokenizer, vocabulary
+    from slipstream.models.loading.load import EMBEDDED, load_tokenizer, vocabulary
     from slipstream.text.documents import read
 
     start, target = perf_counter(), EMBEDDED / "target" if tokenizer is None else tokenizer

@@ -53,8 +53,8 @@ def serve_draft(
     Example: slipstream serve-draft --draft Qwen/Qwen3-0.6B --host 0.0.0.0 --key-file draft.key
     """
     from slipstream.drafters.remote.hello import read_key
-    from slipstream.serve.draft_build import How, build
-    from slipstream.serve.draft_server import DraftServer, DraftSettings, tls_context
+    from slipstream.serve.drafts.build import How, build
+    from slipstream.serve.drafts.server import DraftServer, DraftSettings, tls_context
     from slipstream.serve.sockets import listen
 
     if (tls_cert is None) != (tls_key is None):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.app import INTERRUPTED, say
 from slipstream.cli.console import console, progress, steps
 from slipstream.core.stats import Stats
-from slipstream.observers.explain import breakdown
+from slipstream.engine.explain import breakdown
 from slipstream.text.prompts import Item
 
 if TYPE_CHECKING:

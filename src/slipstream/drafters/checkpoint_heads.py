@@ -15,8 +15,8 @@ from slipstream.drafters.following import Follower
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.read_rows import read_by_target
 from slipstream.drafters.sampled import law_of, sample_chain
-from slipstream.models.dflash import DFlashScorer
-from slipstream.models.head_scorer import Head, HeadScorer, RecordsStates
+from slipstream.models.heads.dflash import DFlashScorer
+from slipstream.models.heads.scorer import Head, HeadScorer, RecordsStates
 
 AT_ONCE = 64
 """The number of missing tokens fed with the first drafting step: accepted tokens are all read again."""

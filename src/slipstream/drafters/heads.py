@@ -28,9 +28,9 @@ from slipstream.core.round import Context, Round
 from slipstream.drafters.read_rows import read_by_target
 from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.files import Kind, load_tensors, save_tensors
-from slipstream.models.cut_head import CutHead
-from slipstream.models.head_scorer import RecordsStates
-from slipstream.models.hidden_states import LAST
+from slipstream.models.heads.hidden_states import LAST
+from slipstream.models.heads.scorer import RecordsStates
+from slipstream.models.loading.cut_head import CutHead
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"

@@ -45,12 +45,12 @@ from slipstream.drafters.remote.link import Connection
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
 from slipstream.kernels.quantization import NEAREST, Precision
-from slipstream.models.dflash import load_dflash
-from slipstream.models.eagle3 import load_eagle3
+from slipstream.models.heads.dflash import load_dflash
+from slipstream.models.heads.eagle3 import load_eagle3
+from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.layers import read_layers
-from slipstream.models.loading import EMBEDDED, AnyScorer, find_tokenizer, load_scorer
-from slipstream.models.mtp import load_mtp
-from slipstream.models.packed_twins import quantized_part, quantized_twin
+from slipstream.models.loading.load import EMBEDDED, AnyScorer, find_tokenizer, load_scorer
+from slipstream.models.loading.twins import quantized_part, quantized_twin
 
 
 @dataclass(frozen=True)

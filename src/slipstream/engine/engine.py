@@ -33,7 +33,7 @@ from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
 from slipstream.engine.transcription import Transcriber
-from slipstream.models.media import MediaProcessor
+from slipstream.models.media.processor import MediaProcessor
 from slipstream.text.transcripts import Transcript
 
 

@@ -24,10 +24,10 @@ from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads, use_threads
-from slipstream.models.loading import EMBEDDED, find_tokenizer
-from slipstream.models.media import MediaProcessor
-from slipstream.models.media_trial import try_media
-from slipstream.models.origin import source_name
+from slipstream.models.loading.load import EMBEDDED, find_tokenizer
+from slipstream.models.loading.origin import source_name
+from slipstream.models.media.processor import MediaProcessor
+from slipstream.models.media.trial import try_media
 
 GAMMA = 5
 """The default number of tokens drafted per round."""

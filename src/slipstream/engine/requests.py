@@ -23,7 +23,7 @@ from slipstream.engine.media import (
     part_content,
     part_modality,
 )
-from slipstream.models.media import MediaProcessor
+from slipstream.models.media.processor import MediaProcessor
 
 Message: TypeAlias = Mapping[str, Any]
 

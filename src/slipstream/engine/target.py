@@ -11,8 +11,8 @@ from slipstream.execution.ranks import join
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import is_sharded, why_in_parts
 from slipstream.models.leading import LeadingScorer, lead
-from slipstream.models.loading import AnyScorer, load_scorer
-from slipstream.models.origin import source_name
+from slipstream.models.loading.load import AnyScorer, load_scorer
+from slipstream.models.loading.origin import source_name
 
 OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
 """Options of transformers that divide a model too; they are refused, because the other ranks would not take part."""

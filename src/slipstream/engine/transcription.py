@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.protocols import HasModel, Scorer
 from slipstream.engine.generation import Completion
 from slipstream.engine.sounds import read_sound
-from slipstream.models.speech import SpeechInput
+from slipstream.models.media.speech import SpeechInput
 from slipstream.text.transcripts import Segment, Transcript
 
 TASKS = ("transcribe", "translate")

@@ -34,11 +34,11 @@ from slipstream.kernels.packing import shared_columns
 from slipstream.kernels.placement import input_device
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
-from slipstream.models.encoder_dtype import encoder_dtype
 from slipstream.models.facts import ModelFacts, weight_bytes
 from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
-from slipstream.models.hidden_states import HiddenStates
-from slipstream.models.media import modalities_of, read_with_media
+from slipstream.models.heads.hidden_states import HiddenStates
+from slipstream.models.loading.encoder_dtype import encoder_dtype
+from slipstream.models.media.processor import modalities_of, read_with_media
 from slipstream.models.memory import Memory
 from slipstream.models.pass_builder import PassBuilder
 from slipstream.models.pass_runner import PassRunner

@@ -24,9 +24,9 @@ from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.ranks import RankLost, Ranks
 from slipstream.models.families import first_sentence
-from slipstream.models.loading import AnyScorer, scorer_of
-from slipstream.models.media_trial import proven_modalities
-from slipstream.models.sharding import Plan, load_sharded
+from slipstream.models.loading.load import AnyScorer, scorer_of
+from slipstream.models.loading.sharding import Plan, load_sharded
+from slipstream.models.media.trial import proven_modalities
 
 # ---- messages ---------------------------------------------------------------------------------------------------
 

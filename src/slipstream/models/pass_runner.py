@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Execution, Pass
 from slipstream.models.facts import ModelFacts
-from slipstream.models.hidden_states import HiddenStates
+from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.memory import CacheFilled, HFCache, Memory
 
 NO_LOGITS = torch.empty(0, dtype=torch.long)

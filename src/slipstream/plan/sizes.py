@@ -21,7 +21,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.execution.passes import Mode
 from slipstream.files import atomic_write
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 from slipstream.plan.measure import PlanTask, sweep
 from slipstream.text.jsontext import json_text
 from slipstream.training.distill import DraftCosts

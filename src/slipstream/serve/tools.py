@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from slipstream.core.protocols import HasModel
 from slipstream.engine.generation import Piece
-from slipstream.models.response_format import response_parser
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.ids import new_id
+from slipstream.serve.response_format import response_parser
 from slipstream.serve.schema import ChatRequest, Tool, ToolChoice
 from slipstream.serve.state import ServerState
 from slipstream.text.detokenize import Decode, Detokenizer

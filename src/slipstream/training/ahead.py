@@ -20,10 +20,10 @@ from torch.nn import functional
 from slipstream.execution.masks import PassMasks
 from slipstream.files import atomic_write
 from slipstream.kernels.packing import plain_weight
-from slipstream.models.eagle3 import Eagle3, Eagle3Settings
-from slipstream.models.head_chains import Behind
-from slipstream.models.head_scorer import Head
-from slipstream.models.hidden_states import LAST
+from slipstream.models.heads.chains import Behind
+from slipstream.models.heads.eagle3 import Eagle3, Eagle3Settings
+from slipstream.models.heads.hidden_states import LAST
+from slipstream.models.heads.scorer import Head
 from slipstream.text.jsontext import json_text
 from slipstream.training.objectives import objective_of
 from slipstream.training.optimizers import muon_and_adam, trapezoid

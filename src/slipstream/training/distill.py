@@ -25,7 +25,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.files import atomic_write
-from slipstream.models.loading import load_scorer
+from slipstream.models.loading.load import load_scorer
 from slipstream.text.jsontext import json_text
 from slipstream.theory import best_gamma_by_position, expected_tokens, round_cost
 from slipstream.training.material import SEQUENCE, Material, target_of

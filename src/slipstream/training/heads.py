@@ -20,7 +20,7 @@ from slipstream.drafters.heads import FILE, ParallelHeads, Sizes
 from slipstream.drafters.heads import KIND as HEADS
 from slipstream.kernels.packing import plain_weight
 from slipstream.models.families import longest_text
-from slipstream.models.hidden_states import LAST, HiddenStates
+from slipstream.models.heads.hidden_states import LAST, HiddenStates
 from slipstream.models.memory import Memory
 from slipstream.training.optimizers import trapezoid
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch

@@ -33,11 +33,11 @@ from slipstream.drafters.remote.messages import Mode, OpenRow, settings_of
 from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import EMBEDDED, load_tokenizer
 from slipstream.models.tables import TableScorer
-from slipstream.serve.draft_build import How, build
-from slipstream.serve.draft_rows import DraftRows, Served
-from slipstream.serve.draft_server import tls_context
+from slipstream.serve.drafts.build import How, build
+from slipstream.serve.drafts.rows import DraftRows, Served
+from slipstream.serve.drafts.server import tls_context
 from toys import FAMILIES, GREEDY, HF_VOCAB, PAIRS, SAMPLE, VOCAB, request, scorer, tiny
 
 TARGET, DRAFT = PAIRS["generic"]

@@ -1,0 +1,1 @@
+"""The hook of transformers' own `generate`: `custom_generate=` with our rounds behind it."""

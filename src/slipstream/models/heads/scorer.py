@@ -1,0 +1,267 @@
+"""Scorers of small networks that draft from a target's hidden states: heads that ship with checkpoints, and EAGLE-3.
+
+At the place of every token such a network reads the token and the target's state of the token before it, and it has a
+KV cache of its own. After the text there are no states of the target yet: there it reads its own output states. Once
+the target has verified those tokens, they are read again with the target's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from slipstream.core.draft import Tree, padded
+from slipstream.core.law import Law
+from slipstream.core.protocols import Shape
+from slipstream.core.source import Source
+from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish, fed_slots
+from slipstream.kernels.packing import pack_layers
+from slipstream.models.heads.chains import Behind, head_graphs
+from slipstream.models.heads.hidden_states import HiddenStates
+from slipstream.models.memory import HFCache, Memory
+
+PREFILL_TOKENS = 512
+"""The columns of one prefill pass, which bounds the memory of masks and activations for long prompts."""
+
+
+class Head(Protocol):
+    """A network of `depth` layers that take turns: each drafts one token from the previous layer's states.
+
+    For tokens after those, the last layer goes on with its own states. `places` are those of `HiddenStates`.
+    """
+
+    @property
+    def depth(self) -> int:
+        """The number of its layers."""
+        ...
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The places of the target's hidden states that it reads."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """The size of the target's logits."""
+        ...
+
+    def combine(self, states: Tensor) -> Tensor:
+        """Combine the target's states (rows, n, width of all places) -> the network's input (rows, n, width)."""
+        ...
+
+    def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
+        """Run layer `step` on tokens (rows, n) and the states before them -> states (rows, n, width)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, n, vocabulary of the target) of the next tokens."""
+        ...
+
+
+@runtime_checkable
+class RecordsStates(Protocol):
+    """A target that can record its hidden states for drafts."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that takes the tokens."""
+        ...
+
+    def record(self, places: Sequence[int]) -> HiddenStates:
+        """Record the hidden states at some places of every token, as long as the result lives."""
+        ...
+
+
+@dataclass
+class _RoundTokens:
+    """The tokens (rows, n) that a round began with, of which `counts` are real.
+
+    `made` are the states that the last of the `layers` layers run so far made of them.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+    made: Tensor
+    layers: int = 1
+
+
+class HeadScorer:
+    """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
+
+    Its rows are the first ones of the target. `rollback` also drops what was not read with the target's states.
+    """
+
+    source_form = None
+    context = None
+
+    def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
+        """Record the target's states for a head. Raises ValueError if the target cannot return those it reads."""
+        self.name, self.head, self.vocab, self.device = name, head, head.vocab, target.device
+        self._states = target.record(head.places)
+        self._memory = Memory()
+        self._cache = HFCache(self._memory)
+        self._sure: list[int] = []  # per row: the tokens that all layers have read with the target's states
+        self._fed: _RoundTokens | None = None
+        self._last = torch.empty(0)  # the states (rows, 1, width) made at each row's last token
+        self.draft_graphs: DraftGraphs | None = None
+
+    # ---- rows ----
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens in the cache, per row."""
+        return self._memory.texts.lengths
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows."""
+        self._memory.add(rows)
+        self._sure += [0] * rows
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order; a row may be named several times."""
+        self._memory.fork(rows)
+        self._sure += [self._sure[row] for row in rows]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        freed = set(rows)
+        self._memory.free(rows)
+        self._sure = [sure for row, sure in enumerate(self._sure) if row not in freed]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Drop everything after `lengths[r]` tokens of the first rows, and all that was drafted before that."""
+        kept = [min(pair) for pair in zip(lengths, self._sure, strict=False)]
+        self._memory.texts.rollback(kept)
+        self._sure[: len(kept)] = kept
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache."""
+        self._memory.texts.scrub()
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move nothing: drafted tokens are read again."""
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
+        return self._memory.texts.bytes_for(lengths)
+
+    # ---- passes ----
+
+    @torch.inference_mode()
+    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Feed texts whose tokens the target has read.
+
+        Layer k reads the token k places later; places where that token is not known yet are not kept.
+        """
+        assert first == 0, "a draft has the rows that run, and no others"
+        ahead = self.head.depth - 1
+        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
+            parts = [text[start : start + PREFILL_TOKENS + ahead] for text in texts]
+            width = min(PREFILL_TOKENS, max(map(len, parts)))
+            tokens = pad(padded(parts, self.device), (0, width))
+            slots = self._memory.texts.place(width, 0, len(parts)).to(self.device)
+            hidden = self._target_states(slots)
+            for step in range(self.head.depth):
+                hidden = self._run(step, tokens[:, step : step + width], hidden, slots)
+            self._memory.texts.advance([max(0, min(PREFILL_TOKENS, len(part) - ahead)) for part in parts])
+        self._sure[: len(texts)] = self.lengths[: len(texts)]
+
+    @torch.inference_mode()
+    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
+        """Feed `counts[r]` of tokens (rows, n) -> logits (rows, n, vocab).
+
+        Only the logits after each row's last token are computed; they are repeated at all its places.
+        """
+        assert first == 0 and tree is None, "heads draft chains for the rows that run"
+        held = self._states.lengths
+        if any(count and have > read for count, have, read in zip(counts, self.lengths, held, strict=False)):
+            self._go_on(tokens, counts)
+        else:
+            self._begin(tokens, counts)
+        return self.head.logits(self._last).expand(-1, tokens.shape[1], -1)
+
+    def _begin(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Begin a round: feed tokens that the target has read, and the pending one, with the target's states."""
+        made = self._feed(0, tokens, None, counts)
+        ahead = self.head.depth - 1
+        self._sure = [
+            max(0, have - ahead) if count else sure
+            for have, count, sure in zip(self.lengths, counts, self._sure, strict=True)
+        ]
+        self._fed = _RoundTokens(tokens, list(counts), made)
+
+    def _go_on(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Feed drafted tokens (rows, 1): to the next layer, or to the last one with its own states."""
+        fed = self._fed
+        assert fed is not None, "a round begins with the pending token"
+        if fed.layers == self.head.depth:
+            self._feed(self.head.depth - 1, tokens, self._last, counts)
+            return
+        last = (torch.tensor(fed.counts, device=tokens.device) - 1).clamp(min=0)[:, None]
+        fed.tokens = fed.tokens.roll(-1, 1).scatter(1, last, tokens)
+        self._memory.texts.rollback([have - count for have, count in zip(self.lengths, fed.counts, strict=True)])
+        fed.made = self._feed(fed.layers, fed.tokens, fed.made, fed.counts)
+        fed.layers += 1
+
+    def _feed(self, step: int, tokens: Tensor, hidden: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """Run a layer on tokens and the states before them (None: the target's) -> its states (rows, n, width)."""
+        slots = self._memory.texts.place(tokens.shape[1]).to(self.device)
+        made = self._run(step, tokens, self._target_states(slots) if hidden is None else hidden, slots)
+        self._memory.texts.advance(counts)
+        last = (torch.tensor(list(counts), device=self.device) - 1).clamp(min=0)
+        self._last = made[torch.arange(len(made), device=self.device), last].unsqueeze(1)
+        return made
+
+    def _run(self, step: int, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
+        return self.head(step, tokens, hidden, Behind.within(slots, self._memory.texts.end, self._cache))
+
+    # ---- drafts by graphs ----
+
+    def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
+        """Draft by graphs from now on, where possible, with the network's weights packed on CPUs.
+
+        Networks of several layers that take turns have no graphs.
+        """
+        if self.head.depth == 1:
+            if isinstance(self.head, nn.Module) and self.device.type == "cpu":
+                pack_layers(self.head)
+            self.draft_graphs = head_graphs(self.head, self.name, self.device, sizes, progress)
+            self._memory.texts.least = self.draft_graphs.least
+
+    @torch.inference_mode()
+    def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
+        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
+
+        None if that is not possible by graphs.
+        """
+        graphs, texts = self.draft_graphs, self._memory.texts
+        if graphs is not None and max(map(len, wish.fed)) > graphs.most_fed:
+            self.prefill([fed[:-1] for fed in wish.fed])
+            wish = replace(wish, fed=[fed[-1:] for fed in wish.fed])
+        if graphs is None or not texts.stores:
+            return None
+        rows, width = len(wish.fed), graphs.width(wish)
+        texts.reserve(width + sum(graphs.steps(wish)), 0, rows)
+        last = torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed])
+        slots = fed_slots(torch.tensor(texts.lengths[:rows]), last, width).to(self.device)
+        room = Room(texts.lengths[:rows], texts.end, texts.taking_part, None, self._target_states(slots))
+        if (drafted := graphs.run(wish, room)) is None:
+            return None
+        read = [have + len(fed) for have, fed in zip(texts.lengths, wish.fed, strict=False)]
+        self._sure[:rows] = [have if fed else sure for have, fed, sure in zip(read, wish.fed, self._sure, strict=False)]
+        texts.advance(
+            [len(fed) + max(gamma, 1) - 1 if fed else 0 for fed, gamma in zip(wish.fed, wish.gammas, strict=True)]
+        )
+        return drafted
+
+    def _target_states(self, slots: Tensor) -> Tensor:
+        """Return the head's input at slots (rows, n): the combined target's states of the tokens before."""
+        return self.head.combine(self._states.of(slots - 1))

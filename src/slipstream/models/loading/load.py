@@ -1,0 +1,263 @@
+"""Loading models and tokenizers by hub name or folder, with a one-sentence error for what cannot be loaded."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from slipstream.execution.backends import execution
+from slipstream.execution.passes import EAGER, Mode
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import can_pack, shared_columns
+from slipstream.kernels.stored_codes import UnreadFormat
+from slipstream.kernels.threads import use_threads
+from slipstream.models.causal import CausalScorer
+from slipstream.models.families import first_sentence, refuse_unsupported
+from slipstream.models.loading.cut_head import with_kept_tokens
+from slipstream.models.loading.encoder_dtype import with_encoder_dtype
+from slipstream.models.loading.faults import (
+    has_tokenizer,
+    model_fault,
+    refuse_missing,
+    refuse_missing_weights,
+    refuse_other_kinds,
+    refuse_unknown_quantization,
+    tokenizer_fault,
+    usable_device,
+)
+from slipstream.models.loading.gguf import load_gguf
+from slipstream.models.loading.origin import Origin
+from slipstream.models.loading.quantized import (
+    Loaded,
+    leave_to_transformers,
+    load_quantized,
+    stored_quantization,
+)
+from slipstream.models.loading.twins import packed_twin, quantized_twin
+from slipstream.models.recurrent.scorer import StateScorer
+
+EMBEDDED = Path(__file__).parents[2] / "demo"
+"""The folder of the target and draft that ship with the package, in its folders `target` and `draft`."""
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    encoder_dtype: str | torch.dtype | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a model by its hub name, folder or .gguf file; a loaded model is returned as it is.
+
+    With `encoder_dtype`, it is a twin whose encoder has that type. `kwargs` go to `from_pretrained` (quantization,
+    `device_map`, ...). Code that comes with a model runs only with `trust_remote_code=True`. `device` defaults to the
+    GPU if there is one. A loaded model stays where it is unless `device` is given. Raises ValueError in one sentence if
+    there is no such model, or if its encoder cannot have a type of its own.
+    """
+    if encoder_dtype is not None:
+        own = _dtype("encoder_dtype", encoder_dtype)
+        return with_encoder_dtype(load_model(source, dtype, device, **kwargs), own)
+    place = usable_device(device)
+    if isinstance(source, PreTrainedModel):
+        if kwargs:
+            raise TypeError(f"unknown option {', '.join(sorted(kwargs))}: a loaded model is used as it is.")
+        return source.to(place) if device else source
+    use_threads()
+    refuse_missing(source)  # a .gguf file is no folder, but holds a model
+    origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
+    wanted, kind = "auto" if dtype == "auto" else _dtype("dtype", dtype), _kind(origin)
+    try:
+        model, about = _read(kind, origin, place, wanted, kwargs)
+    except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.place, error)}.") from error
+    refuse_missing_weights(source, about["missing_keys"])
+    placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
+    return model if placed else model.to(place)
+
+
+def _read(kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, options: dict[str, Any]) -> Loaded:
+    """Return a model and transformers' loading report; quantized weights keep their codes if their format is read."""
+    try:
+        stored = stored_quantization(origin, place, options)
+        if stored:
+            return load_quantized(kind, origin, stored, dtype, options)
+        if (loaded := load_gguf(kind, origin, place, dtype, options)) is not None:
+            return loaded
+    except UnreadFormat as unread:
+        leave_to_transformers(origin, unread)
+    loaded_plain: Loaded = kind.from_pretrained(
+        origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options
+    )
+    return loaded_plain
+
+
+AnyScorer = CausalScorer | StateScorer
+"""The kinds of Scorers that a model can be wrapped in."""
+
+
+def load_scorer(
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    mode: Mode = EAGER,
+    kept: Tensor | None = None,
+    **kwargs: Any,
+) -> AnyScorer:
+    """Load a model with the arguments of `load_model`, and return its Scorer, which runs in `mode`.
+
+    The weights of a loaded model stay as they are; the Scorer has copies where they are packed or quantized. `kept`
+    (n,) cuts the model's head to these tokens, which makes another model: all other tokens become impossible. A model
+    that cannot be rolled back by a length is tried with states.
+    """
+    name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
+    model = load_model(source, dtype, device, **kwargs)
+    name = name or model.config.name_or_path or type(model).__name__
+    # The plain weights of a model that was loaded here have no other user, so they can be replaced.
+    packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
+    packs = packs and mode.precision is None and can_pack(model)
+    model = model if kept is None else with_kept_tokens(model, name, kept)
+    if mode.precision is not None:
+        if shared_columns(model):
+            raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")
+        model = quantized_twin(model, name, mode.precision, progress=mode.progress)
+    return scorer_of(model, name, mode, packs)
+
+
+def scorer_of(model: PreTrainedModel, name: str, mode: Mode = EAGER, packs: bool = False) -> AnyScorer:
+    """Return a model's Scorer, which rolls back by a length if possible, else by states; `packs` packs its weights."""
+    try:
+        return _causal(model, name, mode, packs)
+    except (ValueError, AttributeError, KeyError, TypeError):  # a family that lacks attributes which others have
+        return _stateful(model, name, mode, packs)
+
+
+def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> CausalScorer:
+    """Return the Scorer of a model that rolls back by a length, with packed weights if `packs`."""
+    refuse_unsupported(model, name)
+    if packs:
+        # Inductor takes the `final_logits_bias` that BART and Marian add to the output of oneDNN's head for the bias of
+        # a layer that it packed itself, and fails.
+        biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
+        model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
+    scorer = CausalScorer(model, name, execution(model, name, mode))
+    if scorer.execution is not None and mode.ahead is not None:
+        scorer.make_draft_graphs(mode.ahead, mode.progress)
+    return scorer
+
+
+def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
+    """Return the Scorer of a model with states, with packed weights if `packs`. ValueError if that is inexact too."""
+    try:
+        scorer = StateScorer(packed_twin(model, name) if packs else model, name)
+    except (AttributeError, KeyError, TypeError) as error:
+        kind = type(model).__name__
+        raise ValueError(
+            f"{name} ({kind}) is not called as language models are ({first_sentence(error)}); use another model."
+        ) from error
+    if mode.compiled:
+        warnings.warn(f"{name} runs eagerly: it keeps a state per row.", RuntimeWarning, stacklevel=4)
+    return scorer
+
+
+def _kind(origin: Origin) -> Any:
+    """Return transformers' auto class for a model. Raises ValueError in one sentence if it cannot generate text."""
+    try:
+        config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    except Exception as error:  # of any type, depending on the contents of the file
+        fault = model_fault(origin.place, error)
+        raise ValueError(f"cannot load the model {str(origin.source)!r}: {fault}.") from error
+    refuse_other_kinds(origin.source, config)
+    refuse_unknown_quantization(origin.source, config)
+    if _sees_images(config):
+        return AutoModelForImageTextToText
+    # transformers lists models that read sound among encoder-decoders only, though they are not encoder-decoders.
+    reads_sound = (
+        type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    if not config.is_encoder_decoder and not reads_sound:
+        alone = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        return AutoModelForMultimodalLM if alone else AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
+
+
+def _sees_images(config: Any) -> bool:
+    """Whether a model's class reads images too.
+
+    Some configurations have two classes; the one that wrote the checkpoint decides then.
+    """
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return True
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    names = {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
+    return not names.isdisjoint(config.architectures or ())
+
+
+def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model. Raises ValueError in one sentence if there is none."""
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    if not name and isinstance(source, str):
+        raise ValueError("cannot load a tokenizer: the name of its model is empty.")
+    if not name:
+        raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
+    origin = Origin.of(name, trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(origin.place, **origin.options)
+    except Exception as error:  # of any type, depending on the contents of the files
+        reason = tokenizer_fault(origin.place, error)
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
+
+
+def find_tokenizer(
+    source: str | Path | PreTrainedModel, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer stored with a model; None if there is none. Raises ValueError for a damaged one."""
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    try:
+        return load_tokenizer(source, trust_remote_code)
+    except ValueError as error:
+        if name and has_tokenizer(name):
+            raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error
+        return None
+
+
+def vocabulary(source: str | Path) -> int:
+    """Return the size of a model's logits from its configuration, without loading it. ValueError if there is none."""
+    try:
+        return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
+    except Exception as error:  # of any type, depending on the contents of the file
+        reason = model_fault(source, error)
+        raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error
+
+
+def _dtype(option: str, dtype: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype of an option's value, which may be a name. Raises ValueError for an unknown one."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(f"{option}={dtype!r} is not known: use {', '.join(known)}, or leave it out.")
+    return known[dtype]

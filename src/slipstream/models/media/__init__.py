@@ -1,0 +1,1 @@
+"""Pictures and sound beside a prompt: processors of checkpoints and what they make of a file."""

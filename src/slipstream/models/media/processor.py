@@ -1,0 +1,202 @@
+"""Prompts with images and sounds: made of the users' inputs by the model's processor, and read by its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+
+from slipstream.core.media import Media, Modality
+from slipstream.execution.names import state_in
+from slipstream.kernels.placement import input_device
+from slipstream.models.media.processors import load_processor
+
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values (heads, count, head_dim), by the number of the layer."""
+
+PLACEHOLDERS = {Modality.IMAGE: "image_token", Modality.AUDIO: "audio_token"}
+"""The attributes of processors with the placeholder token; configurations have its id there, with `_id` or `_index`."""
+
+
+@dataclass
+class RowMedia:
+    """The media of a row, and the shift of the positions after them, which is set when they are read."""
+
+    media: Media
+    shift: int = 0
+
+
+def modalities_of(model: Any) -> frozenset[Modality]:
+    """Return the kinds of media that a model reads besides text, by its configuration; none for encoder-decoders."""
+    config = model.config
+    if config.is_encoder_decoder:
+        return frozenset()
+    kinds = set()
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        kinds.add(Modality.IMAGE)
+    # transformers lists models for text and sound under either of these names
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        kinds |= {each for each in Modality if _placeholder(each, config) is not None}
+    return frozenset(kinds)
+
+
+def _placeholder(modality: Modality, *places: Any) -> int | None:
+    """Return the id of a modality's placeholder token, from the first configuration or processor that has one."""
+    name = PLACEHOLDERS[modality]
+    parts = [getattr(place, part, None) for place in places for part in ("audio_config", "vision_config")]
+    ids = (getattr(place, f"{name}_{end}", None) for place in (*places, *parts) for end in ("id", "index"))
+    return next((token for token in ids if isinstance(token, int)), None)
+
+
+def run_with_media(model: Any, text: Sequence[int], media: Media, **options: Any) -> tuple[Any, int]:
+    """Run a pass over a whole text with its media, as `generate` does -> its output, and the shift of later positions.
+
+    The shift is by how much the positions of later tokens differ from their indices in the text.
+    """
+    counting = [part for part in model.modules() if hasattr(part, "rope_deltas")]
+    for part in counting:
+        part.rope_deltas = None  # it belongs to the text that was read before
+    device = input_device(model)
+    tokens = torch.tensor([text], device=device)
+    arguments = media.arguments(len(text), device, model.dtype)
+    out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **arguments, **options)
+    delta = next((part.rope_deltas for part in counting if part.rope_deltas is not None), None)
+    return out, 0 if delta is None else int(delta.flatten()[0])
+
+
+@torch.inference_mode()
+def read_with_media(model: Any, text: Sequence[int], media: Media) -> tuple[Layers, int]:
+    """Read a text with its media -> the keys and values of every layer, and the shift of later positions."""
+    keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    out, shift = run_with_media(model, text, media, use_cache=True, **keep)
+    layers = enumerate(state_in(out).layers)
+    return {place: (layer.keys[0], layer.values[0]) for place, layer in layers if layer.is_initialized}, shift
+
+
+# ---- processors ----
+
+TokensAndMedia = tuple[tuple[int, ...], Media | None]
+"""Token ids, and the media for their placeholder tokens (None: no media)."""
+
+
+@dataclass(frozen=True)
+class MediaProcessor:
+    """Converts texts with images and sounds to token ids and media, with the model's own processor of transformers.
+
+    `placeholders` are the ids of the placeholder tokens of the modalities that it reads.
+    """
+
+    processor: Any
+    config: Any
+    placeholders: Mapping[Modality, int]
+
+    @staticmethod
+    def of(source: Any, model: Any) -> MediaProcessor:
+        """Return the processor of a model, given by name or folder, or loaded. Raises ValueError if it has none."""
+        name = source if isinstance(source, str | Path) else model.config.name_or_path
+        try:
+            processor = load_processor(name)
+        except Exception as error:  # of any type, depending on the files and on what is installed
+            reason = " ".join(str(error).split())
+            raise ValueError(f"its processor cannot be loaded: {reason[:300]}") from error
+        if not hasattr(processor, "tokenizer"):
+            raise ValueError("no processor is stored with it")
+        return MediaProcessor.with_processor(processor, model)
+
+    @staticmethod
+    def with_processor(processor: Any, model: Any) -> MediaProcessor:
+        """Return a `MediaProcessor` that uses a given processor of transformers."""
+        parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _sound_part(processor)}
+        placeholders = {
+            each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
+            for each in modalities_of(model)
+            if parts[each] is not None
+        }
+        return MediaProcessor(processor, model.config, placeholders)
+
+    @property
+    def modalities(self) -> frozenset[Modality]:
+        """The kinds of media that can be read besides text."""
+        return frozenset(self.placeholders)
+
+    def without(self, modality: Modality) -> MediaProcessor:
+        """Return a copy that does not read this kind of media."""
+        left = {each: token for each, token in self.placeholders.items() if each is not modality}
+        return MediaProcessor(self.processor, self.config, left)
+
+    @property
+    def rate(self) -> int:
+        """The sampling rate, in Hz, of the sound that the model reads; 0 for a model that reads no sound."""
+        return _sound_part(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
+
+    @property
+    def chats(self) -> bool:
+        """Whether the processor has a chat template."""
+        return bool(getattr(self.processor, "chat_template", None))
+
+    def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any]) -> TokensAndMedia:
+        """Return the token ids and media of a chat, in whose messages images and sounds are already loaded."""
+        options = {"add_generation_prompt": True, **variables, "tokenize": True, "return_dict": True}
+        return self._read(
+            self.processor.apply_chat_template(list(messages), tools=tools, return_tensors="pt", **options)
+        )
+
+    def text(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
+        """Return the token ids and media of a text; media go before a text that has no placeholders for them.
+
+        Raises ValueError if the number of placeholders is not that of the media.
+        """
+        for modality in reversed(Modality):  # so that images come first
+            text = self._placed(text, modality, len(media.get(modality, ())))
+        inputs: dict[str, Any] = {}
+        if images := media.get(Modality.IMAGE):
+            inputs["images"] = [list(images)]
+        if sounds := media.get(Modality.AUDIO):
+            inputs["audio"], inputs["sampling_rate"] = list(sounds), self.rate
+        return self._read(self.processor(text=[text], return_tensors="pt", **inputs))
+
+    def _placed(self, text: str, modality: Modality, count: int) -> str:
+        """Return the text with as many placeholders as there are media. Raises ValueError if it has another number."""
+        mark = getattr(self.processor, PLACEHOLDERS[modality], None)
+        if not count or not mark:
+            return text
+        if mark not in text:
+            start, end = self._enclosing_texts(modality)
+            return f"{start}{mark}{end}" * count + text
+        if text.count(mark) != count:
+            what = modality.value
+            raise ValueError(f"the prompt has {count} {what}, but {mark} stands in it {text.count(mark)} times.")
+        return text
+
+    def _enclosing_texts(self, modality: Modality) -> tuple[str, str]:
+        """Return the texts of the tokens that go before and after a placeholder, empty where there are none."""
+        name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
+        ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
+        start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
+        return start, end
+
+    def _read(self, made: Any) -> TokensAndMedia:
+        """Return the token ids and the media in the processor's output."""
+        ids = tuple(made["input_ids"][0].tolist())
+        rest = {name: made[name] for name in made.keys() - {"input_ids", "attention_mask"}}
+        tensors = {name: each for name, each in rest.items() if isinstance(each, Tensor)}
+        along = {name: each for name, each in tensors.items() if name.endswith("token_type_ids")}
+        inputs = {name: each for name, each in tensors.items() if name not in along}
+        if not inputs:
+            return ids, None
+        named = {each: token for each, token in self.placeholders.items() if token in ids}
+        return ids, Media.of(inputs, along, named or self.placeholders)
+
+
+def _sound_part(processor: Any) -> Any:
+    """Return the part of a processor that reads sound; None if it has none."""
+    return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)

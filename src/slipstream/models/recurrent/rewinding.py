@@ -1,0 +1,141 @@
+"""Going back within a pass: the states of hybrid models after the first of the tokens that a pass has read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.models.recurrent.recurrences import Recurrence, recording
+from slipstream.models.recurrent.states import joined, row_of, shared
+
+Place = tuple[int, int]
+"""A recurrent state's place: the number of its layer, and its own number within that layer."""
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A pass over `count` tokens of some rows, from which the state after any number of them can be computed.
+
+    `state` is transformers' cache after the pass, which still has the inputs that its convolutions and windows would
+    have dropped, and the recurrent states from before the pass. `ends` are the recurrent states after the pass, as far
+    as they were computed.
+    """
+
+    state: Any
+    count: int
+    recurrences: dict[Place, Recurrence]
+    ends: dict[Place, Tensor]
+
+    def state_after(self, row: int, count: int) -> Any:
+        """Return the state of a row after the first `count` tokens (at least 1); it shares tensors with others."""
+        state = row_of(self.state, row)
+        for layer in state.layers:
+            layer.crop(count - self.count)
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+        for place, recurrence in self.recurrences.items():
+            number, each = place
+            if count == self.count and place in self.ends:
+                new = self.ends[place][row : row + 1]
+            else:
+                new = recurrence.state_after(row, count)
+            state.layers[number].recurrent_states[each] = new.to(recurrence.start.dtype)
+        return state
+
+
+class RowState(Protocol):
+    """The state of one row after a pass, which may be shortened by some tokens."""
+
+    @property
+    def state(self) -> Any:
+        """The transformers cache of this row alone."""
+        ...
+
+    def shortened(self, tokens: int) -> RowState | None:
+        """Return the state without the last `tokens` tokens; None if it cannot be computed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A state that cannot be shortened."""
+
+    state: Any
+
+    def shortened(self, tokens: int) -> None:
+        """See `RowState`."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """The state after the first `count` tokens of a pass that can be rolled back within, in the pass's row `row`.
+
+    It is computed when it is first read, since most rounds accept only some of their tokens, and the count is not known
+    before.
+    """
+
+    rewind: Rewind
+    row: int
+    count: int
+
+    @cached_property
+    def state(self) -> Any:
+        """See `RowState`."""
+        with torch.inference_mode():
+            return self.rewind.state_after(self.row, self.count)
+
+    def shortened(self, tokens: int) -> Within | None:
+        """See `RowState`."""
+        return Within(self.rewind, self.row, self.count - tokens) if tokens < self.count else None
+
+
+def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> tuple[Any, Rewind]:
+    """Run a pass over `count` tokens after the states of some rows -> what `run` returns, and the `Rewind` of the pass.
+
+    The states are not written to. Raises ValueError if the model's cache drops what a rollback needs, or if a
+    recurrence is of no known kind.
+    """
+    state = joined(states) if len(states) > 1 else shared(states[0])
+    if not hasattr(state, "activate_past_recording"):
+        raise ValueError(f"{type(state).__name__} does not keep what a rollback needs.")
+    state.activate_past_recording()
+    ends = dict[Place, Tensor]()
+
+    def keep(new: Tensor | None, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor | None:
+        """Store the new state in `ends`, where transformers would overwrite the old one, which has to stay."""
+        if new is not None:
+            ends[layer_idx, state_idx] = new
+        return new
+
+    def extend(new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Append inputs (rows, channels, n) of a convolution to those before, with a token's channels contiguous."""
+        convolved = state.layers[layer_idx].conv_states
+        convolved[state_idx] = torch.cat([convolved[state_idx].mT, new.mT], 1).mT
+        return convolved[state_idx]
+
+    state.update_recurrent_state, state.update_conv_state = keep, extend
+    try:
+        with recording() as recurrences:
+            returned = run(state)
+    finally:
+        del state.update_recurrent_state, state.update_conv_state
+    return returned, Rewind(state, count, _placed(state, recurrences), ends)
+
+
+def _placed(state: Any, recurrences: Sequence[Recurrence]) -> dict[Place, Recurrence]:
+    """Return the recurrences by the places of their start states. Raises ValueError for a state without one."""
+    by_start = {id(recurrence.start): recurrence for recurrence in recurrences}
+    places = {
+        (number, each): start
+        for number, layer in enumerate(state.layers)
+        for each, start in getattr(layer, "recurrent_states", {}).items()
+        if start is not None
+    }
+    if missing := [number for (number, _), start in places.items() if id(start) not in by_start]:
+        raise ValueError(f"the recurrence of layer {missing[0]} is of no kind that can be replayed.")
+    return {place: by_start[id(start)] for place, start in places.items()}

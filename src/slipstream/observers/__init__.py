@@ -1,1 +1,0 @@
-"""Observers, which receive every round: the coloured explanation in the terminal is one."""

@@ -1,0 +1,85 @@
+"""Builds the drafter of a draft server, which has no target, and the vocabulary of its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.core.protocols import Drafter
+from slipstream.core.source import SourceForm
+from slipstream.drafters.build_context import BuildContext
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.remote.hello import Vocabulary
+from slipstream.drafters.specification import Part, Syntax, drafter, parse
+from slipstream.execution.passes import Mode
+from slipstream.models.loading.load import EMBEDDED, find_tokenizer, load_scorer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class AnyTarget:
+    """A stand-in for the clients' targets while a draft is built: only the size of their vocabulary is known."""
+
+    vocab: int
+    name: str = "the clients' target"
+    source_form: SourceForm | None = None
+
+
+@dataclass(frozen=True)
+class How:
+    """The options for loading models: dtype, device, whether to compile, and the name of the clients' tokenizer."""
+
+    dtype: Any = "auto"
+    device: str | None = None
+    compile: bool = False
+    tokenizer: str | None = None
+
+
+def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
+    """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens.
+
+    Raises ValueError for a draft that cannot be parsed or loaded, or that needs a target.
+    """
+    syntax = parse(draft)
+    parts = list(_parts(syntax))
+    if any(part.kind in ("tcp", "tls") for part in parts):
+        raise ValueError("a draft server cannot pass on another one: name that one to the clients.")
+    if any("draft_vocab" in dict(part.options) for part in parts):
+        raise ValueError("a draft server does not know the target whose tokens draft_vocab counts: leave it out.")
+    models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
+    source = how.tokenizer or (models[-1] if models else None)
+    tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(source) if source else None
+    if isinstance(syntax, Part) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
+        return _model(models[0], dict(syntax.options), how, tokenizer)
+    sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
+    if tokenizer is None and not sizes:
+        raise ValueError(f"the tokenizer of {draft!r} is unknown: name that of the clients, --tokenizer NAME.")
+    size = sizes[0] if sizes else _size(tokenizer)
+    target: Any = AnyTarget(size)
+    context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile), waits=True)
+    return drafter(draft, context), Vocabulary.of(size, tokenizer)
+
+
+NAMED = ("model", "embedded")
+
+
+def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, Vocabulary]:
+    """Build a draft from one model, which may be an encoder-decoder; padding ids beyond the tokenizer are left out."""
+    place = (options.get("dtype", how.dtype), options.get("device", how.device))
+    scorer = load_scorer(source, *place, Mode(how.compile))
+    size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))
+    return ModelDrafter(scorer, size), Vocabulary.of(size, tokenizer)
+
+
+def _size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _parts(syntax: Syntax) -> Iterator[Part]:
+    """Yield the drafters of a specification, in order."""
+    if isinstance(syntax, Part):
+        yield syntax
+        return
+    for each in (*getattr(syntax, "among", ()), *getattr(syntax, "parts", ())):
+        yield from _parts(each)
